@@ -9,11 +9,8 @@ from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Processes, count_processes
 
-DISTRIBUTED_TYPES = {
-    "nvidia": "MULTI_GPU",
-    "amd": "MULTI_GPU",
-    "intel": "MULTI_XPU",
-}  # by a GPU's maker
+# by a GPU's maker
+DISTRIBUTED_TYPES = {"nvidia": "MULTI_GPU", "amd": "MULTI_GPU", "intel": "MULTI_XPU"}
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 # MULTI_CPU starts one process by itself, or all by mpirun, so it cannot be used
 CPU_NOTE = (
@@ -40,13 +37,9 @@ print(file)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine in Accelerate's configuration.
+    """One machine; ``makers`` has one entry for each GPU and is empty on CPUs.
 
-    Attributes:
-        host: The host.
-        makers: Makers of its GPUs, one entry for each GPU; empty on CPUs.
-        processes: Number of processes to start there.
-        interface: Interface by which the other machines reach it.
+    ``interface`` is the one by which the other machines reach it.
     """
 
     host: Host
@@ -59,7 +52,8 @@ def machine(host: Host, makers: Sequence[str], cpus: int, requested: Processes |
             interface: str) -> Machine:  # fmt: skip
     """Returns a machine with the requested processes, else its slots, else one a GPU, else one.
 
-    Raises SettingError if one process a GPU was requested and it has no GPU.
+    Raises:
+        SettingError: One process a GPU was requested, and it has none.
     """
     if requested == "gpu" and not makers:
         raise SettingError(
@@ -74,12 +68,7 @@ def machine(host: Host, makers: Sequence[str], cpus: int, requested: Processes |
 
 def files(machines: Sequence[Machine], address: str, port: int,
           precision: str) -> dict[str, str]:  # fmt: skip
-    """Returns the text of every machine's file, by host.
-
-    Args:
-        machines: Machines, in rank order.
-        address, port: Address that the first machine listens at.
-        precision: Accelerate's mixed precision.
+    """Returns the text of every machine's file, by host; ``machines`` are in rank order.
 
     Raises:
         SettingError: The machines differ in kind or in the number of processes.
@@ -103,16 +92,17 @@ def files(machines: Sequence[Machine], address: str, port: int,
         "use_cpu": "false" if machines[0].makers else "true",
     }
     note = CPU_NOTE if not machines[0].makers and kind != "NO" else ""
-    return {
-        machine.host.name: note
-        + "".join(f"{key}: {value}\n" for key, value in {**settings, "machine_rank": rank}.items())
-        for rank, machine in enumerate(machines)
-    }
+    text = note + "".join(f"{key}: {value}\n" for key, value in settings.items())
+    return {machine.host.name: f"{text}machine_rank: {rank}\n"
+            for rank, machine in enumerate(machines)}  # fmt: skip
 
 
 def distributed_type(machines: Sequence[Machine]) -> str:
     """Returns Accelerate's distributed type; NO for a single process."""
-    kinds = {machine.host.name: _gpu_kind(machine) for machine in machines}
+    kinds = {}
+    for machine in machines:
+        makers = dict.fromkeys(machine.makers)
+        kinds[machine.host.name] = " and ".join(makers) + " GPUs" if makers else "no GPU"
     if len(set(kinds.values())) > 1:
         raise SettingError(
             "Accelerate trains on machines of one kind",
@@ -129,30 +119,19 @@ def distributed_type(machines: Sequence[Machine]) -> str:
         )
     if sum(counts.values()) == 1:
         return "NO"
-    makers = machines[0].makers
-    return DISTRIBUTED_TYPES[makers[0]] if makers else "MULTI_GPU"
-
-
-def _interface_variables(machine: Machine) -> str:
-    names = ("NCCL_SOCKET_IFNAME",) if machine.makers else ("GLOO_SOCKET_IFNAME",)
-    return "".join(f"{name}={machine.interface} " for name in names if machine.interface)
-
-
-def _gpu_kind(machine: Machine) -> str:
-    makers = dict.fromkeys(machine.makers)
-    return " and ".join(makers) + " GPUs" if makers else "no GPU"
+    return DISTRIBUTED_TYPES[machines[0].makers[0]] if machines[0].makers else "MULTI_GPU"
 
 
 def commands(machines: Sequence[Machine], files_of: Mapping[str, str]) -> list[str]:
     """Returns the command to type on each machine; it sets the interface, which YAML cannot.
 
     Args:
-        machines: Machines, in rank order.
         files_of: Path of the file on the machine, by host; empty for the default file.
     """
-    return [
-        f"# on {machine.host.name}:\n{_interface_variables(machine)}accelerate launch"
-        + (f" --config_file {files_of[machine.host.name]}" if files_of[machine.host.name] else "")
-        + " SCRIPT"
-        for machine in machines
-    ]
+    lines = []
+    for machine in machines:
+        library, name = "NCCL" if machine.makers else "GLOO", machine.host.name
+        variable = f"{library}_SOCKET_IFNAME={machine.interface} " if machine.interface else ""
+        option = f" --config_file {files_of[name]}" if files_of[name] else ""
+        lines.append(f"# on {name}:\n{variable}accelerate launch{option} SCRIPT")
+    return lines

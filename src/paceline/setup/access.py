@@ -24,7 +24,6 @@ class AccessStatus:
     """Whether a host accepts our login.
 
     Attributes:
-        host: The host.
         state: ``works``: login succeeds. ``unpinned``: its host key is not known yet.
             ``no key``: it does not accept our key. ``refused``: anything that setup cannot fix.
         fingerprint: Fingerprint of the host key, if it is unpinned.
@@ -75,7 +74,9 @@ async def pin_host_keys(statuses: Sequence[AccessStatus], options: SshOptions,
     mismatches = []
     accepting = replace(options, accept_new_host_keys=True)
     for status in statuses:
-        file = await known_hosts_file(status.host, options)
+        config = await effective_config(status.host, options)
+        files = (config.get("userknownhostsfile") or ["~/.ssh/known_hosts"])[0].split()
+        file = Path(files[0]).expanduser()
         previous = file.read_bytes() if file.exists() else None
         answer = await run_on_host(status.host, accepting, ["true"])
         current = file.read_bytes() if file.exists() else None
@@ -86,13 +87,6 @@ async def pin_host_keys(statuses: Sequence[AccessStatus], options: SshOptions,
             later = pinned or "nothing"
             mismatches.append(f"{status.host.name} showed {status.fingerprint}, then {later}")
     return mismatches
-
-
-async def known_hosts_file(host: Host, options: SshOptions) -> Path:
-    """Returns the file in which ssh pins the keys of this host."""
-    config = await effective_config(host, options)
-    files = (config.get("userknownhostsfile") or ["~/.ssh/known_hosts"])[0].split()
-    return Path(files[0]).expanduser()
 
 
 def _record_pin(journal: Journal, file: Path, previous: bytes | None, current: bytes) -> None:

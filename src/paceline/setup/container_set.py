@@ -40,13 +40,7 @@ _GROUPS = """$(getent group render video | cut -d: -f3 | sed 's/^/--group-add=/'
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker container.
-
-    Attributes:
-        alias: Its name for ssh and mpirun.
-        address: Address of its machine.
-        port: Port of its sshd.
-    """
+    """One worker container: its name for ssh and mpirun, its machine, and the port of its sshd."""
 
     alias: str
     address: str
@@ -61,18 +55,13 @@ class ContainerSet:
         base: Image with Python, torch and MPI.
         image: Name of the image built from it.
         workers: Workers, in the order of their ranks.
-        shm_size: Size of /dev/shm.
         interface: Interface for MPI's traffic; empty for MPI's choice.
-        command: Command that mpirun runs.
-        mpi: Kind of mpirun in the image.
         launcher: Address of the launching machine if its container has ranks, too; then it has
             rank 0.
         processes: Ranks in a container.
         master_port: Rendezvous port on the machine of rank 0.
-        env: Variables for the ranks.
         activate: Scripts in the image that are sourced before mpirun and each rank.
         gpus: Maker of the GPUs, or ``cdi``; empty for none.
-        mounts: Further folders, ``SOURCE:TARGET[:ro]`` each.
         uid: User id in the containers, which must own the keys on the machines.
         folder: Name of the set's folder, also in the home of each worker's machine.
     """
@@ -102,18 +91,12 @@ class ContainerSet:
 
     @property
     def master_address(self) -> str:
-        """Address of the machine with rank 0."""
         return self.launcher or self.workers[0].address
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Public keys.
-
-    Attributes:
-        identity: The launcher's key, one line.
-        hosts: Type and key of each worker's host key, by alias.
-    """
+    """The launcher's public key, one line, and type and key of each worker's host key, by alias."""
 
     identity: str
     hosts: Mapping[str, str]
@@ -129,6 +112,7 @@ def workers_of(addresses: Mapping[str, str], first_port: int = FIRST_PORT) -> tu
 
 def files(spec: ContainerSet, keys: Keys) -> dict[str, str]:
     """Returns the content of all files but the keys, by path below the folder."""
+    known_hosts = [f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in spec.workers]
     texts = {
         "Containerfile": containerfile(spec),
         "compose.yaml": json.dumps(compose(spec), indent=2) + "\n",
@@ -137,9 +121,7 @@ def files(spec: ContainerSet, keys: Keys) -> dict[str, str]:
         "sshd.sh": SSHD_SCRIPT,
         "commands.sh": commands(spec),
         "ssh_launcher/config": ssh_config(spec),
-        "ssh_launcher/known_hosts": "".join(
-            f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in spec.workers
-        ),
+        "ssh_launcher/known_hosts": "".join(known_hosts),
     }
     for worker in spec.workers:
         folder = folder_of(worker)
@@ -275,7 +257,6 @@ LogLevel INFO
 
 
 def ssh_config(spec: ContainerSet) -> str:
-    """Returns the ssh config of the launcher's container."""
     lines = []
     for worker in spec.workers:
         lines += [
@@ -301,17 +282,9 @@ def mpirun_command(spec: ContainerSet) -> list[str]:
         nets = ("oob_tcp_if_include", "btl_tcp_if_include") if spec.interface else ()
         mca = [word for name in nets for word in ("--mca", name, spec.interface)]
         passed = [word for name in environment(spec) for word in ("-x", name)]
-        head = [
-            "--host",
-            hosts,
-            "-np",
-            total,
-            "--map-by",
-            f"ppr:{per_container}:node",
-            "--bind-to",
-            "none",
-        ]
-        return [RANK, "mpirun", *mca, *head, *passed, RANK, *spec.command]
+        placement = ["--map-by", f"ppr:{per_container}:node", "--bind-to", "none"]
+        head = ["mpirun", *mca, "--host", hosts, "-np", total, *placement, *passed]
+        return [RANK, *head, RANK, *spec.command]
     interface = ["-iface", spec.interface] if spec.interface else []
     hosts = ",".join(spec.rank_hosts)
     head = ["mpirun", *interface, "-hosts", hosts, "-ppn", per_container, "-n", total]
@@ -319,7 +292,6 @@ def mpirun_command(spec: ContainerSet) -> list[str]:
 
 
 def environment(spec: ContainerSet) -> dict[str, str]:
-    """Returns variables of the launcher's container, which mpirun passes to the ranks."""
     variables = {"MASTER_ADDR": spec.master_address, "MASTER_PORT": str(spec.master_port)}
     if spec.interface:
         names = (*EXACT, "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
@@ -358,7 +330,8 @@ def commands(spec: ContainerSet) -> str:
     machines: dict[str, list[Worker]] = {}
     for worker in spec.workers:
         machines.setdefault(worker.address, []).append(worker)
-    remote = {a: workers for a, workers in machines.items() if not _is_launcher(spec, a)}
+    own_addresses = (spec.launcher, "localhost", "127.0.0.1", "::1")
+    remote = {a: workers for a, workers in machines.items() if a not in own_addresses}
     lines = ["# On the launching machine, in this folder:", build]
     if remote:
         lines += ["", "# There, too: copy to each machine what its workers need, and no other keys"]
@@ -381,10 +354,6 @@ def commands(spec: ContainerSet) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_launcher(spec: ContainerSet, address: str) -> bool:
-    return address in (spec.launcher, "localhost", "127.0.0.1", "::1")
-
-
 def _copy_line(spec: ContainerSet, address: str, workers: list[Worker]) -> str:
     """Copies a machine's part of the set; ``tar`` keeps owners and modes, which sshd checks."""
     parts = ["Containerfile", "rank.sh", "sshd.sh", "workload", *map(folder_of, workers)]
@@ -394,10 +363,8 @@ def _copy_line(spec: ContainerSet, address: str, workers: list[Worker]) -> str:
 
 
 def compose(spec: ContainerSet) -> dict[str, object]:
-    """Returns a Compose file for workers on this machine."""
-    services: dict[str, object] = {}
-    for worker in spec.workers:
-        services[worker.alias] = _service(spec, folder_of(worker), SSHD_COMMAND)
+    services = {worker.alias: _service(spec, folder_of(worker), SSHD_COMMAND)
+                for worker in spec.workers}  # fmt: skip
     launcher = _service(spec, "ssh_launcher", mpirun_command(spec))
     launcher["depends_on"] = [worker.alias for worker in spec.workers]
     services["launcher"] = launcher
@@ -430,15 +397,8 @@ def _service(spec: ContainerSet, ssh_folder: str, command: list[str]) -> dict[st
     return service
 
 
-# --- onto this machine
-
-
 def write_set(out: Path, spec: ContainerSet) -> None:
-    """Writes the set into a folder; keys that are there are kept.
-
-    Raises:
-        NodeError: ssh-keygen cannot make a key.
-    """
+    """Writes the set into a folder; keys that are there are kept."""
     keys = make_keys(out, spec.workers)
     for name, text in files(spec, keys).items():
         _write(out / name, text)

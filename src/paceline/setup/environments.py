@@ -29,7 +29,6 @@ class EnvironmentSpec:
     """A requested environment.
 
     Attributes:
-        requirements: Requirements or lock file.
         folder: Folder of the environment on every node; ``~`` is the node's home.
         python: Interpreter on the nodes that makes it.
         activate: Shell line before the interpreter starts (``module load …``); may be empty.
@@ -49,34 +48,21 @@ class EnvironmentSpec:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def activation_script(folder: str, activate: str) -> str:
-    """Returns a script that runs the activation line, then the interpreter."""
-    python = shlex.quote(f"{folder}/bin/python")
-    return f'#!/bin/sh\n{activate} >/dev/null || exit 1\nexec {python} "$@"\n'
-
-
 async def one_node_per_disk(channels: Sequence[Channel], spec: EnvironmentSpec) -> list[Channel]:
     """Returns, for each node, the first node with the environment's folder on the same disk.
 
     Hosts that share their home directory must not make one environment at the same time.
-
-    Raises:
-        NodeError: A node cannot write next to the folder.
     """
     marks = [f"{_folder_on(channel, spec)}.{channel.identity}" for channel in channels]
     make_mark = ["/bin/sh", "-c", 'mkdir -p "${0%/*}" && : > "$0"']
     remove_mark = ["/bin/sh", "-c", 'rm -f "$0"']
+    pairs = list(zip(channels, marks, strict=True))
     try:
-        await asyncio.gather(*(
-            _execute(channel, [*make_mark, mark])
-            for channel, mark in zip(channels, marks, strict=True)
-        ))  # fmt: skip
+        await asyncio.gather(*(_execute(channel, [*make_mark, mark]) for channel, mark in pairs))
         replies = await asyncio.gather(*(c.request("look", paths=marks) for c in channels))
     finally:
-        await asyncio.gather(*(
-            _execute(channel, [*remove_mark, mark], check=False)
-            for channel, mark in zip(channels, marks, strict=True)
-        ), return_exceptions=True)  # fmt: skip
+        removals = (_execute(channel, [*remove_mark, mark], check=False) for channel, mark in pairs)
+        await asyncio.gather(*removals, return_exceptions=True)
     seen = [[path["exists"] for path in reply["paths"]] for reply in replies]
     return [channels[row.index(True)] if True in row else channel
             for row, channel in zip(seen, channels, strict=True)]  # fmt: skip
@@ -90,8 +76,6 @@ async def make_environment(channel: Channel, spec: EnvironmentSpec, wheels: Path
     """Makes the environment on one node, unless it is up to date; returns what was done.
 
     Args:
-        channel: Connection to the node.
-        spec: The requested environment.
         wheels: Local folder of wheels to ship; ``None`` lets the node download them.
 
     Raises:
@@ -109,9 +93,8 @@ async def make_environment(channel: Channel, spec: EnvironmentSpec, wheels: Path
     source = ["--no-index", "--find-links", f"{shipped}/wheels"] if wheels else []
     await _execute(channel, [*pip, *source, "-r", f"{shipped}/requirements.txt"])
     if spec.activate:
-        await _write(
-            channel, f"{folder}/bin/python-activated", activation_script(folder, spec.activate)
-        )
+        script = f'{spec.activate} >/dev/null || exit 1\nexec {shlex.quote(python)} "$@"\n'
+        await _write(channel, f"{python}-activated", f"#!/bin/sh\n{script}")
     await _write(channel, f"{folder}/{STAMP}", spec.digest)
     return f"{name}: {folder} made{' from shipped wheels' if wheels else ''}"
 
@@ -137,11 +120,8 @@ async def _execute(channel: Channel, argv: Sequence[str], text: str = "",
     reply = dict(await asyncio.wait_for(request, INSTALL_TIMEOUT_S + 10))
     if check and reply["code"] != 0:
         tail = "\n".join(str(reply["output"]).strip().splitlines()[-TAIL_LINES:])
-        raise NodeError(
-            f"{channel.host.name}: {shlex.join(argv)[:160]} failed",
-            found=tail,
-            remedy=_remedy(tail),
-        )
+        message = f"{channel.host.name}: {shlex.join(argv)[:160]} failed"
+        raise NodeError(message, found=tail, remedy=_remedy(tail))
     return reply
 
 
@@ -164,16 +144,12 @@ def _remedy(output: str) -> str:
     return "Correct the requirements, then type the same command again"
 
 
-def download_wheels(requirements: Path, python: str = sys.executable) -> Path:
-    """Downloads wheels for the requirements into a fresh local folder.
-
-    Raises SettingError with pip's output if that fails.
-    """
+def download_wheels(requirements: Path) -> Path:
+    """Downloads wheels into a fresh local folder; SettingError with pip's output if that fails."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-wheels-"))
-    argv = [python, "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "-w", str(folder)]
-    result = subprocess.run(
-        [*argv, "-r", str(requirements)], capture_output=True, text=True, check=False
-    )
+    argv = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "-q"]
+    argv += ["-w", str(folder), "-r", str(requirements)]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
     if result.returncode:
         tail = "\n".join((result.stderr or result.stdout).strip().splitlines()[-TAIL_LINES:])
         raise SettingError(f"pip could not get the wheels of {requirements} here", found=tail)

@@ -9,7 +9,6 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class Change:
         after: SHA-256 of the new content; empty for a folder.
         host: The host; empty for this machine.
         lines: Lines that were added; only these are removed if the file has changed since.
-        folder: Whether it is a folder.
     """
 
     path: str
@@ -45,13 +43,15 @@ class Journal:
 
     @classmethod
     def read(cls, file: Path | None = None) -> Journal:
-        """Reads the journal; it is empty if there is no file yet."""
-        file = file or default_file()
+        if file is None:
+            state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+            file = Path(state) / "paceline" / "setup.json"
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return cls(file)
-        changes = [_change(record) for record in data.get("changes", [])]
+        changes = [Change(**{**record, "lines": tuple(record.get("lines", ()))})
+                   for record in data.get("changes", [])]  # fmt: skip
         return cls(file, changes, list(data.get("folders", [])))
 
     def add(self, change: Change) -> None:
@@ -67,7 +67,10 @@ class Journal:
         if not self.changes:
             self._remove()
             return
-        self._make_folders()
+        parent = self.file.parent
+        missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        self.folders += [str(folder) for folder in missing]
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         changes = [asdict(change) for change in self.changes]
         text = json.dumps({"changes": changes, "folders": self.folders}, indent=1)
         temporary = self.file.with_suffix(".new")
@@ -75,27 +78,11 @@ class Journal:
         temporary.chmod(0o600)
         temporary.replace(self.file)
 
-    def _make_folders(self) -> None:
-        parent = self.file.parent
-        missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        self.folders += [str(folder) for folder in missing]
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-
     def _remove(self) -> None:
         self.file.unlink(missing_ok=True)
         for folder in self.folders:
             with contextlib.suppress(OSError):  # it holds somebody else's files by now
                 Path(folder).rmdir()
-
-
-def _change(data: dict[str, Any]) -> Change:
-    return Change(**{**data, "lines": tuple(data.get("lines", ()))})
-
-
-def default_file() -> Path:
-    """Returns ``$XDG_STATE_HOME/paceline/setup.json``."""
-    base = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
-    return Path(base) / "paceline" / "setup.json"
 
 
 def digest(data: bytes) -> str:
@@ -134,7 +121,11 @@ def undo(change: Change) -> str:
     """Undoes one change on this machine; returns what was done."""
     path = Path(change.path)
     if change.folder:
-        return _remove_folder(path)
+        try:
+            path.rmdir()
+        except OSError:
+            return f"{path} is kept: it holds other files"
+        return f"removed {path}"
     if not path.exists():
         return f"{path} is gone already"
     current = path.read_bytes()
@@ -155,15 +146,6 @@ def _restore(path: Path, change: Change) -> str:
     return f"restored {path}"
 
 
-def _remove_folder(path: Path) -> str:
-    try:
-        path.rmdir()
-    except OSError:
-        return f"{path} is kept: it holds other files"
-    return f"removed {path}"
-
-
 def remove_lines(content: bytes, lines: tuple[str, ...]) -> bytes:
-    """Returns the content without these lines."""
     added = {line.encode() for line in lines}
-    return b"".join(one for one in content.splitlines(True) if one.rstrip(b"\r\n") not in added)
+    return b"".join(line for line in content.splitlines(True) if line.rstrip(b"\r\n") not in added)

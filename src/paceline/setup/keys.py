@@ -21,12 +21,9 @@ KINDS = {"ed25519": ["-t", "ed25519"], "rsa": ["-t", "rsa", "-b", "4096"]}  # ne
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A key pair.
+    """A key pair: the private file (``None`` if only an agent has it) and the public line.
 
-    Attributes:
-        private: File of the private key; ``None`` if only an agent has it.
-        public: Line for ``authorized_keys``.
-        exists: False if it is still to be made.
+    ``exists`` is False if it is still to be made.
     """
 
     private: Path | None
@@ -41,7 +38,6 @@ def choose_identity(key: Path | None, configured: Sequence[Path], agent_keys: Se
     Args:
         key: The requested key file; need not exist yet.
         configured: Identity files that ssh would try, in order.
-        agent_keys: Public keys that the agent offers.
         folder: ``~/.ssh``.
     """
     if key is not None:
@@ -69,17 +65,13 @@ def _read(private: Path) -> Identity:
                 found=result.stderr.strip(),
                 remedy=f"ssh-add {private}, or --key with another file",
             )
-    _reject_dsa(private, line)
-    return Identity(private, line)
-
-
-def _reject_dsa(private: Path, line: str) -> None:
     if line.startswith("ssh-dss"):
         raise SettingError(
             f"the key {private} is a DSA key",
             found="OpenSSH 10 does not know DSA any more",
             remedy="--key ~/.ssh/id_ed25519 makes a new one",
         )
+    return Identity(private, line)
 
 
 def make_key_pair(identity: Identity, kind: str, journal: Journal) -> Identity:
@@ -107,16 +99,12 @@ def agent_keys() -> list[str]:
 
 def fingerprint(public: str) -> str:
     """Returns the fingerprint as ssh-keygen prints it: ``256 SHA256:… comment (ED25519)``."""
-    result = subprocess.run(
-        ["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=False
-    )
+    result = _run(["ssh-keygen", "-lf", "-"], public)
     return result.stdout.strip() or result.stderr.strip()
 
 
-def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+def _run(argv: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
 
 
 # POSIX sh. Reports modes with ls, because stat differs between systems.
@@ -206,7 +194,8 @@ def read_report(output: str) -> InstallReport:
     before = file[1] if file[0] != "none" and len(file) > 1 else None if file[0] == "none" else ""
     after = values["done"][0] if values["done"] else ""
     modes = (_octal(file[0]), _octal(values["folder"][0]), _octal(values["home"][0]))
-    is_private = modes[0] == "600" and modes[1] == "700" and not _is_writable_by_others(modes[2])
+    is_home_writable = any(int(digit) & 2 for digit in modes[2][1:])  # by others
+    is_private = modes[0] == "600" and modes[1] == "700" and not is_home_writable
     return InstallReport(before != after or not is_private, before, after, *modes)
 
 
@@ -219,12 +208,7 @@ def _octal(text: str) -> str:
     return "".join(str(sum(values.get(char, 0) for char in three)) for three in bits)
 
 
-def _is_writable_by_others(mode: str) -> bool:
-    return any(int(digit) & 2 for digit in mode[1:])
-
-
 def change_record(host: str, key: str, installed: InstallReport) -> Change:
-    """Returns the journal's entry for one host."""
     mode = None if installed.before is None else int(installed.file_mode, 8)
     states = f"{installed.folder_mode} {installed.home_mode}"
     return Change("~/.ssh/authorized_keys", installed.before, mode, installed.after, host,
@@ -232,7 +216,6 @@ def change_record(host: str, key: str, installed: InstallReport) -> Change:
 
 
 def revoke_script(change: Change) -> str:
-    """Returns the script that undoes one host's change."""
     key, states = change.lines
     folder_mode, home_mode = states.split()
     values: Mapping[str, str] = {

@@ -18,7 +18,6 @@ _HEAD = "# Hosts of paceline setup; made again by it, taken away by `paceline se
 
 
 def needs_alias(host: Host, key: Path | None) -> bool:
-    """Whether ssh needs more than the host's name."""
     has_settings = host.user or host.port or host.identity_file or host.address != host.name
     return bool(has_settings) or key is not None
 
@@ -27,7 +26,6 @@ def alias_blocks(hosts: Sequence[Host], key: Path | None) -> str:
     """Returns the text of our ssh config for the hosts that need an alias.
 
     Args:
-        hosts: All hosts.
         key: The identity, unless ssh tries it by itself.
 
     Raises:
@@ -94,9 +92,7 @@ class Share:
     """A folder of a file server.
 
     Attributes:
-        kind: ``nfs`` or ``cifs`` (Windows, Samba).
-        server: Name or address.
-        path: Exported path (nfs) or name of the share (cifs).
+        path: Exported path (nfs) or name of the share (cifs: Windows, Samba).
         mount_point: Path on every host.
         user: Account on the server (cifs).
         uid, gid: Owner of the files on the hosts (cifs).
@@ -119,7 +115,6 @@ class Share:
 
 
 def mount_source(share: Share) -> str:
-    """Returns the source for mount(8)."""
     if share.kind == "nfs":
         server = f"[{share.server}]" if ":" in share.server else share.server
         return f"{server}:{share.path}"
@@ -127,7 +122,6 @@ def mount_source(share: Share) -> str:
 
 
 def credentials_file(share: Share) -> str:
-    """Returns the root-only file with the account (cifs)."""
     return f"/etc/paceline-{share.server}.cred"
 
 

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import TracebackType
 
 from paceline.remote.link import run_process
 from paceline.remote.openssh import (
@@ -43,14 +42,7 @@ _PASSWORD_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class LoginResult:
-    """Result of a command on a host.
-
-    Attributes:
-        status: Exit status of ssh or of the command.
-        output: Standard output.
-        messages: Standard error.
-        refusal: Why the login failed; ``None`` if it succeeded.
-    """
+    """Exit status of ssh or of the command, standard output and error, and why the login failed."""
 
     status: int
     output: str
@@ -63,9 +55,6 @@ async def run_on_host(host: Host, options: SshOptions, remote: list[str], script
     """Runs ``remote`` with ``script`` on its standard input.
 
     Args:
-        host, options: The host, and how to log in.
-        remote: Command there.
-        script: Standard input of the command.
         environment: Environment of ssh; if given, ssh may ask its helper for a password.
     """
     extra = _PASSWORD_SETTINGS if environment is not None else {}
@@ -79,7 +68,6 @@ async def run_on_host(host: Host, options: SshOptions, remote: list[str], script
 
 
 def newly_pinned_key(answer: LoginResult) -> str | None:
-    """Returns the fingerprint that this call pinned, if any."""
     return server_fingerprint(answer.messages) if was_key_pinned(answer.messages) else None
 
 
@@ -123,8 +111,7 @@ class PasswordServer:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

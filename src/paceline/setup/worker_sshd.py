@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-DEFAULT_PORT = 12345
-
 
 def default_folder() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
@@ -26,13 +24,6 @@ def default_folder() -> Path:
 
 def key_file(folder: Path) -> Path:
     return folder / "ssh_host_ed25519_key"
-
-
-def find_sshd() -> str | None:
-    """Returns the absolute path of sshd, also from the sbin folders, which PATH may lack."""
-    return shutil.which(
-        "sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin:/sbin"
-    )
 
 
 def config_text(folder: Path, port: int, address: str) -> str:
@@ -78,7 +69,8 @@ def start(folder: Path, port: int, address: str) -> int:
     if pid is not None:
         print(f"sshd runs already: process {pid}, {folder}")
         return 0
-    sshd = find_sshd()
+    sbin_folders = "/usr/sbin:/usr/local/sbin:/sbin"  # PATH may lack them
+    sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:{sbin_folders}")
     if sshd is None:
         print("there is no sshd on this machine: sudo apt-get install openssh-server")
         return 1
@@ -105,7 +97,9 @@ def _wait_until_running(folder: Path, port: int, timeout_s: float = 5.0) -> int:
         pid = running(folder)
         if pid is not None:
             print(f"sshd listens on port {port}: process {pid}, {folder}")
-            print(f"host key: {fingerprint(folder)}")
+            argv = ["ssh-keygen", "-lf", f"{key_file(folder)}.pub"]
+            result = subprocess.run(argv, stdout=subprocess.PIPE, check=False)
+            print(f"host key: {result.stdout.decode().strip()}")
             return 0
         time.sleep(0.05)
     print("sshd did not start; its log:")
@@ -114,13 +108,8 @@ def _wait_until_running(folder: Path, port: int, timeout_s: float = 5.0) -> int:
     return 1
 
 
-def fingerprint(folder: Path) -> str:
-    argv = ["ssh-keygen", "-lf", f"{key_file(folder)}.pub"]
-    return subprocess.run(argv, stdout=subprocess.PIPE, check=False).stdout.decode().strip()
-
-
 def stop(folder: Path) -> int:
-    """Stops sshd and waits for its end; open sessions continue."""
+    """Stops sshd and waits for its end; open sessions go on."""
     pid = running(folder)
     if pid is None:
         print(f"sshd does not run ({folder})")
@@ -146,7 +135,7 @@ def status(folder: Path) -> int:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("action", choices=["start", "stop", "status"])
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", type=int, default=12345)
     parser.add_argument("--address", default="0.0.0.0")  # noqa: S104 - a login server, keys only
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args(argv)

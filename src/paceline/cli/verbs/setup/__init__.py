@@ -32,11 +32,9 @@ if TYPE_CHECKING:
                    " already offers, otherwise ~/.ssh/id_ed25519.")  # fmt: skip
 @click.option("--key-type", type=click.Choice(list(keys.KINDS)), default="ed25519",
               help="Type of a new key (rsa: 4096 bits).")  # fmt: skip
-@click.option(
-    "--password-stdin",
-    is_flag=True,
-    help="Read the hosts' password from standard input instead of asking for it.",
-)
+@click.option("--password-stdin", is_flag=True,
+              help="Read the hosts' password from standard input instead of asking for"
+                   " it.")  # fmt: skip
 @click.option("-y", "--yes", is_flag=True, help="Do not ask; pin the host keys shown.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would be done, and exit.")
 @click.option("--revoke", is_flag=True, help="Undo exactly what setup has done.")
@@ -50,9 +48,8 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
     own_options = ("key", "key_type", "password_stdin")
     if ctx.invoked_subcommand is not None:
         # --dry-run above all: the part would not hear of it, and do its work
-        reject_combination(
-            ctx, f"setup {ctx.invoked_subcommand}", (*own_options, "yes", "dry_run", "revoke")
-        )
+        names = (*own_options, "yes", "dry_run", "revoke")
+        reject_combination(ctx, f"setup {ctx.invoked_subcommand}", names)
         return
     if revoke:
         reject_combination(ctx, "--revoke", own_options)
@@ -119,7 +116,6 @@ def plan(states: Sequence[AccessStatus], identity: Identity, kind: str, alias: s
 
 
 def show_plan(states: Sequence[AccessStatus], todo: Sequence[str]) -> None:
-    """Shows each host's state, then the access."""
     for state in states:
         if state.state == "works":
             location = "this machine" if state.host.local else "SSH login already works"
@@ -145,12 +141,9 @@ def confirm(states: Sequence[AccessStatus], yes: bool) -> None:
         raise SettingError(
             "there is no terminal to ask on", remedy="Look at the list above, then add -y"
         )
-    click.confirm(
-        "Compare the fingerprints with the machines' own. Go on?"
-        if any(state.state == "unpinned" for state in states)
-        else "Go on?",
-        abort=True,
-    )
+    has_unpinned = any(state.state == "unpinned" for state in states)
+    hint = "Compare the fingerprints with the machines' own. " if has_unpinned else ""
+    click.confirm(f"{hint}Go on?", abort=True)
 
 
 def set_up(ctx: click.Context, states: Sequence[AccessStatus], identity: Identity, kind: str,
@@ -180,14 +173,12 @@ def set_up(ctx: click.Context, states: Sequence[AccessStatus], identity: Identit
     lacking = [state for state in rechecked if state.state == "no key"]
     if lacking:
         with PasswordServer(read_password(ctx, lacking)) as passwords:
-            failed = asyncio.run(
-                access.install_keys(lacking, ssh, identity.public, passwords, journal, say)
-            )
+            installing = access.install_keys(lacking, ssh, identity.public, passwords, journal, say)
+            failed = asyncio.run(installing)
         verify(hosts, ssh, failed)
 
 
 def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> None:
-    """Looks whether the login works on every host now."""
     import asyncio
 
     from paceline.setup import access
@@ -195,10 +186,10 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
     states = asyncio.run(access.check_access(hosts, ssh))
     failing = [state for state in states if state.state != "works"]
     if failing:
-        problems = [
-            f"{state.host.name}: {failed.get(state.host.name) or _refusal_text(state)}"
-            for state in failing
-        ]
+        problems = []
+        for state in failing:
+            details = state.refusal.details.splitlines()[-1] if state.refusal else state.state
+            problems.append(f"{state.host.name}: {failed.get(state.host.name) or details}")
         names = ", ".join(state.host.name for state in failing)
         raise ConnectError(
             f"{names} still refuse the login",
@@ -208,12 +199,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
     say(f"SSH login works on {pluralize(len(hosts), 'host')}")
 
 
-def _refusal_text(state: AccessStatus) -> str:
-    return state.refusal.details.splitlines()[-1] if state.refusal else state.state
-
-
 def write_aliases(text: str, journal: Journal) -> None:
-    """Writes our part of the ssh config and includes it."""
     if not text:
         return
     folder = Path("~/.ssh").expanduser()

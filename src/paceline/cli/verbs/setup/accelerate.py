@@ -11,7 +11,7 @@ import click
 from paceline.cli.applicability import reject_combination
 from paceline.cli.options import IFACE, NPROC_PER_NODE, SETUP_HOSTS, SSH_CONFIG, settings_options
 from paceline.cli.verb import Verb, say
-from paceline.cli.verbs.setup.targets import cluster_hosts
+from paceline.cli.verbs.setup.targets import survey_targets
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.setup import accelerate
@@ -39,28 +39,16 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(ctx: click.Context, /, **_: object) -> None:
     """Write each machine's YAML for `accelerate launch`: kind, rank, address, processes."""
-
-    if ctx.params["install"]:
+    params = ctx.params
+    if params["install"]:
         reject_combination(ctx, "--install", ("out",))
-    write(*cluster_hosts(ctx), ctx.params)
-
-
-def write(hosts: Sequence[Host], ssh: SshOptions, params: Mapping[str, Any]) -> None:
-    """Looks at the hosts and writes a file for each; ConnectError for those that refuse."""
-    import asyncio
-
-    from paceline.checks.check import Requirements
-    from paceline.checks.runner import require_all_reachable, survey_hosts
+    from paceline.checks.runner import require_all_reachable
     from paceline.launch.planning.affinity import gpus_seen
 
-    pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
-    requirements = Requirements(
-        pythons, dict.fromkeys(pythons, str(Path.cwd())), interface=params["iface"]
-    )
-    survey = asyncio.run(survey_hosts(hosts, ssh, requirements, "quick"))
+    survey = survey_targets(ctx)
     require_all_reachable(survey)
     machines = []
-    for host in hosts:
+    for host in survey.hosts:
         facts = survey.facts[host.name]
         makers = [gpu["maker"] for gpu in gpus_seen(facts, facts.get("environment") or {})]
         network = survey.networks.get(host.name)
@@ -68,13 +56,13 @@ def write(hosts: Sequence[Host], ssh: SshOptions, params: Mapping[str, Any]) -> 
         cpus = len((facts.get("cpu") or {}).get("available", ()))
         processes = params["nproc_per_node"]
         machines.append(accelerate.machine(host, makers, cpus, processes, interface))
-    address = survey.address(hosts[0].name)
+    address = survey.address(survey.hosts[0].name)
     texts = accelerate.files(machines, address, params["port"], params["mixed_precision"])
-    for line in _placed(machines, texts, ssh, params):
+    for line in _placed(machines, texts, params):
         say(line)
 
 
-def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptions,
+def _placed(machines: Sequence[Machine], texts: Mapping[str, str],
             params: Mapping[str, Any]) -> list[str]:  # fmt: skip
     """Puts the files where they belong; what was done and what to type."""
     kind = accelerate.distributed_type(machines)
@@ -84,7 +72,7 @@ def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptio
     if params["install"]:
         import asyncio
 
-        places = asyncio.run(_install(machines, texts, ssh))
+        places = asyncio.run(_install(machines, texts, SshOptions(params["ssh_config"])))
         lines += [f"{name}: {place}" for name, place in places.items()]
         return lines + accelerate.commands(machines, dict.fromkeys(texts, ""))
     folder: Path = params["out"]
@@ -116,11 +104,9 @@ async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
 
     placed: dict[str, str] = {}
     failed: dict[str, str] = {}
-    for machine, (status, out, err) in zip(
-        machines,
-        await asyncio.gather(*(write_on(machine.host) for machine in machines)),
-        strict=True,
-    ):  # a login may print lines of its own before ours
+    results = await asyncio.gather(*(write_on(machine.host) for machine in machines))
+    for machine, (status, out, err) in zip(machines, results, strict=True):
+        # a login may print lines of its own before ours
         lines = (out if status == 0 else err).strip().splitlines() or [f"exit status {status}"]
         (failed if status else placed)[machine.host.name] = lines[-1]
     if failed:

@@ -26,12 +26,9 @@ from paceline.spec.hosts import Host
     "--python", default="python3", show_default=True, help="Python that makes it, on every host."
 )
 @click.option("--offline", is_flag=True, help="Send the wheels from this machine.")
-@click.option(
-    "--activate",
-    default="",
-    metavar="LINE",
-    help="Shell line to run before the interpreter starts, such as `module load cuda`.",
-)
+@click.option("--activate", default="", metavar="LINE",
+              help="Shell line to run before the interpreter starts, such as"
+                   " `module load cuda`.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
         activate: str, **_: object) -> None:  # fmt: skip
@@ -86,9 +83,10 @@ async def _environment(channel: Any, spec: Any, wheels: Path | None) -> Paceline
         say(await environments.make_environment(channel, spec, wheels))
     except PacelineError as error:
         return error
-    except (ConnectionError, asyncio.TimeoutError) as error:
-        problem = (
-            "the connection ended" if isinstance(error, ConnectionError) else "no answer in time"
-        )
-        return NodeError(f"{channel.host.name}: {problem}", remedy="Type the same command again")
-    return None
+    except ConnectionError:
+        problem = "the connection ended"
+    except asyncio.TimeoutError:
+        problem = "no answer in time"
+    else:
+        return None
+    return NodeError(f"{channel.host.name}: {problem}", remedy="Type the same command again")

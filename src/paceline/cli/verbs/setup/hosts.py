@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from paceline.cli.verb import Verb, say
-from paceline.cli.verbs.setup.targets import cluster_hosts, host_options
-from paceline.remote import this_machine
+from paceline.cli.verbs.setup.targets import host_options, survey_targets
 from paceline.setup import lines
 
 
@@ -17,15 +14,7 @@ from paceline.setup import lines
 @click.pass_context
 def command(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and errors in the existing ones. Changes nothing."""
-    import asyncio
-
-    from paceline.checks.check import Requirements
-    from paceline.checks.runner import survey_hosts
-
-    hosts, ssh = cluster_hosts(ctx)
-    pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
-    requirements = Requirements(pythons, dict.fromkeys(pythons, str(Path.cwd())))
-    survey = asyncio.run(survey_hosts(hosts, ssh, requirements, "quick"))
+    survey = survey_targets(ctx)
     addresses = {name: survey.address(name) for name in survey.names}
     say("# the same lines for /etc/hosts of every host:")
     say("\n".join(lines.hosts_lines(addresses, survey.facts)))

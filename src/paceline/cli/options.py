@@ -304,7 +304,6 @@ RUN = [
 
 
 def add_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
-    """Adds options to a command, in this order."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -327,7 +326,6 @@ def run_lookup_options(command: F) -> F:
 
 
 def launch_options(command: F) -> F:
-    """Adds the common options to a verb."""
     return torchrun_options(settings_options(*LAUNCH, *VIA_OPTIONS)(command))
 
 

@@ -66,17 +66,13 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
     """Writes the archive, readable by its owner only.
 
     Args:
-        path: Ends in ``.tar.gz``.
         contents: By file name, a text or a value that becomes JSON.
 
     Raises:
         SettingError: It cannot be written there.
     """
-    versions = {
-        "paceline": paceline.__version__,
-        "python": sys.version,
-        "system": platform.platform(),
-    }
+    versions = {"paceline": paceline.__version__, "python": sys.version,
+                "system": platform.platform()}  # fmt: skip
     folder = path.name.removesuffix(".gz").removesuffix(".tar")
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

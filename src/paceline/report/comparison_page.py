@@ -39,11 +39,9 @@ class Goal:
 
 
 def build_page(runs: Sequence[Run], goals: Sequence[Goal] = ()) -> Page:
-    """Builds the page that compares runs.
+    """Builds the page that compares at least two runs.
 
-    Args:
-        runs: At least two.
-        goals: Values to reach; without any, the best that all runs have reached.
+    Without ``goals``, the best value that all runs have reached is the goal.
     """
     names = [run.record.name for run in runs]
     labels = [name if names.count(name) == 1 else f"{name} ({number})"
@@ -105,11 +103,8 @@ def _outcomes(runs: _Labeled) -> Table:
 def _common_goal(runs: Sequence[Run]) -> list[Goal]:
     """The best value that all runs have reached, of held-out data if there is any."""
     for curve in runs[0].main_curves:
-        matching = [
-            candidate for run in runs for candidate in run.curves if candidate.key == curve.key
-        ]
-        if len(matching) == len(runs):
-            optima = [candidate.best.value for candidate in matching]
+        optima = [c.best.value for run in runs for c in run.curves if c.key == curve.key]
+        if len(optima) == len(runs):
             target = max(optima) if curve.lower_is_better else min(optima)
             return [Goal(curve.metric, target, curve.split)]
     return []

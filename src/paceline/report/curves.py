@@ -33,10 +33,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric of one split.
+    """One metric of one split, such as ``loss`` of ``train``.
 
     Attributes:
-        metric, split: E.g. ``loss`` and ``train``.
         points: By step; at most :data:`MAX_POINTS`.
         num_recorded: How many points there are in the file.
         num_nonfinite: How many values were not finite, such as a loss of NaN.
@@ -76,7 +75,6 @@ def make_curves(records: Sequence[_Record], started_at: float) -> list[Curve]:
     """The curves of all metrics and splits, in the order of their first records.
 
     Args:
-        records: Of metrics.jsonl.
         started_at: Seconds since 1970 when the run began; 0 when not known.
     """
     points: dict[tuple[str, str], list[Point]] = {}
@@ -175,12 +173,7 @@ def mean_rate(records: Sequence[_Record]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class StepDivision:
-    """How the mean step of a rank divides.
-
-    Attributes:
-        rank: ``None`` for the mean of all ranks.
-        seconds: For each of :data:`PARTS`.
-    """
+    """How the mean step of a rank (``None``: of all ranks) divides into :data:`PARTS`."""
 
     rank: int | None
     seconds: tuple[float, ...]
@@ -190,7 +183,6 @@ class StepDivision:
         return sum(self.seconds)
 
     def share(self, part: str) -> float:
-        """The share of a part in the step's time."""
         return self.part_s(part) / max(self.step_s, 1e-12)
 
     def part_s(self, part: str) -> float:
@@ -202,7 +194,6 @@ def divide_steps(records: Sequence[_Record],
     """How the steps of each rank divided, the mean of all first; empty when not known.
 
     Args:
-        records: Of metrics.jsonl.
         group_of: Gives the ranks of a record, in its order.
     """
     sums: dict[int | None, list[float]] = {}  # seconds of each part, then the number of steps

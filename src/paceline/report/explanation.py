@@ -24,7 +24,6 @@ def summary_lines(conclusion: Conclusion) -> list[str]:
 
 
 def lines(conclusion: Conclusion, evidence: Evidence) -> list[str]:
-    """The whole explanation."""
     text = [conclusion.text]
     if conclusion.matches:
         text += _describe_match(*conclusion.matches[0])
@@ -38,7 +37,6 @@ def lines(conclusion: Conclusion, evidence: Evidence) -> list[str]:
 
 
 def of_success(evidence: Evidence) -> list[str]:
-    """A run that ended well, with its losses."""
     losses = evidence.losses
     num_hidden = len(losses) - MAX_LOSSES
     note = [f"and {num_hidden} more, in events.jsonl"] if num_hidden > 0 else []
@@ -47,7 +45,6 @@ def of_success(evidence: Evidence) -> list[str]:
 
 
 def library_lines(evidence: Evidence) -> list[str]:
-    """A summary of the libraries' debug output; empty if there is none."""
     summary = summarize(evidence.debug)
     return ["", "the libraries said:", *(f"    {line}" for line in summary)] if summary else []
 

@@ -14,11 +14,8 @@ from paceline.spec.terminal import clean, clean_line, format_for
 
 LABELS: dict[Outcome, str] = {"fail": "FAIL", "unknown": "unknown", "warn": "warn", "pass": "ok"}
 STYLES: dict[Outcome, str] = {
-    "fail": "bold red",
-    "unknown": "magenta",
-    "warn": "yellow",
-    "pass": "green",
-}
+    "fail": "bold red", "unknown": "magenta", "warn": "yellow", "pass": "green",
+}  # fmt: skip
 ORDER: tuple[Outcome, ...] = ("fail", "unknown", "warn", "pass")
 
 Cells = Sequence[Sequence[str]]
@@ -27,10 +24,7 @@ Cells = Sequence[Sequence[str]]
 def lines(conclusion: str, findings: Sequence[Finding], include_passed: bool = False) -> list[str]:
     """The conclusion with its remedy, then the other findings that did not pass.
 
-    Args:
-        conclusion: One sentence. The finding that it quotes is not repeated.
-        findings: All findings.
-        include_passed: Include those that passed.
+    The finding that the conclusion quotes is not repeated.
     """
     selected = [finding for finding in findings if include_passed or finding.outcome != "pass"]
     ranked = sorted(selected, key=lambda finding: ORDER.index(finding.outcome))
@@ -60,11 +54,11 @@ def _cell(host: str, check: str, findings: Sequence[Finding]) -> str:
     return LABELS[min(outcomes, key=ORDER.index)] if outcomes else "·"
 
 
-def matrix(names: Sequence[str], rates: Mapping[tuple[str, str], str],
-           title: str) -> tuple[list[str], list[list[str]]]:  # fmt: skip
-    """Titles and rows of a table of rates from each name to each other."""
+def matrix(
+    names: Sequence[str], rates: Mapping[tuple[str, str], str]
+) -> tuple[list[str], list[list[str]]]:
     rows = [[source, *(rates.get((source, target), "·") for target in names)] for source in names]
-    return [title, *names], rows
+    return ["from \\ to", *names], rows
 
 
 def aligned(titles: Sequence[str], rows: Cells) -> list[str]:

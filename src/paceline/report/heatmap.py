@@ -13,11 +13,7 @@ def svg(names: Sequence[str], values: Mapping[tuple[str, str], float],
         labels: Mapping[tuple[str, str], str], title: str) -> str:  # fmt: skip
     """Draws a heat map: darker green for higher values, red for less than half of the highest.
 
-    Args:
-        names: Of rows and columns.
-        values: By row and column.
-        labels: Texts of the cells, so that no information is in the colour alone.
-        title: The heading.
+    ``labels`` are the texts of the cells, so that no information is in the colour alone.
     """
     side = MARGIN + CELL * len(names)
     highest = max(values.values(), default=1.0) or 1.0

@@ -16,12 +16,7 @@ MAX_MAP_HOSTS = 8  # drawn as a map; more are drawn as a matrix
 MAX_MATRIX_HOSTS = 32
 
 
-def machines(record: Record) -> list[Part]:
-    """What is known of the hosts and links; empty if nothing is known."""
-    return [*_hosts(record), *_links(record)]
-
-
-def _hosts(record: Record) -> Iterator[Part]:
+def hosts_parts(record: Record) -> Iterator[Part]:
     nodes = dict(zip(record.planned_hosts, record.nodes, strict=True))
     hosts = list(dict.fromkeys([*nodes, *map(str, record.hosts)]))
     rows = [_host_row(host, object_in(record.hosts, host), nodes.get(host, {}))
@@ -60,7 +55,6 @@ def ranks_of(node: Mapping[str, Any]) -> str:
 
 
 def _describe_interface(facts: Mapping[str, Any], name: str) -> str:
-    """The interface with its nominal speed."""
     for interface in objects_in(facts.get("interfaces")):
         speed = as_float(interface.get("speed"))
         if name and interface.get("name") == name and speed > 0:
@@ -68,11 +62,10 @@ def _describe_interface(facts: Mapping[str, Any], name: str) -> str:
     return name
 
 
-def _links(record: Record) -> Iterator[Part]:
+def links_parts(record: Record) -> Iterator[Part]:
     measured, source = _measured_rates(record)
-    hosts = list(
-        dict.fromkeys([*record.planned_hosts, *(host for pair in measured for host in pair)])
-    )
+    measured_hosts = (host for pair in measured for host in pair)
+    hosts = list(dict.fromkeys([*record.planned_hosts, *measured_hosts]))
     if len(hosts) < 2:
         return
     if not measured:
@@ -109,7 +102,6 @@ def _links(record: Record) -> Iterator[Part]:
 
 
 def _measured_rates(record: Record) -> tuple[dict[tuple[str, str], float], str]:
-    """Bits per second from host to host, and by what they were measured."""
     triples = [(link.get("from"), link.get("to"), as_float(link.get("bits_per_s")))
                for link in record.links]  # fmt: skip
     if rates := _valid_rates(triples):
@@ -119,9 +111,7 @@ def _measured_rates(record: Record) -> tuple[dict[tuple[str, str], float], str]:
                for row in (rows[:10_000] if isinstance(rows, list) else [])
                if isinstance(row, list) and len(row) == 3 and row[0] != row[1]]  # fmt: skip
     backend = as_text(record.collectives.get("backend"), 50)
-    return _valid_rates(
-        triples
-    ), f"the collectives over {backend}" if backend else "the collectives"
+    return _valid_rates(triples), "the collectives" + f" over {backend}" * bool(backend)
 
 
 def _valid_rates(triples: Sequence[tuple[Any, Any, float]]) -> dict[tuple[str, str], float]:

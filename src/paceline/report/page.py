@@ -40,14 +40,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A drawing with a description.
+    """A drawing with a description and the numbers behind it.
 
     Attributes:
         kind: Name of the drawing function in ``page.js``.
-        title: The heading.
-        description: What the drawing shows, in words.
         data: Argument of the drawing function.
-        table: The numbers behind it.
         height: In CSS pixels.
     """
 
@@ -71,8 +68,7 @@ class ItemList:
 class Paragraph:
     """A paragraph; kind ``pre`` keeps line breaks, ``command`` is to be typed.
 
-    Attributes:
-        summary: If not empty, the text is collapsed below it, unless ``expanded``.
+    With a ``summary``, the text is collapsed below it, unless ``expanded``.
     """
 
     text: str
@@ -86,8 +82,6 @@ Part = Table | Figure | ItemList | Paragraph
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page under a heading."""
-
     title: str
     parts: Sequence[Part]
 
@@ -144,7 +138,6 @@ def _redacted(value: Any) -> Any:
 
 
 def html(page: Page) -> str:
-    """Renders the page as one file."""
     return "".join(_html(page))
 
 
@@ -259,7 +252,6 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _numeric_column(cells: Sequence[str]) -> bool:
-    """Whether a column contains numbers only."""
     texts = [str(cell) for cell in cells if cell]
     return bool(texts) and all(len(text) < 24 and _NUMBER.fullmatch(text) for text in texts)
 

@@ -42,14 +42,11 @@ class Record:
     """The files of a run.
 
     Attributes:
-        path: The run directory.
         plan, hosts, config, forecast, collectives: Objects of these files; empty if missing.
         events: In the order of time.
-        metrics: The records of metrics.jsonl.
         has_result: Whether there is a result.json of this run.
         duration_s: By result.json; 0 when not known.
         num_recoveries: Losses that the run survived, by result.json.
-        result: Result by result.json, as far as it is valid.
         findings, links: Findings of checks and explanation; measured rates of links.
         owner: The process that owns the run.
         is_running: Whether the owner lives.
@@ -83,7 +80,6 @@ class Record:
 
     @property
     def nodes(self) -> list[_Object]:
-        """The nodes of the plan."""
         return objects_in(self.plan.get("nodes"))
 
     @property
@@ -93,7 +89,6 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """Reads everything that a report shows."""
     owner = read_owner(path)
     is_running = owner is not None and owner_alive(owner)
     objects = {

@@ -19,11 +19,8 @@ class Run:
     """A run, with its metrics, timeline and curves.
 
     Attributes:
-        record: Its files.
         metrics: The records of metrics.jsonl, with times if they are known.
         has_estimated_times: Whether these times are estimated.
-        timeline: What happened when.
-        curves: Of its metrics.
         divisions: How its steps divide, the mean of all ranks first.
     """
 
@@ -71,12 +68,7 @@ class Run:
 
 
 def make_run(record: Record, now: float = 0.0) -> Run:
-    """Makes a run of its files.
-
-    Args:
-        record: The files.
-        now: Seconds since 1970 if the run has not ended, else 0.
-    """
+    """Makes a run of its files; ``now`` is seconds since 1970 if it has not ended, else 0."""
     metrics, has_estimated_times = curves.add_times(record.metrics, record.events)
     timeline = build_timeline(record, metrics, now)
     groups = [(event.time, tuple(event["members"] or ())) for event in record.events

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.report import curves
 from paceline.report.curves import Curve, Point, StepDivision
-from paceline.report.machines import machines, ranks_of
+from paceline.report.machines import hosts_parts, links_parts, ranks_of
 from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Section, Status, Table
 from paceline.report.record import Record, object_in, objects_in
 from paceline.report.run import Run
@@ -25,14 +25,13 @@ _MIN_WAITING_GAP = 0.05  # of a step, between two ranks, to be mentioned
 
 
 def build_page(run: Run) -> Page:
-    """Builds the page of a run."""
     status, outcome = outcome_of(run)
     sections = [
         Section("What happened", [*_timeline_parts(run)]),
         Section("Findings and remedies", [*_findings(run)]),
         Section("Curves", [*_curves(run)]),
         Section("Throughput and efficiency", [*_throughput(run)]),
-        Section("Hosts and links", machines(run.record)),
+        Section("Hosts and links", [*hosts_parts(run.record), *links_parts(run.record)]),
         Section("Forecast and what came", [*_forecast(run.record.forecast)]),
         Section("Plan, configuration, versions", [*_plan(run.record)]),
         Section("Run it again", [*_rerun_command(run.record), *_resume_hint(run)]),
@@ -48,7 +47,6 @@ def build_page(run: Run) -> Page:
 
 
 def outcome_of(run: Run) -> tuple[Status, str]:
-    """The status and the outcome in one sentence."""
     record, result = run.record, run.record.result
     hosts = f" on {pluralize(len(run.hosts), 'host')}" if run.hosts else ""
     size = f"{pluralize(run.num_ranks, 'rank')}{hosts}"
@@ -66,20 +64,14 @@ def outcome_of(run: Run) -> tuple[Status, str]:
         return "bad", f"Not started: {result.error.splitlines()[0]}"
     if result.failure is not None:
         verb = "Stopped" if result.interrupted else "Failed"
-        echoes = (
-            f"; {pluralize(result.num_other_failures, 'other')} failed after it"
-            if result.num_other_failures
-            else ""
-        )
+        later = pluralize(result.num_other_failures, "other")
+        echoes = f"; {later} failed after it" if result.num_other_failures else ""
         cause = _cause(record) or result.failure.describe()
         return "bad", f"{verb} after {duration}: {cause}{echoes}."
     if result.interrupted is not None:
-        step_text = f" at step {step}" if step else ""
+        name, step_text = signal_name(result.interrupted), f" at step {step}" if step else ""
         saved = _describe_saved(run.last_event("stopped"))
-        return (
-            "unsure",
-            f"Stopped by {signal_name(result.interrupted)} after {duration}{step_text}{saved}.",
-        )
+        return "unsure", f"Stopped by {name} after {duration}{step_text}{saved}."
     if result.exit_code == UNKNOWN:
         return "unsure", f"The outcome is not known: result.json lacks it ({size}, {duration})."
     if result.exit_code:
@@ -90,14 +82,12 @@ def outcome_of(run: Run) -> tuple[Status, str]:
 
 
 def _cause(record: Record) -> str:
-    """The cause that ``explain`` found; empty if it found none."""
     causes = (finding for finding in record.findings if finding.get("outcome") == "fail"
               and as_text(finding.get("check"), 100).startswith("explain/"))  # fmt: skip
     return next((as_text(finding.get("message")).rstrip(".") for finding in causes), "")
 
 
 def _describe_saved(stopped: Event | None) -> str:
-    """What a training saved when it was asked to stop, as the end of a sentence."""
     if stopped is None:
         return ""
     saved, step = stopped["saved"], stopped["step"]
@@ -132,7 +122,6 @@ def _describe_losses(run: Run) -> str:
 
 
 def slowest_rank(run: Run) -> tuple[str, str] | None:
-    """The rank that slowed the others down, and the text of its event."""
     stragglers = run.events("straggler")
     if trained := run.last_event("trained"):
         rank = trained["straggler"]
@@ -164,7 +153,6 @@ _BY_SPEED = '--balance auto (in a script session.loader(…, balance="auto"))'
 
 
 def _straggler_remedy(run: Run) -> str:
-    """The remedy for the cause for which a rank was slow."""
     causes = [event["cause"] for event in run.record.events
               if event.kind in ("straggler", "trained") and event["cause"]]  # fmt: skip
     remedy = _REMEDIES.get(str(causes[-1]), "") if causes else ""
@@ -191,7 +179,6 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _computing_share(run: Run) -> str:
-    """The share of computing: as the training itself reported it at its end, if it did."""
     trained = run.last_event("trained")
     parts = trained["parts"] if trained else None
     if isinstance(parts, dict) and "computing" in parts:
@@ -227,7 +214,6 @@ def _timeline_parts(run: Run) -> Iterator[Part]:
 
 
 def _describe_timeline(timeline: Timeline) -> str:
-    """What the figure of all ranks shows, in words."""
     texts = [text for row in timeline.rows for text in _describe_row(row)]
     saved = sum(mark.kind == "checkpoint" for row in timeline.rows for mark in row.marks)
     if saved:
@@ -379,7 +365,6 @@ def _at_step(point: Point) -> str:
 
 def curves_data(metric: str, group: Sequence[Curve], labels: Sequence[str] = (),
                 axis: str = "step") -> dict[str, Any]:  # fmt: skip
-    """The data of a figure for ``page.js``, over steps or seconds."""
     series = [
         {"name": label,
          "points": [[x, point.value] for point in curve.points
@@ -450,15 +435,12 @@ def _describe_efficiency(mean: StepDivision, by_rank: Sequence[StepDivision],
     texts = [f"{share:.0%} {name}" for share, name in shares if share >= 0.005]
     text += f"; {', '.join(texts)}." if texts else "."
     if len(by_rank) > 1:
-        ordered = sorted(by_rank, key=lambda division: division.share("waiting"))
-        min_waiting, max_waiting = (
-            division.share("waiting") for division in (ordered[0], ordered[-1])
-        )
+        slowest, *_, fastest = sorted(by_rank, key=lambda division: division.share("waiting"))
+        min_waiting, max_waiting = slowest.share("waiting"), fastest.share("waiting")
         if max_waiting - min_waiting > _MIN_WAITING_GAP:
-            slowest = labels[ordered[0].rank]
             text += (
-                f" The others waited most for {slowest}: it waited {min_waiting:.0%} of"
-                f" the time for others, {labels[ordered[-1].rank]} {max_waiting:.0%}."
+                f" The others waited most for {labels[slowest.rank]}: it waited {min_waiting:.0%}"
+                f" of the time for others, {labels[fastest.rank]} {max_waiting:.0%}."
             )
     return text
 
@@ -476,9 +458,8 @@ def _describe_division(mean: StepDivision, by_rank: Sequence[StepDivision],
 
 def _forecast(record: Mapping[str, Any]) -> Iterator[Part]:
     forecast, measured = object_in(record, "forecast"), object_in(record, "came")
-    low, high, expected = (
-        1e3 * as_float(forecast.get(name)) for name in ("low", "high", "seconds")
-    )
+    fields = ("low", "high", "seconds")
+    low, high, expected = (1e3 * as_float(forecast.get(name)) for name in fields)
     actual = 1e3 * as_float(measured.get("seconds"))
     if not actual or not expected:
         return
@@ -528,7 +509,6 @@ def _values_table(title: str, values: Mapping[str, Any], caption: str) -> Table:
 
 
 def settings_of(plan: Mapping[str, Any]) -> list[list[str]]:
-    """Name, value and source of every setting of a plan."""
     rows = []
     for name, setting in object_in(plan, "settings").items():
         if isinstance(setting, dict):
@@ -563,7 +543,6 @@ def versions_of(record: Record) -> list[list[str]]:
 
 
 def _rerun_command(record: Record) -> Iterator[Part]:
-    """The command that repeats the run."""
     typed, entry = object_in(record.plan, "typed"), object_in(record.plan, "entry")
     if command := as_text(typed.get("command")):
         folder = as_text(typed.get("folder"), 4096)
@@ -578,7 +557,6 @@ def _rerun_command(record: Record) -> Iterator[Part]:
 
 
 def _resume_hint(run: Run) -> Iterator[Part]:
-    """How to resume a run that did not end well from its last checkpoint."""
     saved = run.last_event("checkpoint")
     if saved is None or not isinstance(saved["step"], int) or outcome_of(run)[0] == "good":
         return
@@ -588,7 +566,6 @@ def _resume_hint(run: Run) -> Iterator[Part]:
 
 
 def _placement_options(record: Record) -> list[str]:
-    """The hosts and processes of a plan as options."""
     is_local = all(node.get("login") == "this machine" for node in record.nodes)
     options = [] if is_local else ["-H", ",".join(record.planned_hosts)]
     sizes = {len(objects_in(node.get("ranks"))) for node in record.nodes}
@@ -600,9 +577,8 @@ def _page_notes(run: Run) -> Iterator[Part]:
     items += [("note", f"{name} is very long: only samples from all over the run were read")
               for name in run.record.sampled]  # fmt: skip
     if run.has_estimated_times and run.record.metrics:
-        items.append(
-            ("note", f"{names.METRICS} holds no times: they are estimated from the events")
-        )
+        text = f"{names.METRICS} holds no times: they are estimated from the events"
+        items.append(("note", text))
     if items:
         yield ItemList(items)
     yield Paragraph(f"Made from {run.record.path.absolute()}.", "small")
@@ -625,7 +601,6 @@ def format_setting(value: Any) -> str:
 
 
 def format_seconds(point: Point) -> str:
-    """The time of a point; empty when not known."""
     return "" if point.seconds is None else f"{point.seconds:.1f}"
 
 
@@ -637,8 +612,5 @@ def format_value(value: float) -> str:
 
 
 def format_last(curve: Curve) -> str:
-    """The last value of a curve, and the best if that is another."""
-    last_value, best_value = curve.last.value, curve.best.value
-    return format_value(last_value) + (
-        f" (best {format_value(best_value)})" if best_value != last_value else ""
-    )
+    last, best = curve.last.value, curve.best.value
+    return format_value(last) + (f" (best {format_value(best)})" if best != last else "")

@@ -53,12 +53,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """How the steps of a rank divided in a period.
-
-    Attributes:
-        start, end: Seconds since the run began.
-        shares: Shares of the time, in the order of :data:`PARTS`.
-    """
+    """How the steps of a rank divided in a period: shares of the time, by :data:`PARTS`."""
 
     start: float
     end: float
@@ -84,8 +79,6 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The timeline of one rank."""
-
     rank: int
     label: str
     spans: tuple[Span, ...] = ()
@@ -116,7 +109,6 @@ class Timeline:
     """All ranks over the duration of a run.
 
     Attributes:
-        duration_s: Of the whole run.
         rows: In rank order, at most :data:`MAX_ROWS`.
         moments: In the order of time, at most :data:`MAX_MOMENTS`.
         hidden_ranks, hidden_moments: How many are beyond these limits.
@@ -136,7 +128,6 @@ def build_timeline(record: Record, metrics: Sequence[Mapping[str, Any]],
     """Builds the timeline of a run.
 
     Args:
-        record: The run's files.
         metrics: The records of metrics.jsonl, with times.
         now: Seconds since 1970 if the run has not ended, else 0.
     """
@@ -156,14 +147,9 @@ def build_timeline(record: Record, metrics: Sequence[Mapping[str, Any]],
     rows = _make_rows(builder, metrics)
     moments = sorted(_moments(events, started_at, failure), key=lambda moment: moment.at)
     visible_rows, visible_moments = _select_rows(rows), _select_moments(moments)
-    return Timeline(
-        duration_s,
-        tuple(_limit_rows(visible_rows)),
-        tuple(visible_moments),
-        len(rows) - len(visible_rows),
-        len(moments) - len(visible_moments),
-        started_at,
-    )
+    return Timeline(duration_s, tuple(_limit_rows(visible_rows)), tuple(visible_moments),
+                    len(rows) - len(visible_rows), len(moments) - len(visible_moments),
+                    started_at)  # fmt: skip
 
 
 # -- which ends of ranks were losses -------------------------------------------------------
@@ -175,10 +161,8 @@ def _consequences(events: Sequence[Event], failure: Failure | None, interrupted:
     indices = set[int]()
     for start, end in itertools.pairwise([-1, *starts, len(events)]):
         is_final = end == len(events)
-        if is_final:
-            cause = _failure_index(events, failure)
-        else:
-            cause = _cause_of_restart(events, start, end)
+        cause = (_failure_index(events, failure) if is_final
+                 else _cause_of_restart(events, start, end))  # fmt: skip
         if cause is not None or (is_final and interrupted):
             indices |= _consequent_exits(events, start, end, cause)
     return indices
@@ -237,10 +221,8 @@ def _failure_index(events: Sequence[Event], failure: Failure | None) -> int | No
         event = events[index]
         if _is_failure(event, failure):
             failure_index = index
-        is_start = event.kind == "started" or (
-            event.kind == "rank started" and event.rank == failure.rank
-        )
-        if failure_index is not None and is_start:
+        is_rank_start = event.kind == "rank started" and event.rank == failure.rank
+        if failure_index is not None and (is_rank_start or event.kind == "started"):
             break
     return failure_index
 
@@ -291,8 +273,6 @@ class _Track:
 
 
 class _Builder:
-    """Collects the tracks of all ranks from events."""
-
     def __init__(self, started_at: float, duration_s: float, plan: Mapping[str, Any]) -> None:
         self.started_at, self.duration_s = started_at, duration_s
         self.tracks: dict[int, _Track] = {}
@@ -307,12 +287,10 @@ class _Builder:
         self._planned = set(self.tracks)
 
     def _track(self, rank: int, host: str) -> _Track:
-        track = self.tracks.setdefault(rank, _Track(format_location(host, rank)))
+        label = format_location(host, rank)
+        track = self.tracks.setdefault(rank, _Track(label))
         if host and self._hosts.get(rank, host) != host:
-            is_planned = rank in self._planned
-            track.label = (
-                format_location(host, rank) if is_planned else f"{track.label}, then {host}"
-            )
+            track.label = label if rank in self._planned else f"{track.label}, then {host}"
         if host:
             self._hosts[rank] = host
             self._planned.discard(rank)
@@ -375,7 +353,6 @@ class _Builder:
         return max((start for start, _ in self._groups if start <= at), default=0.0)
 
     def group_at(self, at: float) -> tuple[int, ...]:
-        """Members of the group at that time, by their rank in the group."""
         groups = [members for start, members in self._groups if start <= at]
         return (groups[-1] if groups else ()) or self._world or tuple(sorted(self.tracks))
 
@@ -383,9 +360,8 @@ class _Builder:
 def _add_rank_event(track: _Track, event: Event, at: float) -> None:
     match event.kind:
         case "rank started":
-            if track.activity == "gone" or any(
-                mark.kind in ("lost", "failed") for mark in track.marks
-            ):
+            was_lost = any(mark.kind in ("lost", "failed") for mark in track.marks)
+            if was_lost or track.activity == "gone":
                 track.marks.append(Mark(at, "back"))
             track.has_ended = False
             track.switch(at, "starting")
@@ -459,7 +435,6 @@ def _step_shares(record: Mapping[str, Any],
 
 def _insert_evaluations(spans: Sequence[Span],
                         evaluations: Sequence[tuple[float, float]]) -> list[Span]:  # fmt: skip
-    """Splits spans of training at evaluations."""
     starts = [start for start, _ in evaluations]
     split = list[Span]()
     for span in spans:
@@ -600,7 +575,6 @@ def _select_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _limit_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """Limits the cells, spans, marks and slowdowns of each row."""
     max_cells = max(12, min(MAX_CELLS, MAX_BOXES // (max(1, len(rows)) * len(PARTS))))
     for row in rows:
         yield replace(row, cells=tuple(merge_cells(row.cells, max_cells, row.spans)),

@@ -17,26 +17,19 @@ from paceline.spec.errors import SettingError
 
 
 def read_run(path: Path) -> Run:
-    """Reads the run in a folder."""
     record = read(path)
     return make_run(record, time.time() if record.is_running else 0.0)
 
 
 def write(page: Page, out: Path) -> None:
-    """Writes the page as :func:`write_text` does."""
     write_text(html(page), out, f"cannot write the report {out}", "--out FILE")
 
 
 def write_text(text: str, out: Path, message: str, remedy: str) -> None:
     """Writes a file atomically, in place of whatever file, link or pipe has that name.
 
-    Args:
-        text: The content.
-        out: The file.
-        message, remedy: Of the error if it cannot be written there.
-
     Raises:
-        SettingError: It cannot be written there.
+        SettingError: It cannot be written there; has the message and remedy.
     """
     temporary = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
     try:
@@ -45,11 +38,8 @@ def write_text(text: str, out: Path, message: str, remedy: str) -> None:
             file.write(text)
         temporary.replace(out)
     except OSError as error:
-        raise SettingError(
-            message,
-            found=error.strerror or f"{type(error).__name__}: {error}",
-            remedy=remedy,
-        ) from None
+        reason = error.strerror or f"{type(error).__name__}: {error}"
+        raise SettingError(message, found=reason, remedy=remedy) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli import options
 from paceline.cli.cluster import read_chosen_cluster
 from paceline.cli.dispatch import ssh_options
-from paceline.cli.options import (
-    ACCEPT_NEW_HOST_KEYS,
-    HOSTS,
-    IFACE,
-    MASTER_PORT,
-    NNODES,
-    NO_TORCH,
-    NPROC_PER_NODE,
-    PYTHON,
-    SSH_CONFIG,
-    settings_options,
-)
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb, say
 from paceline.remote import this_machine
@@ -41,8 +30,10 @@ if TYPE_CHECKING:
 
 
 @click.command("check", cls=Verb)
-@settings_options(HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NNODES, NPROC_PER_NODE, PYTHON, IFACE,
-                  MASTER_PORT, NO_TORCH)  # fmt: skip
+@options.settings_options(
+    options.HOSTS, options.SSH_CONFIG, options.ACCEPT_NEW_HOST_KEYS, options.NNODES,
+    options.NPROC_PER_NODE, options.PYTHON, options.IFACE, options.MASTER_PORT, options.NO_TORCH,
+)  # fmt: skip
 @click.option(
     "--quick", is_flag=True, help="Do only the checks that take well under a second per host."
 )
@@ -165,7 +156,7 @@ def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
             format_bit_rate(bits_per_s(pair)) if "bytes" in pair else "nothing"
         for pair in pairs
     }  # fmt: skip
-    return [report.matrix(survey.names, rates, "from \\ to")] if rates else []
+    return [report.matrix(survey.names, rates)] if rates else []
 
 
 @contextlib.contextmanager

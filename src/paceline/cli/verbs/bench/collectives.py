@@ -47,7 +47,7 @@ class Measurements:
         rows: The table.
         info: backend, ranks, nodes, torch, devices.
         links: Bits a second between hosts, by (from, to); empty when not measured.
-        slow_messages: What is slow, host or way, in words; empty when nothing.
+        slow_messages: What is slow, host or way, in words.
         ways: What the backend reaches between the hosts, and what each can do alone.
         wires: What each host's wire is good for, in bits a second, where it says so.
         iperf3: From, to, and bits a second by iperf3 of the slowest way; ``None`` without it.
@@ -73,38 +73,22 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
 @launch_options
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
 @click.option("-e", "--maxbytes", default="4M", show_default=True, help="Largest size.")
-@click.option(
-    "-f",
-    "--stepfactor",
-    type=int,
-    default=8,
-    show_default=True,
-    help="Factor from one size to the next.",
-)
+@click.option("-f", "--stepfactor", type=int, default=8, show_default=True,
+              help="Factor from one size to the next.")  # fmt: skip
 @click.option(
     "-i", "--stepbytes", default="0", help="Bytes from one size to the next, instead of a factor."
 )
 @count_option("-n", "--iters", minimum=1, default=20, help="Timed calls of each size.")
 @count_option("-w", "--warmup-iters", minimum=0, default=5, help="Untimed calls before them.")
-@count_option(
-    "-c",
-    "--verify",
-    minimum=0,
-    default=1,
-    help="0: do not check the results (--check of nccl-tests).",
-)
+@count_option("-c", "--verify", minimum=0, default=1,
+              help="0: do not check the results (--check of nccl-tests).")  # fmt: skip
 @click.option("-d", "--datatype", type=click.Choice(list(bandwidth.TYPES)), default="float",
               show_default=True, help="Type of an element.")  # fmt: skip
 @click.option("-o", "--op", type=click.Choice(["sum", "max", "min"]), default="sum",
               show_default=True, help="Reduction.")  # fmt: skip
-@click.option(
-    "-a",
-    "--average",
-    type=click.IntRange(0, 3),
-    default=3,
-    show_default=True,
-    help="Which time to report: 0 rank 0's, 1 the mean, 2 the shortest, 3 the longest.",
-)
+@click.option("-a", "--average", type=click.IntRange(0, 3), default=3, show_default=True,
+              help="Which time to report: 0 rank 0's, 1 the mean, 2 the shortest, 3 the"
+                   " longest.")  # fmt: skip
 @click.option("-z", "--blocking", type=click.IntRange(0, 1), default=0,
               help="1: wait for each call before the next.")  # fmt: skip
 @click.option("-g", "--ngpus", type=click.IntRange(1), metavar="N", help="The same as -p N.")
@@ -117,12 +101,9 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
 @click.option(
     "--min-busbw", type=float, metavar="GB/S", help="Fail if all_reduce is slower than this."
 )
-@click.option(
-    "--min-share",
-    type=float,
-    metavar="SHARE",
-    help="Fail if all_reduce uses less than this share of the slowest link (0…1).",
-)
+@click.option("--min-share", type=float, metavar="SHARE",
+              help="Fail if all_reduce uses less than this share of the slowest link"
+                   " (0…1).")  # fmt: skip
 @click.option("--no-links", is_flag=True, help="Do not measure the links and the hosts.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg",
               help="Also draw the matrix of links as a heat map.")  # fmt: skip
@@ -143,12 +124,10 @@ def command(ctx: click.Context, /, **params: Any) -> None:
         reject_combination(ctx, "-g", ("nproc_per_node",))
     spec = job_spec(params, ctx.params["backend"])
     cluster, dispatch = prepare(ctx)
-    unmeasured: LinkResult = ({}, {}, None)
-    link_result = unmeasured if params["no_links"] else measure_links(ctx, cluster, dispatch)
+    links, slow_hosts, iperf3 = measure_links(ctx, cluster, dispatch)
     rows, info, wires = run_collectives(ctx, cluster, dispatch, spec)
     rates = info.pop("ways")
     rates_between = LinkRates.from_json(rates) if rates else LinkRates()
-    links, slow_hosts, iperf3 = link_result
     slow_messages = (
         *dict.fromkeys(slow_hosts.values()),
         *link_rates.verdict(rates_between, tuple(slow_hosts)),
@@ -165,7 +144,6 @@ def command(ctx: click.Context, /, **params: Any) -> None:
 
 
 def job_spec(params: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
-    """Returns the job's only argument."""
     names = ["alltoall" if name == "all_to_all" else name for name in params["chosen"]]
     collectives = [name for name in names if name != "all"] or list(bandwidth.COLLECTIVES)
     sizes = bandwidth.sizes(
@@ -191,16 +169,14 @@ def job_spec(params: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
 
 
 def measure_links(ctx: click.Context, cluster: Cluster, dispatch: Dispatch) -> LinkResult:
-    """Measures the TCP rate of every pair, finds slow ones, and measures the slowest with iperf3.
-
-    Nothing for other ways than ssh.
-    """
+    """Measures the TCP rate of every pair over ssh, finds slow ones, and tries iperf3."""
     import asyncio
 
     from paceline.checks.link import bits_per_s
     from paceline.checks.link import evaluate as evaluate_link
 
-    if len(cluster.hosts) < 2 or not dispatch.scheduler.is_direct:
+    if (ctx.params["no_links"] or len(cluster.hosts) < 2
+            or not dispatch.scheduler.is_direct):  # fmt: skip
         return {}, {}, None
     survey = survey_links(ctx, cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)])
     pairs = (survey.evidence.get("link") or {}).get("pairs", [])
@@ -209,21 +185,17 @@ def measure_links(ctx: click.Context, cluster: Cluster, dispatch: Dispatch) -> L
         link = (pair["source"], pair["target"])
         rates[link] = max(bits_per_s(pair), rates.get(link, 0.0))
     findings = evaluate_link(survey) if pairs else []
-    messages = {
-        host: finding.message
-        for finding in findings
-        if finding.outcome != "pass"
-        for host in finding.hosts
-    }
-    opinion = (
-        asyncio.run(_second_opinion(survey, ssh_options(ctx.params), rates)) if rates else None
-    )
-    return rates, messages, opinion
+    wrong = [finding for finding in findings if finding.outcome != "pass"]
+    messages = {host: finding.message for finding in wrong for host in finding.hosts}
+    opinion = _second_opinion(survey, ssh_options(ctx.params), rates)
+    return rates, messages, asyncio.run(opinion)
 
 
 async def _second_opinion(survey: Survey, ssh: Any,
                           rates: Mapping[tuple[str, str], float]) -> Any:  # fmt: skip
-    """Measures the slowest link with iperf3; ``None`` if a host lacks it or it fails."""
+    """Measures the slowest link with iperf3; ``None`` without links or iperf3, or if it fails."""
+    if not rates:
+        return None
     import asyncio
 
     from paceline.bench import iperf3
@@ -260,23 +232,16 @@ def run_collectives(ctx: click.Context, cluster: Cluster, dispatch: Dispatch,
     job = build_job(ctx, entry, name="collectives")
     if ctx.params["ngpus"] is not None:  # nccl-tests' -g is -p: a rank has one device
         job = replace(job, nproc_per_node=Setting(ctx.params["ngpus"], Source.COMMAND_LINE))
-    outcome = run_job(
-        job,
-        cluster,
-        dispatch.transport,
-        Screen("none"),
-        run_dir=ctx.params["run_dir"],
-        parent=Path(names.DEFAULT_PARENT),
-        package=bandwidth.PARTS,
-    )
+    outcome = run_job(job, cluster, dispatch.transport, Screen("none"),
+                      run_dir=ctx.params["run_dir"], parent=Path(names.DEFAULT_PARENT),
+                      package=bandwidth.PARTS)  # fmt: skip
     if job.debug.value:
         print_library_logs(outcome.path)
     if outcome.result.exit_code:
         raise JobError(
             "the collectives failed",
-            found=report_failure(outcome),
-            exit_code=outcome.result.exit_code,
-        )
+            found=report_failure(outcome), exit_code=outcome.result.exit_code,
+        )  # fmt: skip
     result = read_object(outcome.path / RESULT)
     if result is None:
         raise JobError("the collectives left no result", found=f"no file {outcome.path / RESULT}")
@@ -292,7 +257,6 @@ def hosts_of(measurements: Measurements) -> list[str]:
 
 
 def slowest(measurements: Measurements) -> float:
-    """Bits a second of the slowest link; 0 when none was measured."""
     return min(measurements.links.values(), default=0.0)
 
 
@@ -325,7 +289,6 @@ _FASTER_THAN_TCP = (
 
 
 def conclusion(measurements: Measurements, problems: Sequence[str]) -> str:
-    """Returns the first line of the report."""
     if problems:
         return f"failed: {problems[0]}"
     bus_bandwidth = bandwidth.peak_bandwidth(measurements.rows, "all_reduce")
@@ -334,34 +297,28 @@ def conclusion(measurements: Measurements, problems: Sequence[str]) -> str:
     text = f"{measurements.info['backend']}, {location}"
     if bus_bandwidth:
         text += f": all_reduce {bus_bandwidth:.3f} GB/s on the bus"
-    if (
-        bus_bandwidth
-        and measurements.links
-        and int(measurements.info["ranks"]) == int(measurements.info["nodes"])
-    ):
+    if bus_bandwidth and measurements.links and ranks == nodes:
         share = bandwidth.share(bus_bandwidth, slowest(measurements))
         text += f", {share:.0%} of the slowest link's TCP rate" if share <= 1 else _FASTER_THAN_TCP
     return text + "".join(f"; {message}" for message in measurements.slow_messages)
 
 
 def show(measurements: Measurements, problems: Sequence[str]) -> None:
-    """Shows conclusion, table and matrix of links."""
     from paceline.report import findings as report
     from paceline.spec.formatting import format_bit_rate
 
     say(conclusion(measurements, problems) + "\n")
     say("\n".join([*devices(measurements), *bandwidth.format_rows(measurements.rows)]))
-    names = hosts_of(measurements)
-    if measurements.links:
-        cells = {pair: format_bit_rate(bits) for pair, bits in measurements.links.items()}
-        say("TCP between hosts")
-        say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
-    if measurements.ways.rates:
-        cells = {pair: format_bit_rate(8 * rate) for pair, rate in measurements.ways.rates.items()}
-        say(
-            f"{measurements.info['backend']} between hosts (of a host to itself: between two ranks)"
-        )
-        say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
+    backend = measurements.info["backend"]
+    backend_rates = {pair: 8 * rate for pair, rate in measurements.ways.rates.items()}
+    for title, rates in (
+        ("TCP between hosts", measurements.links),
+        (f"{backend} between hosts (of a host to itself: between two ranks)", backend_rates),
+    ):
+        if rates:
+            cells = {pair: format_bit_rate(bits) for pair, bits in rates.items()}
+            matrix = report.matrix(hosts_of(measurements), cells)
+            say("\n".join([title, *report.aligned(*matrix)]))
     for line in limits(measurements):
         say(line)
     if measurements.iperf3:
@@ -388,10 +345,9 @@ def limits(measurements: Measurements) -> list[str]:
         if place.host in measurements.wires:
             parts.insert(0, f"wire {link_rates.format_rate(measurements.wires[place.host] / 8)}")
         if place.bus:
-            slot_rate = (
-                link_rates.format_rate(link_rates.slot_rate(place.slot)) if place.slot else ""
-            )
-            of = f" of {slot_rate} ({place.slot})" if slot_rate else ""
+            of = ""
+            if place.slot and (rate := link_rates.format_rate(link_rates.slot_rate(place.slot))):
+                of = f" of {rate} ({place.slot})"
             parts.append(f"feeds its card {link_rates.format_rate(place.bus)}{of}")
         lines.append(f"{place.host}: {place.device}: {', '.join(parts)}")
     bus_bandwidth = bandwidth.peak_bandwidth(measurements.rows, "all_reduce")
@@ -403,7 +359,6 @@ def limits(measurements: Measurements) -> list[str]:
 
 
 def draw(path: Path, measurements: Measurements) -> None:
-    """Writes the heat map."""
     from paceline.report.heatmap import svg
     from paceline.report.writer import write_text
     from paceline.spec.formatting import format_bit_rate
@@ -415,7 +370,6 @@ def draw(path: Path, measurements: Measurements) -> None:
 
 
 def to_json(measurements: Measurements, problems: Sequence[str]) -> dict[str, Any]:
-    """Returns the object of ``--json``."""
     return {
         "conclusion": conclusion(measurements, problems),
         "problems": list(problems),

@@ -301,7 +301,6 @@ def _process_count(value: Processes | None) -> Setting[Any]:
 
 def _resolve_hosts(hosts: Hosts | None,
            ssh_config: str | Path | None) -> tuple[Cluster, SshOptions]:  # fmt: skip
-    """Returns the hosts of a call and the SSH options for them."""
     ssh = SshOptions(_optional_path(ssh_config))
     if isinstance(hosts, Cluster):
         return this_machine.mark_local(hosts), ssh

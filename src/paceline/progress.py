@@ -43,14 +43,12 @@ class Bar:
         self._progress.start()
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Draws the fields of the event ``progress``."""
         self._fields = fields
         text = "  ".join(part for part in (describe(fields, compact=True), self._aside) if part)
         step, steps = fields.get("step", 0), fields.get("steps")
         self._progress.update(self._task, total=steps, completed=step, description=text)
 
     def aside(self, text: str) -> None:
-        """Draws a text after the description."""
         if text != self._aside:
             self._aside = text
             self.update(self._fields)

@@ -6,7 +6,8 @@ table holds the rest. An option that is given and does not apply is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import click
@@ -184,22 +185,22 @@ def spelling(option: click.Option, value: object) -> str:
     return max((value is False and option.secondary_opts) or option.opts, key=len)
 
 
-def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str, str]) -> None:
+def check_applicable(ctx: click.Context, mode: LaunchMode) -> None:
     """Raises SettingError, with exit status 2, for a given option that would have no effect."""
     verb = ctx.command.name or "run"
     for name, spelled in specified_options(ctx).items():
         is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if environ.get(SUBMITTED_VARIABLE) and name in SUBMISSION and not is_typed:
+        if os.environ.get(SUBMITTED_VARIABLE) and name in SUBMISSION and not is_typed:
             continue  # it has had its effect when this batch was submitted
         rule = OPTIONS[name]
         if rule.value is not None and ctx.params[name] != rule.value:
             continue
         if verb not in rule.verbs_in(mode) or (rule.by_scheduler and not mode.accepts(name)):
             raise _not_applicable(name, spelled, mode, verb)
-    is_left = ctx.params.get("detach") or ctx.params.get("keep")
+    is_detached = ctx.params.get("detach") or ctx.params.get("keep")
     for name in ("supervisor", "keep_results"):
         is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if is_typed and not is_left:
+        if is_typed and not is_detached:
             raise SettingError(
                 f"{specified_options(ctx)[name]} does not apply to a run that is not left",
                 found="this command watches it itself",
@@ -207,7 +208,7 @@ def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str,
             )
     if ctx.params.get("detach") and ctx.params.get("keep"):
         resolve_detach_or_keep(ctx)
-    if is_left and ctx.params.get("keep_warm"):
+    if is_detached and ctx.params.get("keep_warm"):
         reject_combination(ctx, "a run that is left", ["keep_warm"])
     screen = ctx.get_parameter_source("screen")  # in a file it is for other runs, too
     if ctx.params.get("detach") and screen is ParameterSource.COMMANDLINE:

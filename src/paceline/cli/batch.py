@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
            folder_option: str = "--run-dir") -> int:  # fmt: skip
-    """Writes the script, and where that can be done submits and follows it.
-
-    Returns:
-        The job's exit status; 0 for one that is not followed.
-    """
+    """Writes the script, and submits and follows it if possible; returns the exit status."""
     import asyncio
     import secrets
 
@@ -61,12 +57,12 @@ def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
 def batch_request(
     ctx: click.Context, job: Job, directory: Path, folder_option: str
 ) -> BatchRequest:
-    """Returns the batch that the options describe."""
     from paceline.schedulers.script import BatchRequest
 
     params = ctx.params
     if params["nnodes"] is None:
         raise SettingError("a batch needs the number of nodes", remedy="--nnodes N")
+    texts: dict[str, Any] = {name: params[name] or "" for name in _TEXTS}
     return BatchRequest(
         name=job.name,
         argv=(job.python, "-m", "paceline", *VERBS[ctx.command.name or "run"].split()),
@@ -84,7 +80,7 @@ def batch_request(
         mounts=tuple(params["mount"]),
         shm_size=params["shm_size"] if "shm_size" in specified_options(ctx) else "",
         forwarded=tuple(job.environment.forwarded),
-        **{name: params[name] or "" for name in _TEXTS},
+        **texts,
     )
 
 

@@ -30,11 +30,9 @@ Kind = Literal["run", "submit", "join"]
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """How a command is to be carried out.
+    """How a command is carried out: ``run`` here, ``submit`` a script or ``join`` another's run.
 
     Attributes:
-        kind: ``run`` here with ``transport``; ``submit`` a script; ``join`` somebody else's run.
-        scheduler: What starts the nodes.
         transport: For ``run``.
         endpoint: For ``join``: where the first node is.
     """
@@ -64,14 +62,14 @@ class Dispatch:
                 os.environ.pop(name, None)
 
 
-def launch_mode(params: Mapping[str, Any], environ: Mapping[str, str]) -> LaunchMode:
+def launch_mode(params: Mapping[str, Any]) -> LaunchMode:
     """Returns how the command is carried out: by which scheduler, now or later."""
-    scheduler = choose_scheduler(params, environ)
-    outside = scheduler.submit_options is not None and scheduler.allocation(environ) is None
+    scheduler = choose_scheduler(params)
+    outside = scheduler.submit_options is not None and scheduler.allocation(os.environ) is None
     return LaunchMode(scheduler, submits=scheduler.start_options is None or outside)
 
 
-def choose_scheduler(params: Mapping[str, Any], environ: Mapping[str, str]) -> Scheduler:
+def choose_scheduler(params: Mapping[str, Any]) -> Scheduler:
     """Returns the scheduler of the options; in an allocation, its own unless hosts are named."""
     if params["rdzv"]:
         return load(BY_HAND)
@@ -79,33 +77,21 @@ def choose_scheduler(params: Mapping[str, Any], environ: Mapping[str, str]) -> S
         return load(params["via"])
     if params["image"]:
         return load(FOR_IMAGES)
-    allocation = current_scheduler(environ)
+    allocation = current_scheduler(os.environ)
     if allocation is not None and params["hosts"] in (None, allocation.name):
         return allocation
     return load(DEFAULT)
 
 
-def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Returns where the hosts are described: in an allocation, the allocation."""
-    source: str | None = params["hosts"]
-    scheduler = choose_scheduler(params, environ)
-    if scheduler.allocation(environ) is not None and source in (None, scheduler.name):
-        return scheduler.hosts(environ)
-    return source
-
-
-def resolve_dispatch(
-    params: Mapping[str, Any], environ: Mapping[str, str] | None = None
-) -> Dispatch:
+def resolve_dispatch(params: Mapping[str, Any]) -> Dispatch:
     """Decides how the command is carried out; SettingError if options contradict each other."""
-    environ = os.environ if environ is None else environ
     if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).is_direct):
         raise SettingError(
             "--rdzv means that the command is typed on each node",
             found="-H or --via says that something else starts the nodes",
             remedy="Leave out --rdzv, or leave out the other",
         )
-    mode = launch_mode(params, environ)
+    mode = launch_mode(params)
     if mode.submits:
         return Dispatch("submit", mode.scheduler)
     if mode.scheduler.needs_callback and lab_name(params["hosts"] or "") is not None:
@@ -170,14 +156,17 @@ def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 def prepare(ctx: click.Context) -> tuple[Cluster, Dispatch]:
     """Reads the hosts and how they are started."""
-    mode = launch_mode(ctx.params, os.environ)
-    check_applicable(ctx, mode, os.environ)
+    mode = launch_mode(ctx.params)
+    check_applicable(ctx, mode)
     resolve_node_range(ctx, mode)
-    dispatch = resolve_dispatch(ctx.params)
-    if not dispatch.scheduler.accepts_hosts:
+    dispatch, scheduler = resolve_dispatch(ctx.params), mode.scheduler
+    if not scheduler.accepts_hosts:
         return unknown_nodes(ctx.params["nnodes"]), dispatch
     if dispatch.kind != "run":
         return read_cluster(ctx, None), dispatch
-    cluster = read_cluster(ctx, hosts_source(ctx.params, os.environ))
+    source: str | None = ctx.params["hosts"]
+    if scheduler.allocation(os.environ) is not None and source in (None, scheduler.name):
+        source = scheduler.hosts(os.environ)
+    cluster = read_cluster(ctx, source)
     print_hosts(ctx, cluster)
     return cluster, dispatch

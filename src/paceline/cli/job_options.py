@@ -58,7 +58,6 @@ def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job
 
 
 def command_text(environment: Environment) -> str:
-    """Returns the typed command without secrets, for repeating it."""
     from paceline.rundir.directory import Redactor
 
     return Redactor(environment.secrets()).text(shell_text(["paceline", *sys.argv[1:]]))

@@ -106,7 +106,6 @@ def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispa
 
 def show_plan(ctx: click.Context, job: Job, cluster: Cluster, transport: Transport,
               package: bool, inspect: Inspect | None) -> int:  # fmt: skip
-    """Prints the plan that a run would execute."""
     from paceline.launch.jobs import plan_job
     from paceline.launch.planning.plan_text import describe, describe_full
 

@@ -88,10 +88,7 @@ def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> 
 
 @contextmanager
 def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Job]:
-    """Yields the job that trains with a recipe, with all files of this machine that hosts need.
-
-    Files of data lie in a folder that is removed at the end.
-    """
+    """Yields the job that trains with a recipe, with all files of this machine that hosts need."""
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     portable = {field: absolute_folder(path) for field, path in files.items() if path}
     weights, inputs = weights_input(getattr(options, "weights", ""))
@@ -204,7 +201,6 @@ def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
 
 
 def check_values(kind: type[Options], flags: Sequence[str], context: str) -> None:
-    """Raises SettingError for a value that its option does not accept."""
     parsed = parse_values(kind, flags, context)
     for field, parse in PER_HOST_PARSERS.items():
         if field in parsed:
@@ -212,7 +208,6 @@ def check_values(kind: type[Options], flags: Sequence[str], context: str) -> Non
 
 
 def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
-    """Returns the job that runs a recipe with these options."""
     portable = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
     entry = Entry("module", recipe(name).module, tuple(to_argv(portable)))
     compiler = (COMPILER,) if options.compile or options.shard else ()

@@ -107,7 +107,6 @@ def use_local_only(ctx: click.Context) -> None:
 
 
 def is_weaker(ctx: click.Context, name: str, compared: str) -> bool:
-    """Returns whether a setting comes from a weaker source than another."""
     return setting(ctx, name).source < setting(ctx, compared).source
 
 
@@ -132,7 +131,6 @@ def use_lab(ctx: click.Context) -> None:
 
 
 def setting(ctx: click.Context, name: str) -> Setting[Any]:
-    """Returns the value of an option, with its source."""
     source = ctx.get_parameter_source(name)
     kind = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
     option = next(p for p in ctx.command.params if isinstance(p, click.Option) and p.name == name)

@@ -67,11 +67,9 @@ class LauncherLink:
         self.order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
 
     def listen(self, on_message: Callable[[Mapping[str, Any]], None]) -> None:
-        """Passes later messages on, from a thread."""
         threading.Thread(target=self._listen, args=(on_message,), name="line", daemon=True).start()
 
     def send(self, **fields: Any) -> None:
-        """Sends a message while somebody is connected."""
         with self._lock:
             if self._is_connected:
                 with contextlib.suppress(OSError):

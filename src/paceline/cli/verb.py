@@ -115,7 +115,6 @@ class VerbGroup(Verb, click.Group):
     """A verb that has verbs of its own."""
 
     def sections(self, ctx: click.Context) -> list[Section]:
-        """Returns the verbs, each with its first sentence."""
         rows = []
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
@@ -137,12 +136,7 @@ Registry = Mapping[str, tuple[str, str]]  # name → (where its command is, one 
 
 
 class Registered(VerbGroup):
-    """A group that imports a verb's module when the verb is used.
-
-    Attributes:
-        registry: ``MODULE`` with a ``command``, or ``MODULE:NAME``, by verb.
-        package: Where the modules are.
-    """
+    """A group that imports a verb's module, ``MODULE`` or ``MODULE:NAME``, when it is used."""
 
     registry: ClassVar[Registry]
     package: ClassVar[str]

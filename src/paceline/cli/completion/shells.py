@@ -98,8 +98,6 @@ complete -c paceline -f -k -a '(_paceline_completion)'
 
 
 class _Completer(ShellComplete):
-    """Common parts of all shells."""
-
     def get_completion_args(self) -> tuple[list[str], str]:
         """Returns the words before the cursor's word, and the typed part of that word."""
         # a letter more tells a word that has begun from the blank before one
@@ -125,13 +123,7 @@ class _Completer(ShellComplete):
         return suggestions(self.cli, self.prog_name, args, incomplete)
 
     def answer(self, item: CompletionItem[str], head: str, incomplete: str) -> str:
-        """Formats one line for the shell.
-
-        Args:
-            item: What may stand there.
-            head: ``--option=`` where that is joined with its value.
-            incomplete: What stands there of the value.
-        """
+        """Formats one line for the shell; ``head`` is ``--option=`` or empty."""
         raise NotImplementedError
 
 

@@ -31,14 +31,7 @@ Described = Iterable[tuple[str, str]]  # values, each with what is said beside i
 
 
 def suggestions(program: click.Command, name: str, args: list[str], incomplete: str) -> list[Item]:
-    """Returns the possible next words.
-
-    Args:
-        program: The whole command.
-        name: Its name.
-        args: The words before.
-        incomplete: What stands of the next one.
-    """
+    """Returns the possible next words after ``args``; ``incomplete`` is what stands of the next."""
     args = list(args)
     ctx = _resolve_context(program, {}, name, args)
     if _belongs_to_script(ctx):
@@ -70,14 +63,11 @@ def _belongs_to_script(ctx: click.Context) -> bool:
     """Returns whether the words belong to a script or a command, not to Paceline."""
     if ctx.allow_interspersed_args or isinstance(ctx.command, click.Group):
         return False
-    arguments = [param for param in ctx.command.params if isinstance(param, click.Argument)]
-    first = arguments[0] if arguments else None
-    value = ctx.params.get(first.name or "") if first else None
-    return bool(value) and (first is not None and first.nargs == 1) and first.name == "script"
+    arguments = [param.name for param in ctx.command.params if isinstance(param, click.Argument)]
+    return arguments[:1] == ["script"] and bool(ctx.params.get("script"))
 
 
 def _values(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Item]:
-    """Returns the possible values of an option or of an argument."""
     verb = ctx.command.name or ""
     provider = VALUES.get(f"{verb} {param.name}") or VALUES.get(param.name or "")
     if provider is None:
@@ -109,11 +99,8 @@ def _passed_on(ctx: click.Context) -> list[str]:
     """Returns the words that are no options of Paceline's."""
     arguments: list[str] = []
     for param in ctx.command.params:
-        if isinstance(param, click.Argument):
-            value = ctx.params.get(param.name or "")
-            arguments += (
-                map(str, value) if isinstance(value, tuple) else [str(value)] if value else []
-            )
+        if isinstance(param, click.Argument) and (value := ctx.params.get(param.name or "")):
+            arguments += map(str, value if isinstance(value, tuple) else [value])
     return arguments
 
 
@@ -143,7 +130,6 @@ def _of_recipe(
 
 
 def _catalogue(recipe: type, field: str, incomplete: str) -> list[Item]:
-    """Names that an option of a recipe takes."""
     from paceline.recipes import RECIPES
     from paceline.recipes.catalogue import catalogue
     from paceline.recipes.options import TRACKERS
@@ -177,10 +163,6 @@ def _hosts(ctx: click.Context, incomplete: str) -> Iterator[tuple[str, str] | It
         if name not in listed and name not in seen:
             seen.add(name)
             yield f"{prefix}{comma}{name}", origin
-
-
-def _host_names(ctx: click.Context, incomplete: str) -> Described:
-    return _configured_hosts()
 
 
 def _sources() -> Iterator[tuple[str, str]]:
@@ -249,7 +231,6 @@ def _faults(ctx: click.Context, incomplete: str) -> Described:
 
 
 def _runs(parent: str = "") -> list[tuple[str, str]]:
-    """Returns the newest runs below runs/, with their states."""
     from paceline.rundir import records
     from paceline.rundir.ownership import owner_alive, read_owner
     from paceline.spec import rundir
@@ -316,32 +297,25 @@ def _interfaces(ctx: click.Context, incomplete: str) -> Described:
     return []
 
 
-def _labs_up(ctx: click.Context, incomplete: str) -> Described:
-    return _labs()
-
-
 def _files(ctx: click.Context, incomplete: str) -> list[Item]:
     return [Item(incomplete, type="file")]
 
 
-def _processes(ctx: click.Context, incomplete: str) -> Described:
-    return [("auto", "one a GPU, else one a CPU"), ("gpu", "one a GPU"), ("cpu", "one a CPU")]
-
-
+PROCESSES = [("auto", "one a GPU, else one a CPU"), ("gpu", "one a GPU"), ("cpu", "one a CPU")]
 # what stands there by the parameter's name, with the verb's before it where only there
 VALUES: dict[str, Callable[[click.Context, str], Iterable[tuple[str, str] | Item]]] = {
     "hosts": _hosts,
     "up hosts": lambda *_: (),  # a number
     "source": _hosts,
-    "supervisor": _host_names,
+    "supervisor": lambda *_: _configured_hosts(),
     "run": _run_folders,
     "runs": _run_names,
     **{f"{verb} run": _run_names for verb in ("status", "logs", "stop", "explain", "attach")},
     "compare": _run_folders,
     "logs host": _hosts_of_run,
     **{f"{verb} host": _lab_hosts for verb in ("shell", "exec", "fault", "heal")},
-    **{f"{verb} name": _labs_up for verb in ("up", "down", "status", "shell", "exec", "fault",
-                                             "heal")},
+    **{f"{verb} name": lambda *_: _labs()
+       for verb in ("up", "down", "status", "shell", "exec", "fault", "heal")},
     "fault kind": _faults,
     **{f"{verb} name": _recipes for verb in ("show", "copy", "options")},
     "train chosen": _recipes,
@@ -353,7 +327,7 @@ VALUES: dict[str, Callable[[click.Context, str], Iterable[tuple[str, str] | Item
     "env": _variables,
     "unset": _variables,
     "iface": _interfaces,
-    "nproc_per_node": _processes,
+    "nproc_per_node": lambda *_: PROCESSES,
     **dict.fromkeys(("args", "words", "python", "activate", "mpiexec", "notify", "command_words",
                      "setup_command"), _files),
 }  # fmt: skip

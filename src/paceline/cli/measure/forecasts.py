@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.recipes import RECIPES
 from paceline.recipes.argv import parse, to_argv
-from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
-from paceline.spec import rundir
+from paceline.rundir.records import as_float, as_text, is_regular, read_object, read_records
+from paceline.spec import rundir, schema
 from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.formatting import format_duration, pluralize
 from paceline.spec.hosts import Cluster
@@ -31,15 +31,22 @@ def find_forecasts(run: Path) -> tuple[list[Path], list[Path]]:
     return folders, [path for folder in folders for path in folder.glob(name)]
 
 
+_SCHEMA = schema.record(
+    forecasts=schema.list_of(schema.record(
+        hosts=schema.integer(1), names=schema.list_of(schema.text()), declined=schema.text(),
+        limit=schema.text(), seconds=schema.number, low=schema.number, high=schema.number,
+    )),
+    model=schema.record(alone=schema.dict_of(schema.any_json)),
+    command=schema.list_of(schema.any_json), ranks=schema.integer(1), weak=schema.boolean,
+)  # fmt: skip
 NOT_TIMED = ("data_dir", "log_every", "checkpoint_every", "keep", "checkpoint_copies")
 
 
 @dataclass(frozen=True)
 class SavedForecast:
-    """A forecast.json, as far as runs are put beside it.
+    """A forecast.json, as far as runs are compared with it.
 
     Attributes:
-        path: The file.
         command: As of :func:`command_key`.
         weak: The batch of each host was fixed.
         ranks: On each host.
@@ -60,37 +67,30 @@ class SavedForecast:
     def read(cls, path: Path) -> SavedForecast:
         """Reads a file with any content; SettingError if it is no forecast."""
         content = read_object(path) or {}
-        forecasts, model_of, ranks = (
-            content.get("forecasts"),
-            content.get("model"),
-            as_int(content.get("ranks")),
-        )
-        hosts = model_of.get("alone") if isinstance(model_of, dict) else None
-        command, weak = content.get("command"), content.get("weak")
-        if (not isinstance(forecasts, list) or not all(map(_is_forecast, forecasts)) or not ranks
-                or not isinstance(hosts, dict) or not isinstance(weak, bool)
-                or not isinstance(command, list) or not command[1:]):  # fmt: skip
+        is_valid = schema.matches(_SCHEMA, content) and len(content["command"]) >= 2
+        if not is_valid or any(f["seconds"] <= 0 and not f["declined"]
+                               for f in content["forecasts"]):  # fmt: skip
             raise SettingError(
                 f"{path} is no forecast", found="it is incomplete or damaged", remedy="Remove it"
             )
-        entry = {"kind": command[0], "target": command[1], "args": command[2:]}
-        processes = content.get("asked")
-        processes = processes if isinstance(processes, int | str) else None
+        kind, target, *args = content["command"]
+        command, processes = {"kind": kind, "target": target, "args": args}, content.get("asked")
         return cls(
-            path, command_key(entry), weak, ranks, processes, frozenset(hosts), tuple(forecasts)
-        )
+            path, command_key(command), content["weak"], content["ranks"],
+            processes if isinstance(processes, int | str) else None,
+            frozenset(content["model"]["alone"]), tuple(content["forecasts"]),
+        )  # fmt: skip
 
     def of(self, command: Sequence[str],
            nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:  # fmt: skip
-        """Returns the forecast of a command on these nodes of a plan; ``None`` for another command.
+        """Returns the forecast for these nodes of a plan; ``None`` for another command.
 
-        SettingError when it was forecast for something else than these nodes.
+        Raises:
+            SettingError: It was forecast for something else than these nodes.
         """
         if list(command) != self.command:
             return None
-        forecast = next(
-            (forecast for forecast in self.forecasts if forecast["hosts"] == len(nodes)), None
-        )
+        forecast = next((f for f in self.forecasts if f["hosts"] == len(nodes)), None)
         names = {as_text(node.get("host")) for node in nodes}
         ranks = {len(node["ranks"]) if isinstance(node.get("ranks"), list) else 0 for node in nodes}
         if self.weak:
@@ -108,39 +108,20 @@ class SavedForecast:
         raise SettingError(f"{self.path}: {problem}")
 
 
-def _is_forecast(value: object) -> bool:
-    """Returns whether an object is the forecast for a number of hosts, with all needed fields."""
-    if not isinstance(value, dict) or not as_int(value.get("hosts")):
-        return False
-    texts = isinstance(value.get("declined"), str) and isinstance(value.get("limit"), str)
-    names = value.get("names")
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    times = all(as_float(value.get(name)) == value.get(name) for name in ("seconds", "low", "high"))
-    return texts and listed and times and (value["seconds"] > 0 or value["declined"] != "")
-
-
 def command_key(entry: object) -> list[str]:
     """Returns a key by which the same command is recognised; empty if it has none.
 
-    Of a recipe the options that change a step: ``train`` writes ``--data-dir`` itself, and how
-    often something is recorded or kept is no other training.
+    For a recipe it has the options that change a step: ``train`` writes ``--data-dir`` itself, and
+    how often something is recorded or kept is no other training.
     """
     fields = entry if isinstance(entry, dict) else {}
     kind, target, args = fields.get("kind"), fields.get("target"), fields.get("args")
     arguments = [kind, target, *(args if isinstance(args, (list, tuple)) else ())]
     if not all(isinstance(argument, str) for argument in arguments):
         return []
-    recipe = next(
-        (
-            candidate
-            for candidate in RECIPES.values()
-            if arguments[:2] == ["module", candidate.module]
-        ),
-        None,
-    )
-    if recipe is None or any(
-        argument.startswith(("-h", "--help", "--like")) for argument in arguments[2:]
-    ):
+    recipe = next((r for r in RECIPES.values() if arguments[:2] == ["module", r.module]), None)
+    excluded = ("-h", "--help", "--like")
+    if recipe is None or any(argument.startswith(excluded) for argument in arguments[2:]):
         return arguments
     with contextlib.suppress(SettingError):
         ignored = {name: getattr(recipe.options(), name) for name in NOT_TIMED}
@@ -149,20 +130,41 @@ def command_key(entry: object) -> list[str]:
     return arguments
 
 
-def _modified_at(path: Path) -> float:
-    """Returns when a file was written; 0 if it is gone."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
+class SavedForecasts:
+    """The forecasts made before a run; ``mismatches`` says why some of them do not fit."""
+
+    def __init__(self, run: Path) -> None:
+        self._folders, self._files = find_forecasts(run)
+        self.mismatches: list[str] = []
+
+    def __iter__(self) -> Iterator[SavedForecast]:
+        """Yields those that can be read, the newest first."""
+
+        def modified_at(path: Path) -> float:
+            with contextlib.suppress(OSError):  # it is gone
+                return path.stat().st_mtime
+            return 0.0
+
+        for path in sorted(filter(is_regular, self._files), key=modified_at, reverse=True):
+            try:
+                yield SavedForecast.read(path)
+            except SettingError as error:
+                self.mismatches.append(error.message)
+
+    def error(self, message: str) -> SettingError:
+        """Returns the error for a run that none of them fits."""
+        searched = f"looked at {len(self._files)} in {', '.join(map(str, self._folders))}"
+        return SettingError(
+            message,
+            found="\n".join([searched, *self.mismatches]),
+            remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
+        )
 
 
 def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
     """Chooses the hosts with the shortest training in the newest forecast of the job's command.
 
-    Args:
-        job: What is to run.
-        cluster: The hosts to choose from.
-        run: The run directory that it will have: forecasts are looked for beside it.
+    Forecasts are looked for beside the future run directory.
 
     Returns:
         The chosen hosts, in their order, and a line that says why these.
@@ -177,41 +179,32 @@ def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]
         )
     all_names = tuple(host.name for host in cluster.hosts)
     names = set(all_names)
-    command, mismatches = command_key(asdict(job.entry)), list[str]()
-    folders, files = find_forecasts(run)
-    for path in sorted(filter(is_regular, files), key=_modified_at, reverse=True):
-        try:
-            saved = SavedForecast.read(path)
-        except SettingError as error:
-            mismatches += [error.message]
-            continue
+    command, saved_forecasts = command_key(asdict(job.entry)), SavedForecasts(run)
+    for saved in saved_forecasts:
         if saved.command != command:
             continue
-        processes = job.nproc_per_node.value
+        processes, problem = job.nproc_per_node.value, ""
         candidates = [
             forecast
             for forecast in saved.forecasts
             if not forecast["declined"] and names.issuperset(forecast["names"])
         ]
         if saved.weak:
-            mismatches += [f"{path}: it is of --weak: a larger batch on more hosts"]
+            problem = "it is of --weak: a larger batch on more hosts"
         elif processes not in (saved.processes, saved.ranks):
-            mismatches += [f"{path}: it is of {pluralize(saved.ranks, 'rank')} on each host"]
+            problem = f"it is of {pluralize(saved.ranks, 'rank')} on each host"
         elif missing := sorted(names - saved.hosts):
-            mismatches += [f"{path}: nothing is known there of {', '.join(missing)}"]
+            problem = f"nothing is known there of {', '.join(missing)}"
         elif candidates:
-            fastest = min(candidates, key=lambda one: as_float(one.get("total")) or one["seconds"])
+            fastest = min(candidates, key=lambda f: as_float(f.get("total")) or f["seconds"])
             hosts = tuple(host for host in cluster.hosts if host.name in fastest["names"])
             share = f"{len(hosts)} of {pluralize(len(names), 'host')}"
-            explanation = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({share}):"
+            host_names = ", ".join(host.name for host in hosts)
+            duration = format_duration(fastest["seconds"])
             selected = replace(cluster, hosts=hosts, among=all_names)
-            return selected, f"{explanation} {format_duration(fastest['seconds'])} a step"
-    searched = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
-    raise SettingError(
-        "--fastest needs a forecast of this command on these hosts",
-        found="\n".join([searched, *mismatches]),
-        remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
-    )
+            return selected, f"fastest by {saved.path}: {host_names} ({share}): {duration} a step"
+        saved_forecasts.mismatches += [f"{saved.path}: {problem}"] if problem else []
+    raise saved_forecasts.error("--fastest needs a forecast of this command on these hosts")
 
 
 def compare_at_end(run: Path) -> str:
@@ -239,11 +232,7 @@ def comparison(run: Path) -> dict[str, Any]:
     plan = read_object(run / rundir.PLAN) or {}
     command = command_key(plan.get("entry"))
     listed = plan.get("nodes")
-    nodes = (
-        [forecast for forecast in listed if isinstance(forecast, dict)]
-        if isinstance(listed, list)
-        else []
-    )
+    nodes = [node for node in listed if isinstance(node, dict)] if isinstance(listed, list) else []
     seconds = seconds_per_step(read_records(run / rundir.METRICS))
     if seconds is None:
         raise SettingError(
@@ -252,28 +241,23 @@ def comparison(run: Path) -> dict[str, Any]:
             remedy="a run of a recipe, or of a script that trains with paceline.train; with"
             " --log-every N records come more often",
         )
-    folders, files = find_forecasts(run)
-    mismatches = []
-    for path in sorted(filter(is_regular, files), key=_modified_at, reverse=True):
+    saved_forecasts = SavedForecasts(run)
+    for saved in saved_forecasts:
         try:
-            forecast = SavedForecast.read(path).of(command, nodes)
+            forecast = saved.of(command, nodes)
         except SettingError as error:
-            mismatches += [error.message]
+            saved_forecasts.mismatches.append(error.message)
             continue
         if forecast is not None:
             return {
                 "run": str(run),
-                "forecast_by": str(path),
+                "forecast_by": str(saved.path),
                 "hosts": len(nodes),
                 "forecast": {name: forecast[name] for name in ("seconds", "low", "high", "limit")},
                 "came": {"seconds": seconds},
             }
-    searched = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
-    raise SettingError(
-        f"there is no forecast of the command of {run} on {pluralize(len(nodes), 'host')}",
-        found="\n".join([searched, *mismatches]),
-        remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
-    )
+    hosts = pluralize(len(nodes), "host")
+    raise saved_forecasts.error(f"there is no forecast of the command of {run} on {hosts}")
 
 
 def seconds_per_step(records: Sequence[Mapping[str, Any]]) -> float | None:
@@ -290,7 +274,6 @@ def seconds_per_step(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def describe_comparison(comparison: Mapping[str, Any]) -> str:
-    """Formats a comparison as one line."""
     forecast, measured = comparison["forecast"], comparison["came"]["seconds"]
     deviation = measured / forecast["seconds"] - 1
     difference = f"{abs(deviation):.0%} {'longer' if deviation > 0 else 'shorter'}"

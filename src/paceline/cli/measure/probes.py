@@ -29,11 +29,7 @@ from paceline.spec.training.balance import validate_weights
 
 @dataclass(frozen=True)
 class Prober:
-    """Runs a few steps of a job on some hosts.
-
-    Attributes:
-        shown_notes: Notes of plans that were shown.
-    """
+    """Runs a few steps of a job on some hosts, and shows each note of a plan once."""
 
     ctx: click.Context
     job: Job
@@ -44,11 +40,7 @@ class Prober:
 
     def on(self, hosts: Sequence[Host], *, batches: Sequence[int] = (),
            parts: Sequence[float] = ()) -> Probe:  # fmt: skip
-        """Runs a few steps on these hosts, in a folder that is removed unless they fail.
-
-        Raises:
-            JobError: They failed, or the program ended before them.
-        """
+        """Runs a few steps on these hosts, in a folder that is removed; JobError if they fail."""
         from paceline.cli.measure.quiet_screen import PlanNotesScreen
         from paceline.launch.jobs import run_job
         from paceline.launch.results.summary import report_failure
@@ -68,15 +60,10 @@ class Prober:
             folder = Path(tempfile.mkdtemp(prefix="paceline-forecast-"))
             cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
             transport = require_transport(self.ctx.params, "paceline forecast")
-            outcome = run_job(
-                job,
-                Cluster(tuple(hosts)),
-                transport,
-                PlanNotesScreen(self.shown_notes),
-                run_dir=folder / "run",
-                parent=folder,
-                package=self.package,
-            )
+            screen = PlanNotesScreen(self.shown_notes)
+            outcome = run_job(job, Cluster(tuple(hosts)), transport, screen,
+                              run_dir=folder / "run", parent=folder,
+                              package=self.package)  # fmt: skip
             if outcome.result.exit_code:
                 cleanup.pop_all()  # it holds the logs that the report names
                 raise JobError(
@@ -104,7 +91,6 @@ def read_probe(path: Path) -> Probe:
 
 
 def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
-    """Runs all probes of a forecast."""
     ctx, hosts = prober.ctx, prober.cluster.hosts
     weak = ctx.params["weak"]
     parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / max_hosts]
@@ -138,9 +124,10 @@ def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
 
 
 def measure_links(prober: Prober) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
-    """Bits a second between every two hosts, and what kind of machine each is; where ssh leads.
+    """Bits a second between every two hosts, and what kind of machine each is, by SSH.
 
-    ConnectError names the hosts that cannot be reached.
+    Raises:
+        ConnectError: Hosts cannot be reached; it names them.
     """
     hosts, ctx = prober.cluster.hosts, prober.ctx
     if len(hosts) < 2 or not prober.dispatch.scheduler.is_direct:

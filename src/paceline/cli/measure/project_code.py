@@ -49,13 +49,10 @@ def imported_files(script: Path, root: Path) -> list[Path]:
         if path not in reached and (names := imported_names(path)) is not None:
             reached[path] = None
             folders = path.parent, path.parent.parent, script.parent, root, root / "src"
-            candidates = (folder / name.replace(".", "/") for name in names for folder in folders)
-            variants = (
-                file
-                for module in candidates
-                for file in (module.with_name(f"{module.name}.py"), module / "__init__.py")
-            )
-            pending += filter(Path.is_file, variants)
+            for name, folder in itertools.product(names, folders):
+                module = folder / name.replace(".", "/")
+                variants = module.with_name(f"{module.name}.py"), module / "__init__.py"
+                pending += filter(Path.is_file, variants)
     return [*reached]
 
 

@@ -7,18 +7,14 @@ from paceline.launch.terminal.screen import Screen
 
 
 class PlanNotesScreen(Screen):
-    """Shows nothing but the notes of a plan, each once.
-
-    Args:
-        printed: Notes that were printed before.
-    """
+    """Shows nothing but the notes of a plan, each once; ``printed`` are those printed before."""
 
     def __init__(self, printed: set[str]) -> None:
         super().__init__("none")
         self._printed = printed
 
     def print(self, text: str, rank: int | None = None) -> None:
-        """Drops the script's lines, which would disturb the table."""
+        """Drops the script's lines."""
 
     def note(self, text: str) -> None:
         """Prints notes of plans; drops other lines, which would disturb the table."""

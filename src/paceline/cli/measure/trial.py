@@ -32,10 +32,10 @@ class SilentScreen(Screen):
     """Says nothing: the check has its own screen."""
 
     def note(self, text: str) -> None:
-        """Drops the launcher's notes: they would disturb the check's output."""
+        """Drops the launcher's notes."""
 
     def starting(self, part: str, done: int, of: int) -> None:
-        """Ours says that collectives are tried."""
+        """Drops the progress."""
 
 
 def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
@@ -43,15 +43,10 @@ def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
         path = Path(folder) / "run"
         try:
-            outcome = run_job(
-                trial_job(job),
-                Cluster(survey.present),
-                load(DEFAULT).start(Options(ssh=ssh)),
-                SilentScreen("none"),
-                run_dir=path,
-                parent=path,
-                package=PARTS,
-            )
+            transport = load(DEFAULT).start(Options(ssh=ssh))
+            outcome = run_job(trial_job(job), Cluster(survey.present), transport,
+                              SilentScreen("none"), run_dir=path, parent=path,
+                              package=PARTS)  # fmt: skip
         except PacelineError as error:
             return {
                 "loaded": _loaded_libraries(read_events(read_records(path / EVENTS))),
@@ -92,7 +87,6 @@ def _result(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def _loaded_libraries(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the libraries that each host's fork server has loaded, by host."""
     names = ("torch", "cuda", "nccl", "backends")
     return {event.host: {name: event[name] for name in names}
             for event in events if event.kind == "imported"}  # fmt: skip

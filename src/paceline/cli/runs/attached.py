@@ -17,7 +17,7 @@ from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import rank_logs
 from paceline.cli.runs.run_end import explain_run
 from paceline.cli.runs.run_lookup import short_name
-from paceline.cli.runs.state import read_state
+from paceline.cli.runs.state import read_state, started_at
 from paceline.cli.verb import say
 from paceline.launch.interrupts import EchoFilter
 from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
@@ -40,14 +40,10 @@ MAX_LINE_BYTES = 1 << 20
 
 
 def attach_to_run(path: Path, *, lines: bool = False) -> int:
-    """Looks at a run until it is over or left; the exit status.
-
-    Args:
-        path: Its folder here.
-        lines: No live screen, also where there could be one.
+    """Shows a run until it is over or left; returns the exit status.
 
     Raises:
-        PacelineError: It cannot be asked, or its results cannot come home.
+        PacelineError: Its launcher cannot be asked, or its results cannot be fetched.
     """
     client = client_for(path)
     if client is None:
@@ -77,8 +73,6 @@ class RunControls:
 
 
 class _AttachedTerminal:
-    """One terminal that looks at one run."""
-
     def __init__(self, client: LauncherClient, lines: bool) -> None:
         self._client, self._path = client, client.path
         self._screen = Screen("all", display="lines" if lines else "live")
@@ -131,10 +125,11 @@ class _AttachedTerminal:
                 return False
 
     def _show_screen(self, keys: Keys) -> None:
-        folder = short(self._path.absolute())
+        folder, start = short(self._path.absolute()), started_at(self._path)
         self._screen.note(f"paceline: {folder}: Ctrl-C stops the run, Ctrl-Z leaves it running")
         self._screen.start_live(
-            self._feed.state, title=self._path.name, seconds=elapsed_s(self._path),
+            self._feed.state, title=self._path.name,
+            seconds=max(0.0, time.time() - start) if start else 0.0,
             logs=short(self._path.absolute() / names.LOGS), actions=RunControls(self._client),
             on_detach=self._detach_requested.set, delay_s=0.0,
         )  # fmt: skip
@@ -174,15 +169,7 @@ def _signal_handlers(handlers: Mapping[signal.Signals, Callable[[], object]]) ->
 
 
 class Feed:
-    """Reads what is new in a run's files, for a screen and its state.
-
-    Args:
-        path: The run's folder.
-        screen: Is shown what ranks write, and what happens.
-
-    Attributes:
-        state: The state of the run.
-    """
+    """Reads what is new in a run's files, for a screen and a :class:`RunState`."""
 
     def __init__(self, path: Path, screen: Screen) -> None:
         self.state = RunState()
@@ -204,13 +191,13 @@ class Feed:
             self.state.load(ranks, clock, time.time())
         for file in rank_logs(self._path):
             rank = names.rank_of_log(file)
-            data = self._read_new(file, INITIAL_TAIL_BYTES if self._first else None)
+            tail = INITIAL_TAIL_BYTES if self._first else None
+            data = self._files.setdefault(file, _GrowingFile(file, tail)).read()
             if data and rank is not None:
                 self._screen.output(file.parent.name, rank, "out", data)
         progress = self.state.progress
-        if progress and all(
-            isinstance(figure, (int, float, type(None))) for figure in progress.values()
-        ):
+        kinds = (int, float, type(None))
+        if progress and all(isinstance(figure, kinds) for figure in progress.values()):
             self._screen.progress(progress)
         self._first = False
 
@@ -227,22 +214,11 @@ class Feed:
         parsed = (records.parse_json(line.decode("utf-8", "replace")) for line in lines)
         return [record for record in parsed if isinstance(record, dict)]
 
-    def _read_new(self, file: Path, tail: int | None) -> bytes:
-        return self._files.setdefault(file, _GrowingFile(file, tail)).read()
-
-
-def elapsed_s(path: Path) -> float:
-    """Returns for how long a run has been running."""
-    first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
-    start = records.as_float(first.get("time"))
-    return max(0.0, time.time() - start) if start else 0.0
-
 
 class _GrowingFile:
-    """A file that is added to.
+    """A file that is added to, and need not be there yet.
 
     Args:
-        path: Of the file, which need not be there yet.
         tail: Begin with the lines in the last so many bytes; ``None``: at the beginning.
     """
 
@@ -252,13 +228,12 @@ class _GrowingFile:
         self._partial = b""
 
     def read(self) -> bytes:
-        """Reads what is new, up to a limit."""
         try:
-            if self._file is not None and self._path.lstat().st_ino != os.fstat(
-                self._file.fileno()
-            ).st_ino:  # fmt: skip
-                self._file.close()
-                self._file = None
+            if self._file is not None:
+                inode = os.fstat(self._file.fileno()).st_ino
+                if self._path.lstat().st_ino != inode:  # another file has its name now
+                    self._file.close()
+                    self._file = None
             if self._file is None:
                 self._open()
         except OSError:
@@ -276,7 +251,6 @@ class _GrowingFile:
             self._file.seek(0)
 
     def lines(self) -> list[bytes]:
-        """Returns new complete lines."""
         lines: list[bytes] = []
         while data := self.read():
             *complete, self._partial = (self._partial + data).split(b"\n")
@@ -287,12 +261,7 @@ class _GrowingFile:
 
 
 def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
-    """Says how a run ended, as its launcher would have; its exit status.
-
-    Args:
-        path: Its folder.
-        command: The words that were typed for it; where they are not known, empty.
-    """
+    """Says how a run ended, as its launcher would have; returns its exit status."""
     record = records.read_object(path / names.RESULT)
     if record is None:
         say(format_for(describe_run(read_state(path)), sys.stderr), err=True)

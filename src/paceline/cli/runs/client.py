@@ -15,13 +15,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.cli.runs.lost import remaining_lease_s
-from paceline.cli.runs.state import end_run, read_state, request_launcher
+from paceline.cli.runs.state import end_run, read_state, request_launcher, require_owner_here
 from paceline.cli.verb import say
 from paceline.remote.channel import AgentRefusal, HostUnresponsive
-from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
+from paceline.rundir.ownership import detached_of, owner_alive, read_owner
 from paceline.spec.detached import DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError
 from paceline.spec.formatting import shell_text
@@ -29,33 +29,6 @@ from paceline.spec.terminal import format_for
 from paceline.transfer.follow import Follower, RunState, UnknownRun, follow
 
 RECONNECT_DELAY_S = 2.0  # until the supervisor's host is dialled again
-
-
-class LauncherClient(Protocol):
-    """Leads to the launcher of one run, wherever that is.
-
-    Attributes:
-        path: The run's folder here.
-        last_error: Why it cannot be asked at present; empty while it can.
-    """
-
-    path: Path
-    last_error: str
-
-    async def look(self) -> RunState:
-        """Returns the run's status and updates its files here."""
-
-    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns the launcher's answer; PacelineError if it refuses or cannot be reached."""
-
-    async def fetch_results(self) -> None:
-        """Fetches the remaining results after the end."""
-
-    async def stop(self, *, immediately: bool) -> None:
-        """Ends the run, with time to save or at once."""
-
-    async def close(self) -> None:
-        """Closes the connection."""
 
 
 class LocalLauncher:
@@ -69,18 +42,14 @@ class LocalLauncher:
     async def look(self) -> RunState:
         owner = read_owner(self.path)
         if owner is not None and owner_alive(owner):
-            return RunState("running", None, news=True)
-        return RunState(
-            "lost" if read_state(self.path).word == "lost" else "ended", None, news=True
-        )
+            state = "running"
+        else:
+            state = "lost" if read_state(self.path).word == "lost" else "ended"
+        return RunState(state, None, news=True)
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         owner = read_owner(self.path) or {}
-        if not owner_here(owner):
-            raise NodeError(
-                f"the launcher of {self.path} runs on {owner.get('host')}",
-                remedy=f"Type this there: ssh {owner.get('host')}",
-            )
+        require_owner_here(self.path, owner)
         try:
             return parse_reply(await asyncio.to_thread(request_launcher, self.path, owner, message))
         except (TimeoutError, ValueError) as problem:
@@ -100,7 +69,12 @@ class LocalLauncher:
 
 
 class RemoteLauncher:
-    """A client of a supervisor on another host, over SSH; reconnects when the connection breaks."""
+    """A client of a supervisor on another host, over SSH; reconnects when the connection breaks.
+
+    Attributes:
+        path: The run's folder here.
+        last_error: Why the supervisor cannot be asked at present; empty while it can.
+    """
 
     def __init__(self, path: Path, detached: SupervisorLocation) -> None:
         self.path, self.last_error = path, ""
@@ -127,9 +101,7 @@ class RemoteLauncher:
         except UnknownRun:  # another follower brought everything, and it was removed there
             if status is None and detached_of(self.path) is not None:
                 raise
-            run = status.record if status is not None else None
-            self._status = RunState("ended", run)
-            return self._status
+            self._status = status = RunState("ended", status.record if status else None)
         except (ConnectionError, ConnectError, HostUnresponsive) as problem:
             await self.close()
             if status is None:
@@ -145,6 +117,7 @@ class RemoteLauncher:
         return self._follower is not None and self._follower.behind
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns the launcher's answer; PacelineError if it refuses or cannot be reached."""
         if self._follower is None:
             raise NodeError(self.last_error or f"{self._detached.host} cannot be asked now")
         try:
@@ -169,6 +142,10 @@ class RemoteLauncher:
 
     async def fetch_results(self) -> None:
         """Fetches all results; after the last follower, the host removes the run's folder."""
+
+        def note(text: str) -> None:
+            say(format_for(text, sys.stderr), err=True)
+
         if self._follower is None or self._status is None:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.last_error)
         is_whole = True
@@ -176,7 +153,7 @@ class RemoteLauncher:
             if self._status.state == "lost":
                 await self._wait_for_ranks()
             try:
-                is_whole = await self._follower.finish(self._status.state, _note)
+                is_whole = await self._follower.finish(self._status.state, note)
             except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
         run = self._status.record
@@ -208,10 +185,6 @@ class RemoteLauncher:
             await follower.channel.close()
 
 
-def _note(text: str) -> None:
-    say(format_for(text, sys.stderr), err=True)
-
-
 def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
     """Parses a launcher's answer; PacelineError if it refuses, or if there is no launcher."""
     if reply is None:
@@ -228,6 +201,9 @@ def was_started_here(run: DetachedRecord, path: Path) -> bool:
     """Returns whether the run was started on this machine, with that folder."""
     me = f"{getpass.getuser()}@{socket.gethostname()}"
     return run.launched_by == me and run.launched_in == str(path.absolute())
+
+
+LauncherClient = LocalLauncher | RemoteLauncher
 
 
 def client_for(path: Path) -> LauncherClient | None:

@@ -17,7 +17,6 @@ _MAX_LISTED = 4  # ranks in a line
 
 
 def describe_run(state: RunState) -> str:
-    """Describes a run in a few lines."""
     ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
     suffix = ", waits for nodes" if state.waiting else ""
     lines = [f"{state.path}: {state.word}{ended}{suffix}"]
@@ -36,9 +35,9 @@ def describe_run(state: RunState) -> str:
     if state.lost:
         lines += [f"  {line}" for line in lost_lines(state.lost, time.time())]
     if state.last_metrics:
-        lines.append(
-            f"  last record{_record_time(state.last_metrics)}: {_figures(state.last_metrics)}"
-        )
+        metrics = [(name, value) for name, value in state.last_metrics.items() if name != "time"]
+        figures = ", ".join(_figure(name, value) for name, value in metrics[:6])
+        lines.append(f"  last record{_record_time(state.last_metrics)}: {figures}")
     # while nodes are waited for, what has become of the ranks of the last start is no news
     ranks = [rank for rank in state.ranks if not (state.waiting and rank.get("trouble"))]
     lines += [f"  {line}" for line in [*describe_ranks(ranks), *describe_loads(state.hosts)]]
@@ -57,13 +56,7 @@ def _record_time(record: Mapping[str, Any]) -> str:
     return f" ({time.strftime('%H:%M:%S', time.localtime(at))})" if 0 < at < 1e11 else ""
 
 
-def _figures(record: Mapping[str, Any]) -> str:
-    figures = [(name, value) for name, value in record.items() if name != "time"]
-    return ", ".join(_figure(name, value) for name, value in figures[:6])
-
-
 def _figure(name: str, value: Any) -> str:
-    """Formats one figure of a record."""
     if name == "epoch" and (epoch := records.as_int(value)) is not None:
         return format_epoch(epoch)
     return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
@@ -95,7 +88,6 @@ def silence_s(rank: Mapping[str, Any]) -> float:
 
 
 def describe_loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describes how busy hosts are, in one line each."""
     lines = []
     for host in hosts[:_MAX_LISTED]:
         used = [("CPU", host.get("cpu")), ("memory", host.get("memory"))]

@@ -29,8 +29,6 @@ class DetachedRun:
     """A run in its supervisor's folder on a host.
 
     Attributes:
-        host: Where.
-        info: What it is.
         alive: Whether its supervisor lives; ``None``: on another host, which shares the folder.
         result, ranks, metrics: Its files of these names, the end of the last; may be empty.
     """
@@ -59,12 +57,7 @@ class DetachedRun:
 
 @dataclass(frozen=True, slots=True)
 class DetachedRuns:
-    """Detached runs that hosts report.
-
-    Attributes:
-        runs: By host, the newest first.
-        unreachable: Hosts that could not be asked, each with the reason.
-    """
+    """Detached runs that hosts report, and hosts that could not be asked, each with the reason."""
 
     runs: tuple[DetachedRun, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
@@ -73,13 +66,7 @@ class DetachedRuns:
 async def find_detached(
     hosts: Sequence[Host], ssh: SshOptions, discard: Sequence[str] = ()
 ) -> DetachedRuns:
-    """Asks hosts for the runs that were left there.
-
-    Args:
-        hosts: Each is logged in to, those that refuse are told.
-        ssh: How.
-        discard: Ids of runs that are removed there, if they are over.
-    """
+    """Asks hosts for the runs that were left there; removes those of ``discard`` that are over."""
     pythons = [host.python or this_machine.default_python() for host in hosts]
     outcomes = await try_connect_hosts(hosts, pythons, ssh)
     unreachable = [(answered.host.name, f"{answered.refusal.cause}: {answered.refusal.details}")
@@ -103,43 +90,31 @@ async def find_detached(
             run = DetachedRecord.read(record) if isinstance(record, dict) else None
             if run is not None and run.run_id == answered["run_id"] not in seen:
                 seen.add(run.run_id)
-                runs.append(
-                    DetachedRun(
-                        channel.host,
-                        run,
-                        answered["alive"],
-                        answered["result"],
-                        answered["where"],
-                        answered["metrics"],
-                    )
-                )
+                files = (answered[name] for name in ("result", "where", "metrics"))
+                runs.append(DetachedRun(channel.host, run, answered["alive"], *files))
     return DetachedRuns(tuple(runs), tuple(unreachable))
 
 
 def choose_run(
     detached_runs: DetachedRuns, name: str | None, *, ended: bool = False
 ) -> DetachedRun:
-    """Chooses the run that is meant among detached ones; ``ended``: the newest if none runs.
-
-    SettingError where none is, or several could be.
-    """
-    listed = [f"{run.name} on {run.host.name}: {run.state}" for run in detached_runs.runs]
-    unreachable = [
-        f"{host} could not be asked: {reason}" for host, reason in detached_runs.unreachable
-    ]
+    """Chooses the run that is meant, ``ended``: also the newest; SettingError unless it is one."""
+    runs = detached_runs.runs
     if name is None:
-        candidates = [run for run in detached_runs.runs if run.state == "running"]
+        candidates = [run for run in runs if run.state == "running"]
         if not candidates and ended:
-            candidates = sorted(detached_runs.runs, key=lambda run: run.info.started)[-1:]
+            candidates = sorted(runs, key=lambda run: run.info.started)[-1:]
         problem = "no run is running on these hosts"
     else:
         folder_name = Path(name).name
-        candidates = [
-            run for run in detached_runs.runs if folder_name in (run.name, run.info.run_id)
-        ]
+        candidates = [run for run in runs if folder_name in (run.name, run.info.run_id)]
         problem = f"there is no run {name} on these hosts"
     if len(candidates) == 1:
         return candidates[0]
+    listed = [f"{run.name} on {run.host.name}: {run.state}" for run in runs]
+    unreachable = [
+        f"{host} could not be asked: {reason}" for host, reason in detached_runs.unreachable
+    ]
     remedy = "Name one of these behind the hosts" if listed else "paceline runs -H …"
     if candidates:
         problem = f"{len(candidates)} runs match"
@@ -159,10 +134,7 @@ def detached_record(run: DetachedRun, ssh: SshOptions) -> SupervisorLocation:
 
 
 def local_folder(run: DetachedRecord, detached: SupervisorLocation, parent: Path) -> Path:
-    """Returns the folder of a run below ``parent``; makes it if necessary.
-
-    NodeError where it cannot be made.
-    """
+    """Returns the folder of a run below ``parent``; makes it if necessary, or raises NodeError."""
     try:
         with _lock_folder(parent):
             return _find_or_make_folder(run, detached, parent)

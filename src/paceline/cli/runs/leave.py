@@ -26,11 +26,7 @@ from paceline.spec.job import Job
 
 def start_detached(ctx: click.Context, job: Job, cluster: Cluster, transport: Transport,
               package: Package, run_dir: Path) -> int:  # fmt: skip
-    """Starts the run, says how to come back, and returns; with --keep, comes back at once.
-
-    Returns:
-        The exit status: of the run, where it is over by then or was kept to its end, else 0.
-    """
+    """Starts the run and says how to come back; with --keep, attaches to it. Returns the status."""
     request = DetachedRun(
         job, cluster, transport, package, ctx.params["supervisor"], run_dir.absolute(),
         ("paceline", *sys.argv[1:]),

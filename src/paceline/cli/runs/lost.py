@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,12 @@ class LostRun:
 
     Attributes:
         what: ``launcher`` or ``supervisor``.
-        host: Where it ran.
         since: Its last sign of life, in seconds since 1970; 0: not known.
         lease_s: For how long its nodes have let ranks go on from then, at most.
         checkpoint: Step of the newest checkpoint that is here.
-        checkpoints: The folder of those.
         first_host: Rank 0's host: what was saved later lies there.
         saves: The script makes checkpoints, as far as is known.
-        again: What to type to go on; empty where that is not known.
+        again: What to type to go on; empty if that is not known.
         folder: Where to type it, if that is not the present one.
     """
 
@@ -47,22 +45,14 @@ class LostRun:
     again: str
     folder: str
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def lease_end(self) -> float:
-        """When the ranks have ended, in seconds since 1970."""
-        return self.since + self.lease_s
-
 
 def read_lost_run(path: Path) -> LostRun:
     """Reads what the folder of a lost run shows of its end."""
     plan = records.read_object(path / names.PLAN) or {}
     supervisor, owner = lost(path), read_owner(path) or {}
-    role, host = (
-        ("supervisor", supervisor.host) if supervisor else ("launcher", str(owner.get("host", "")))
-    )
+    role, host = "launcher", str(owner.get("host", ""))
+    if supervisor:
+        role, host = "supervisor", supervisor.host
     versions = (names.parse_version(item.name) for item in names.checkpoints(path))
     checkpoint = next((version[1] for version in versions if version), None)
     nodes = plan.get("nodes")
@@ -79,9 +69,7 @@ def read_lost_run(path: Path) -> LostRun:
 def remaining_lease_s(path: Path, clock: float) -> float:
     """Returns for how many seconds the ranks of a lost run may still save.
 
-    Args:
-        path: Its folder here.
-        clock: Now, in seconds since 1970; the clock of its hosts may be another.
+    ``clock`` is now, in seconds since 1970; the clock of its hosts may be another.
     """
     duration_s = lease_s(records.read_object(path / names.PLAN) or {})
     alive_at = _last_sign_of_life(path, [*records.read_records(path / names.EVENTS, TAIL_BYTES)])
@@ -96,14 +84,12 @@ def _last_sign_of_life(path: Path, events: list[dict[str, Any]]) -> float:
 
 
 def lease_s(plan: Mapping[str, Any]) -> float:
-    """Returns the lease in a run's plan, in seconds."""
     settings = plan.get("settings")
     lease = settings.get("lease_s") if isinstance(settings, dict) else None
     return (records.as_float(lease.get("value")) if isinstance(lease, dict) else None) or LEASE_S
 
 
 def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the command that resumes the run in its folder, and where it was typed."""
     from paceline.launch.results.summary import resume_command
 
     command = plan.get("typed")
@@ -121,29 +107,20 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def describe_lost(run: LostRun, clock: float) -> list[str]:
-    """Describes a lost run.
-
-    Args:
-        run: Which.
-        clock: Now, in seconds since 1970.
-    """
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.since))
     age = f" {format_duration(max(0.0, clock - run.since))} ago, at {when}" if run.since else ""
     host = f" on {run.host}" if run.host else ""
-    ended = "have ended" if clock > run.lease_end else "end"
+    ended = "have ended" if clock > run.since + run.lease_s else "end"
     lines = [
         f"its {run.what}{host} was killed, or its host went down{age} (its last sign of life)",
         f"the nodes {ended} their ranks: the lease was not renewed for {run.lease_s:g} s",
     ]
-    later_checkpoint = ""
-    if run.first_host:
-        later_checkpoint = (
-            f"; a later one would lie on {run.first_host}, where the next start finds it"
-        )
+    later = f"; a later one would lie on {run.first_host}, where the next start finds it"
+    later = later if run.first_host else ""
     if run.checkpoint is not None:
-        lines.append(f"checkpoint: step {run.checkpoint}, in {run.checkpoints}{later_checkpoint}")
+        lines.append(f"checkpoint: step {run.checkpoint}, in {run.checkpoints}{later}")
     elif run.saves:
-        lines.append(f"checkpoint: none is here{later_checkpoint}")
+        lines.append(f"checkpoint: none is here{later}")
     else:
         lines.append("checkpoint: none found; a restart begins at step 0")
     if run.again:

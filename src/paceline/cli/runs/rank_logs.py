@@ -23,11 +23,8 @@ def rank_logs(path: Path, rank: int | None = None, host: str | None = None) -> l
     """Returns the log files of ranks, in rank order."""
     files = [(number, file) for file in log_files(path / names.LOGS)
              if (number := names.rank_of_log(file)) is not None]  # fmt: skip
-    return [
-        file
-        for number, file in sorted(files)
-        if rank in (None, number) and host in (None, file.parent.name)
-    ]
+    return [file for number, file in sorted(files)
+            if rank in (None, number) and host in (None, file.parent.name)]  # fmt: skip
 
 
 def seek_lines(file: IO[bytes], count: int) -> None:
@@ -46,16 +43,13 @@ class LogReader:
     """Shows what is added to one log.
 
     Args:
-        path: Of the log.
-        tail: Begins with so many of its last lines; ``None``: at its beginning.
-        follow: Shows now and then how far a progress bar is.
+        tail: Begin with so many of its last lines; ``None``: at its beginning.
+        follow: Show now and then how far a progress bar is.
     """
 
     def __init__(self, path: Path, tail: int | None = None, *, follow: bool = False) -> None:
-        from paceline.launch.terminal.screen import (
-            REDRAW_S,
-            LineSplitter,
-        )  # asyncio, which completion can do without
+        # imports asyncio, which completion can do without
+        from paceline.launch.terminal.screen import REDRAW_S, LineSplitter
 
         self._label = f"[{path.parent.name}/{path.stem}] "
         self._file = open_regular(path)

@@ -28,7 +28,6 @@ EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes
 
 
 def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None] | None) -> None:
-    """Says how a job ended, and why, and writes the page about it."""
     from paceline.launch.results.summary import report_failure, report_success
 
     if job.debug.value:

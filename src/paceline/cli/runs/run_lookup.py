@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -42,14 +41,13 @@ def find_run_folder(name: str | None) -> Path:
         for path in (Path(name), parent / name):
             if is_run(path):
                 return path
+    recent = newest_runs(parent)
+    if name is not None:
         raise SettingError(
             f"{name} is not a run directory",
-            found="; ".join(newest_runs(parent)) or f"none in {parent}/",
-            remedy="Name one of these"
-            if newest_runs(parent)
-            else "Type this where you started the run",
+            found="; ".join(recent) or f"none in {parent}/",
+            remedy="Name one of these" if recent else "Type this where you started the run",
         )
-    recent = newest_runs(parent)
     if not recent:
         raise SettingError(
             f"there is no run in {parent.absolute()}",
@@ -62,13 +60,6 @@ def short_name(path: Path) -> str:
     """Returns the name by which users refer to a run: its name below runs/, else its path."""
     relative = Path(short(path.absolute()))
     return relative.name if relative.parent == Path(names.DEFAULT_PARENT) else str(relative)
-
-
-def ambiguous_run(running: Sequence[Path]) -> SettingError:
-    """Returns the error for several possible runs."""
-    listed = "\n".join(str(path) for path in running)
-    return SettingError(f"{len(running)} runs are running", found=listed,
-                        remedy=f"Name one of them: {running[0]}")  # fmt: skip
 
 
 def running_runs() -> list[Path]:
@@ -100,10 +91,7 @@ def specified_run(ctx: click.Context) -> str | None:
 
 
 def current_run(ctx: click.Context) -> Path:
-    """Returns the run that a verb is about: the named one, else the running one, else the newest.
-
-    SettingError where several are running: which one is meant is for the user to say.
-    """
+    """Returns the named run, else the running one, else the newest; SettingError if several run."""
     name = specified_run(ctx)
     if name is not None:
         return find_run_folder(name)
@@ -113,7 +101,10 @@ def current_run(ctx: click.Context) -> Path:
             path for path in running if detached_of(path) is None or _is_running_remotely(path)
         ]
     if len(running) > 1:
-        raise ambiguous_run(running)
+        raise SettingError(
+            f"{len(running)} runs are running", found="\n".join(map(str, running)),
+            remedy=f"Name one of them: {running[0]}",
+        )  # fmt: skip
     return running[0] if running else find_run_folder(None)
 
 
@@ -127,12 +118,9 @@ def _is_running_remotely(path: Path) -> bool:
 
 
 def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:
-    """Returns the local folder of the run that a verb is about, also of a run on hosts of -H.
-
-    A run that has no folder here gets one.
+    """Returns the local folder of a verb's run, also of a run on hosts of -H, which gets one.
 
     Args:
-        ctx: Of a verb with the options of ``run_lookup_options``.
         allow_ended: If none is named and none is running, take the newest, as below runs/.
 
     Raises:
@@ -140,12 +128,7 @@ def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:
     """
     import asyncio
 
-    from paceline.cli.runs.detached import (
-        choose_run,
-        detached_record,
-        find_detached,
-        local_folder,
-    )
+    from paceline.cli.runs import detached
 
     is_typed = setting(ctx, "hosts").source is Source.COMMAND_LINE
     if not is_typed:
@@ -155,9 +138,10 @@ def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:
             if ctx.params["hosts"] is None or specified_run(ctx) is None:
                 raise
     cluster, ssh = read_cluster(ctx, ctx.params["hosts"]), ssh_options(ctx.params)
-    detached_runs = asyncio.run(find_detached(cluster.hosts, ssh))
-    run = choose_run(detached_runs, specified_run(ctx), ended=allow_ended)
+    detached_runs = asyncio.run(detached.find_detached(cluster.hosts, ssh))
+    run = detached.choose_run(detached_runs, specified_run(ctx), ended=allow_ended)
     folder = Path(run.info.run)
     if run.host.local and folder.is_dir():
         return folder
-    return local_folder(run.info, detached_record(run, ssh), Path(DEFAULT_PARENT))
+    location = detached.detached_record(run, ssh)
+    return detached.local_folder(run.info, location, Path(DEFAULT_PARENT))

@@ -44,21 +44,16 @@ class RunState:
     """What is known of a run.
 
     Attributes:
-        path: Its directory.
         word: ``running``, ``lost`` (its launcher died without a word), a word of
             :func:`end_state`, or the scheduler's own word for a batch.
-        exit_code: Once it has ended.
         owner: Launcher's host, pid and start, while it runs.
         supervisor: Where it goes on without the command that started it; ``None`` when all is here.
         job: For a batch: what its scheduler knows it by.
-        failure: The first failure, one line.
-        last_metrics: The last recorded metrics.
-        straggler: The rank that holds the others up, one line, while it does.
+        failure, straggler, hang: The first failure, and the rank that holds the others up or keeps
+            them waiting, while it does; one line each.
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
-        hang: Who keeps the others waiting, one line, while it does.
         hosts: How busy each host is, as far as it is known: see ``launch/terminal/run_state.py``.
         waiting: Too few nodes are there, and it waits for others.
-        lost: Of one that was lost: what is known of its end.
     """
 
     path: Path
@@ -97,12 +92,11 @@ class RunState:
             "hosts": list(self.hosts),
             "hang": self.hang or None,
             "waits": asdict(self.waiting) if self.waiting else None,
-            "lost": self.lost.to_json() if self.lost else None,
+            "lost": asdict(self.lost) if self.lost else None,
         }
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the present state of a run."""
     owner = read_owner(path)
     record = records.read_object(path / names.RESULT)
     result = Result.from_json(record or {})
@@ -129,6 +123,12 @@ def read_state(path: Path) -> RunState:
     return RunState(path, "not started", None, None, job, "", last_record)
 
 
+def started_at(path: Path) -> float:
+    """Returns the time of a run's first event; 0 if there is none."""
+    first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
+    return records.as_float(first.get("time"))
+
+
 def end_state(result: Result, exit_code: int | None) -> str:
     """Returns how a run ended, one of :data:`END_STATES`; ``ended`` if that is unknown."""
     if result.interrupted is not None:
@@ -139,7 +139,6 @@ def end_state(result: Result, exit_code: int | None) -> str:
 
 
 def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
-    """Adds the ranks' positions if they were written within so many seconds."""
     ranks = _read_ranks(state.path, max_age_s)
     if not ranks and max_age_s < math.inf:
         return state
@@ -157,13 +156,10 @@ def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
     if ago > max_age_s:
         return {}
     waiting = record.get("waits")
-    return {**record, "ranks": [_add_silence(rank, ago) for rank in record["ranks"]],
-            "waits": None if waiting is None else run_state.parse_waiting(waiting)}  # fmt: skip
-
-
-def _add_silence(rank: dict[str, Any], ago: float) -> dict[str, Any]:
-    silent_s = rank.get("silent_s")
-    return rank if silent_s is None else {**rank, "silent_s": round(silent_s + ago, 1)}
+    for rank in record["ranks"]:
+        if rank.get("silent_s") is not None:
+            rank["silent_s"] = round(rank["silent_s"] + ago, 1)
+    return {**record, "waits": None if waiting is None else run_state.parse_waiting(waiting)}
 
 
 def _straggler(path: Path) -> str:
@@ -176,20 +172,16 @@ def _straggler(path: Path) -> str:
 
 
 def end_run(state: RunState, immediately: bool) -> None:
-    """Tells the scheduler, or the launcher.
+    """Tells the scheduler, or the launcher, to end a run.
 
-    What stands in the folder only says whom to ask: it may have come from anybody.
+    The folder only says whom to ask: it may have come from anybody.
     """
     if state.job is not None:
         require_own_submission(state.path, state.job)
         state.job.cancel(kill=immediately)
         return
     owner = state.owner or {}
-    if not owner_here(owner):
-        raise NodeError(
-            f"the launcher of {state.path} runs on {owner.get('host')}",
-            remedy=f"Type this there: ssh {owner.get('host')}",
-        )
+    require_owner_here(state.path, owner)
     with contextlib.suppress(OSError, ValueError):
         answer = request_launcher(state.path, owner, {"do": "stop", "now": immediately})
         if answer is not None and "error" not in answer:
@@ -202,6 +194,15 @@ def end_run(state: RunState, immediately: bool) -> None:
         )
     for _ in range(2 if immediately else 1):
         this_machine.signal_process(int(owner["pid"]), owner["start"], signal.SIGTERM)
+
+
+def require_owner_here(path: Path, owner: dict[str, Any]) -> None:
+    """Raises NodeError if the launcher of a run is on another machine."""
+    if not owner_here(owner):
+        raise NodeError(
+            f"the launcher of {path} runs on {owner.get('host')}",
+            remedy=f"Type this there: ssh {owner.get('host')}",
+        )
 
 
 def request_launcher(

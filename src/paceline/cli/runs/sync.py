@@ -22,9 +22,11 @@ MAX_EXTRA_POLLS = 3  # of who looks once only, at files that change every second
 
 
 def sync_run(path: Path) -> None:
-    """Brings the folder of a run up to date that goes on, or has ended, on another host.
+    """Updates the folder of a run that goes on, or has ended, on another host.
 
-    ConnectError where that cannot be asked, NodeError where it no longer knows the run.
+    Raises:
+        ConnectError: The host cannot be asked.
+        NodeError: It no longer knows the run.
     """
     client = client_for(path)
     if isinstance(client, RemoteLauncher):
@@ -45,11 +47,7 @@ async def _sync_once(client: RemoteLauncher) -> None:
 
 
 def try_sync(path: Path) -> bool:
-    """Calls :func:`sync_run`; a failure is printed, and what is here already can be looked at.
-
-    Returns:
-        Whether it is up to date.
-    """
+    """Calls :func:`sync_run` and prints its failure; returns whether the folder is up to date."""
     try:
         sync_run(path)
         return True
@@ -61,9 +59,10 @@ def try_sync(path: Path) -> bool:
 
 @contextlib.contextmanager
 def keep_synced(path: Path) -> Iterator[Callable[[], bool]]:
-    """Keeps a run's folder up to date meanwhile; gives what says whether the run is over.
+    """Keeps a run's folder up to date meanwhile; yields what says whether the run is over.
 
-    PacelineError where that cannot be asked at first, or the results cannot come home at the end.
+    Raises:
+        PacelineError: The host cannot be asked at first, or the results cannot be fetched.
     """
     client = client_for(path)
     if not isinstance(client, RemoteLauncher):
@@ -78,7 +77,7 @@ def keep_synced(path: Path) -> Iterator[Callable[[], bool]]:
 
 
 class _SyncThread:
-    """Looks in a thread of its own, until the run is over and all is here, or nobody wants it."""
+    """Updates a run's folder in a thread, until the run is over and all is here."""
 
     def __init__(self, client: RemoteLauncher) -> None:
         self._client = client
@@ -127,10 +126,7 @@ class _SyncThread:
 
 
 def stop_remote(path: Path, immediately: bool, patience_s: float) -> bool:
-    """Ends a run whose supervisor is on another host, and brings it home.
-
-    Returns:
-        False where it was over already.
+    """Ends a run on another host and fetches its results; returns False if it was over already.
 
     Raises:
         NodeError: It does not end in time.

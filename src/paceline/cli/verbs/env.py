@@ -22,16 +22,10 @@ NAMES = (
 
 @click.command("env", cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--master-addr",
-    metavar="ADDRESS",
-    help="Address of rank 0, if the environment does not tell it.",
-)
-@click.option(
-    "--master-port",
-    type=click.IntRange(1, 65535),
-    help="Port of the rendezvous store on that host.",
-)
+@click.option("--master-addr", metavar="ADDRESS",
+              help="Address of rank 0, if the environment does not tell it.")  # fmt: skip
+@click.option("--master-port", type=click.IntRange(1, 65535),
+              help="Port of the rendezvous store on that host.")  # fmt: skip
 @click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
 def command(as_json: bool, master_addr: str | None, master_port: int | None,
             command_words: tuple[str, ...]) -> None:  # fmt: skip
@@ -70,7 +64,6 @@ def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
 
 
 def exec_command(argv: tuple[str, ...], environ: dict[str, str]) -> None:
-    """Becomes the command."""
     try:
         os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is the point
     except OSError as error:

@@ -58,12 +58,9 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
 
 def needs_no_launcher(ctx: click.Context, dispatch: Dispatch) -> bool:
     """Returns whether one process on this machine suffices for these options."""
-    is_single_process = ctx.params["nproc_per_node"] in (None, 1)
-    return (
-        is_single_process
-        and dispatch.scheduler.is_direct
-        and not specified_options(ctx).keys() - {"nproc_per_node"}
-    )
+    if ctx.params["nproc_per_node"] not in (None, 1) or not dispatch.scheduler.is_direct:
+        return False
+    return not specified_options(ctx).keys() - {"nproc_per_node"}
 
 
 def data_files(folder: Path, options: EvaluateOptions) -> list[str]:

@@ -25,26 +25,19 @@ from paceline.spec.errors import SettingError
 from paceline.spec.settings import Source
 from paceline.spec.terminal import format_for
 
-MAX_WHOLE_BYTES = (
-    2 << 20
-)  # bytes of a file that go whole into the bundle; of a larger one both ends
+MAX_WHOLE_BYTES = 2 << 20  # of a file in the bundle; of a larger one both ends go into it
 
 
 @click.command("explain", cls=Verb)
 @run_lookup_options
-@click.option(
-    "--log",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    metavar="FILE",
-    help="Explain this log of any launcher instead; - reads standard input.",
-)
+@click.option("--log", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+              metavar="FILE",
+              help="Explain this log of any launcher instead; - reads standard input."
+              )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--bundle",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also pack plan, events, logs and findings for support, without secrets.",
-)
+@click.option("--bundle", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also pack plan, events, logs and findings for support, without secrets."
+              )  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             bundle: Path | None, **_: object) -> None:  # fmt: skip
@@ -87,7 +80,6 @@ def _resolve_run(ctx: click.Context) -> Path:
 
 
 def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
-    """Prints the explanation."""
     if as_json:
         click.echo(json.dumps(to_json(conclusion), indent=2))
         return
@@ -101,7 +93,6 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
 
 
 def to_json(conclusion: Conclusion) -> dict[str, Any]:
-    """Returns the object of ``--json``."""
     causes = [
         {
             "rule": rule.code,
@@ -123,7 +114,6 @@ def to_json(conclusion: Conclusion) -> dict[str, Any]:
 def write_bundle(
     bundle: Path, run: Path | None, evidence: Evidence, conclusion: Conclusion
 ) -> None:
-    """Writes the support bundle."""
     from paceline.report.bundle import write
 
     contents: dict[str, Any] = {"explanation.json": to_json(conclusion)}

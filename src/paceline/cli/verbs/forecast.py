@@ -49,10 +49,7 @@ class ForecastVerb(Verb):
     """Behind a recipe's name its options may stand among ours; a script's are its own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Sees first whether a recipe is named."""
-        name = next(
-            (argument for argument in args if argument in RECIPES or argument.endswith(".py")), ""
-        )
+        name = next((word for word in args if word in RECIPES or word.endswith(".py")), "")
         if name in RECIPES and not {"-m", "--module"}.intersection(args):
             ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
         return super().parse_args(ctx, args)
@@ -65,11 +62,9 @@ class ForecastVerb(Verb):
               help="Forecast up to N hosts. More hosts than you named are assumed to be like the"
               f" last one. Above {forecasting.DENSE_HOSTS} hosts, only some numbers are forecast."
               " Default: the named hosts.")  # fmt: skip
-@click.option(
-    "--weak",
-    is_flag=True,
-    help="Fix the batch of each host, so that the global batch grows with the number of hosts.",
-)
+@click.option("--weak", is_flag=True,
+              help="Fix the batch of each host, so that the global batch grows with the number"
+                   " of hosts.")  # fmt: skip
 @click.option("--each-host", is_flag=True,
               help="Measure every host alone, not one of each kind.")  # fmt: skip
 @click.option("--seconds", type=Seconds(0.0), default=DEFAULT_SECONDS, show_default=True,
@@ -146,10 +141,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
 
 @contextlib.contextmanager
 def results_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder before anything is measured, and removes it if it stays empty.
-
-    SettingError when it cannot be made.
-    """
+    """Makes a folder before anything is measured, and removes it if it stays empty."""
     existed = folder.exists()
     with writing_results(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +155,6 @@ def results_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_results(folder: Path) -> Iterator[None]:
-    """Turns an OSError into a SettingError."""
     try:
         yield
     except OSError as error:
@@ -197,12 +188,11 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
             check_host_names(options, job, cluster, dispatch)
             yield job, True
         return
-    if not module and not Path(what).exists():
-        matches = difflib.get_close_matches(what, RECIPES, 1)
-        if matches:
-            raise SettingError(
-                f"there is no recipe or script {what}", remedy=f"did you mean {matches[0]}?"
-            )
+    matches = difflib.get_close_matches(what, RECIPES, 1)
+    if matches and not module and not Path(what).exists():
+        raise SettingError(
+            f"there is no recipe or script {what}", remedy=f"did you mean {matches[0]}?"
+        )
     entry = entry_of(what, args, module=module)
     require_training_library(entry)
     yield build_job(ctx, entry, name=Path(what).stem, opens_store=opens_store(entry),
@@ -210,13 +200,11 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
 
 
 def show_comparison(ctx: click.Context, run: Path) -> None:
-    """Shows the comparison of a run with its forecast, and writes it into the run directory."""
     try:
         comparison = save_comparison(run)
     except OSError as error:
-        raise SettingError(
-            f"{run}: the comparison cannot be kept there", found=str(error)
-        ) from None
+        message = f"{run}: the comparison cannot be kept there"
+        raise SettingError(message, found=str(error)) from None
     if ctx.params["as_json"]:
         click.echo(json.dumps(comparison, indent=2))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import Source
 from paceline.spec.terminal import clean
 
-Rows = Sequence[Sequence[str]]
 _TITLES = {"identity_file": "key", "job_address": "job address", "local": "this machine"}
 _MANDATORY = ("name", "slots")
 
@@ -36,9 +35,8 @@ _MANDATORY = ("name", "slots")
 @click.argument("source", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--write", "target", metavar="DIALECT", help="Print the hosts in another dialect.")
-@click.option(
-    "--dialect", metavar="DIALECT", help="Read SOURCE as this dialect, without detection."
-)
+@click.option("--dialect", metavar="DIALECT",
+              help="Read SOURCE as this dialect, without detection.")  # fmt: skip
 @click.option("--colon", metavar="MEANING", help="What `host:n` means: slots, port, rendezvous.")
 @click.pass_context
 def command(
@@ -97,15 +95,10 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def columns(cluster: Cluster) -> list[str]:
-    """Returns the fields to show: name and slots, and all that some host has."""
-    names = [field.name for field in fields(Host) if field.name != "slots_yield"]
-    return [n for n in names if n in _MANDATORY or any(_cell(host, n) for host in cluster.hosts)]
-
-
 def table(cluster: Cluster) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows as text."""
-    names = columns(cluster)
+    """Titles and rows as text: name and slots, and all that some host has."""
+    names = [field.name for field in fields(Host) if field.name != "slots_yield"]
+    names = [n for n in names if n in _MANDATORY or any(_cell(host, n) for host in cluster.hosts)]
     titles = [_TITLES.get(name, name) for name in names]
     return titles, [[_cell(host, name) or "-" for name in names] for host in cluster.hosts]
 
@@ -119,7 +112,14 @@ def _write(cluster: Cluster, target: str) -> None:
 def _show(cluster: Cluster, ssh_config: Path | None) -> None:
     titles, rows = table(cluster)
     if sys.stdout.isatty():
-        _draw(titles, rows)
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(*titles, box=None, pad_edge=False, header_style="bold")
+        for row in rows:  # Text: square brackets in names are no markup
+            drawn.add_row(*(Text(clean(cell)) for cell in row))
+        Console().print(drawn)
     else:
         say("\n".join(aligned(titles, rows)))
     say(f"\n{_count(cluster)} from {cluster.source}")
@@ -127,19 +127,6 @@ def _show(cluster: Cluster, ssh_config: Path | None) -> None:
         say(f"reached by the ssh config {ssh_config}")
     for note in cluster.notes:
         say(f"note: {note}")
-
-
-def _draw(titles: Sequence[str], rows: Rows) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(*titles, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        drawn.add_row(
-            *(Text(clean(cell)) for cell in row)
-        )  # Text: square brackets in names are no markup
-    Console().print(drawn)
 
 
 def _count(cluster: Cluster) -> str:

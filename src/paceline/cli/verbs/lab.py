@@ -38,9 +38,8 @@ def command() -> None:
 @command.command("up", cls=Verb)
 @_NAME
 @click.option("--hosts", default=2, show_default=True, help="Number of hosts: n1, n2, …")
-@click.option(
-    "--foreground", is_flag=True, help="Stay in the foreground; Ctrl-C takes the lab down."
-)
+@click.option("--foreground", is_flag=True,
+              help="Stay in the foreground; Ctrl-C takes the lab down.")  # fmt: skip
 @click.option("--rate", default="", metavar="RATE", help="Speed of every link, e.g. 100mbit.")
 @click.option("--latency", default="", metavar="TIME", help="One-way delay, e.g. 10ms.")
 @click.option("--subnet", default=LabOptions.subnet, show_default=True, help="The hosts' network.")
@@ -51,31 +50,20 @@ def command() -> None:
 @click.option("--dead-interface", is_flag=True, help="Add a second interface that reaches nothing.")
 @click.option("--dead-name", is_flag=True, help="Map each host's own name to the dead interface.")
 @click.option("--bridge-address", is_flag=True, help="Add docker0 with 172.17.0.1 on every host.")
-@click.option(
-    "--interface-names",
-    metavar="NAMES",
-    help="Names of interfaces, used in turn, e.g. eth0,ens3,enp1s0.",
-)
+@click.option("--interface-names", metavar="NAMES",
+              help="Names of interfaces, used in turn, e.g. eth0,ens3,enp1s0.")  # fmt: skip
 @click.option(
     "--python", "pythons", multiple=True, metavar="HOST=VENV", help="Use another Python on a host."
 )
 @click.option("--no-sshd", multiple=True, metavar="HOST", help="Start no sshd on a host.")
-@click.option(
-    "--private",
-    multiple=True,
-    metavar="PATH[:SIZE]",
-    help="Give each host its own folder at this path.",
-)
+@click.option("--private", multiple=True, metavar="PATH[:SIZE]",
+              help="Give each host its own folder at this path.")  # fmt: skip
 @click.option(
     "--hide", multiple=True, metavar="PATH", help="Show an empty folder at this path on every host."
 )
 @click.option("--shared-home", is_flag=True, help="Use one HOME for all hosts.")
-@click.option(
-    "--share",
-    multiple=True,
-    metavar="PATH",
-    help="Share a folder of this machine below /tmp or /run.",
-)
+@click.option("--share", multiple=True, metavar="PATH",
+              help="Share a folder of this machine below /tmp or /run.")  # fmt: skip
 def up(
     foreground: bool, interface_names: str | None, pythons: tuple[str, ...], **options: Any
 ) -> None:
@@ -86,7 +74,7 @@ def up(
     if foreground:
         _run_foreground(lab)
     else:
-        _up_and_introduce(lab, detached=True)
+        _start(lab, detached=True)
 
 
 def _host_and_venv(text: str) -> tuple[str, str]:
@@ -96,13 +84,11 @@ def _host_and_venv(text: str) -> tuple[str, str]:
     return host, path
 
 
-def _up_and_introduce(lab: Lab, detached: bool) -> None:
+def _start(lab: Lab, detached: bool) -> None:
+    """Brings the lab up and says how to use it."""
     start = time.monotonic()
     lab.up(detached=detached)
-    _introduce(lab, time.monotonic() - start)
-
-
-def _introduce(lab: Lab, seconds: float) -> None:
+    seconds = time.monotonic() - start
     addresses = [f"{name} {lab.address(name)}" for name in lab.names]
     hosts = ", ".join(addresses if len(addresses) <= 8 else [*addresses[:3], "…", addresses[-1]])
     count = f"{len(addresses)} host{'s' * (len(addresses) != 1)}"
@@ -128,7 +114,7 @@ def _run_foreground(lab: Lab) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
-        _up_and_introduce(lab, detached=False)
+        _start(lab, detached=False)
         wait(lab)
     except KeyboardInterrupt:
         say("taking the lab down")
@@ -209,25 +195,17 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
 
 
 def exec_on_host(lab: Lab, host: str, arguments: tuple[str, ...]) -> None:
-    """Becomes the command on the host, or its shell."""
-    command = [
-        argument for at, argument in enumerate(arguments) if not (at == 0 and argument == "--")
-    ]
+    command = arguments[1:] if arguments[:1] == ("--",) else arguments
     terminal = {key: os.environ[key] for key in ("TERM", "LANG", "COLORTERM") if key in os.environ}
     environment = {**lab.environment(host), **terminal}
-    argv = lab.command(host, command or [environment["SHELL"]])
+    argv = lab.command(host, command or (environment["SHELL"],))
     os.execvpe(argv[0], argv, environment)  # noqa: S606 - becomes the command, with its status
 
 
 class Fault(Verb):
-    """Names the faults in its help."""
-
     def sections(self, ctx: click.Context) -> list[Section]:
-        rows = [
-            Row(f"{fault.name} HOST {fault.usage}".strip(), fault.summary)
-            for fault in FAULTS.values()
-        ]
-        return [("Faults", rows)]
+        return [("Faults", [Row(f"{fault.name} HOST {fault.usage}".strip(), fault.summary)
+                            for fault in FAULTS.values()])]  # fmt: skip
 
 
 @command.command("fault", cls=Fault, context_settings={"ignore_unknown_options": True})

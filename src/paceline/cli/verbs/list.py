@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.verb import Verb, say
 from paceline.recipes import RECIPES
-from paceline.recipes.catalogue import Entry, catalogue
+from paceline.recipes.catalogue import catalogue
 from paceline.recipes.pretrained_list import list_pretrained
 from paceline.spec.terminal import columns
 
@@ -35,34 +35,27 @@ def command(kind: str | None, only: str | None, as_json: bool) -> None:
         for entry in catalogue()
         if kind in (None, entry.kind) and only in (None, entry.recipe)
     ]
-    weights = [
-        entry
-        for entry in (list_pretrained() if kind in (None, "models") else [])
-        if only in (None, entry.recipe)
-    ]
+    pretrained = list_pretrained() if kind in (None, "models") else []
+    weights = [entry for entry in pretrained if only in (None, entry.recipe)]
     if as_json:
-        rows = [*(entry.to_json() for entry in entries), *(entry.to_json() for entry in weights)]
+        rows = [*(entry.to_json() for entry in entries), *(model.to_json() for model in weights)]
         click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     width = max(40, columns()) if sys.stdout.isatty() else sys.maxsize
     for heading in _KINDS:
-        _section(heading, [entry for entry in entries if entry.kind == heading], width)
+        section = [entry for entry in entries if entry.kind == heading]
+        if section:
+            say(f"{heading}:")
+        for entry in section:
+            recipe = "" if heading == "recipes" else entry.recipe
+            _line(f"  {entry.name:<18} {recipe:<12} ", entry.summary, width)
         if heading == "models" and weights:
             say("pretrained:")
-            for entry in weights:
+            for model in weights:
                 if width < 120:
-                    say(f"  {entry.flags}")
-                prefix = " " * 5 if width < 120 else f"  {entry.flags:<46} "
-                _line(f"{prefix} {entry.recipe:<6} ", entry.line(), width)
-
-
-def _section(heading: str, entries: list[Entry], width: int) -> None:
-    if not entries:
-        return
-    say(f"{heading}:")
-    for entry in entries:
-        recipe = "" if heading == "recipes" else entry.recipe
-        _line(f"  {entry.name:<18} {recipe:<12} ", entry.summary, width)
+                    say(f"  {model.flags}")
+                prefix = " " * 5 if width < 120 else f"  {model.flags:<46} "
+                _line(f"{prefix} {model.recipe:<6} ", model.line(), width)
 
 
 def _line(prefix: str, text: str, width: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.verb import Verb, VerbGroup, say
-from paceline.recipes import RECIPES, recipe
+from paceline.recipes import recipe
 from paceline.spec.errors import SettingError
 
 FULL = click.option(
@@ -64,17 +64,10 @@ def options(name: str) -> None:
 
 
 def script(name: str, full: bool = False) -> str:
-    """Returns the source of a recipe or of its minimal form, without importing it.
-
-    Raises:
-        SettingError: Unknown recipe; the nearest one is suggested.
-    """
+    """Returns the source of a recipe or of its minimal form, without importing it."""
     module = recipe(name).module
-    spec = importlib.util.find_spec(
-        module if full else module.replace("recipes", "recipes.minimal")
-    )
-    if spec is None or spec.origin is None:
-        raise SettingError(
-            f"the script of {name} is not there", found=f"known: {', '.join(RECIPES)}"
-        )
+    module = module if full else module.replace("recipes", "recipes.minimal")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")

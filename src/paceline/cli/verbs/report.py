@@ -71,9 +71,8 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
     ctx.params["run"] = runs[0] if len(runs) == 1 else None
     paths = [current_run(ctx)] if len(runs) < 2 else [find_run_folder(name) for name in runs]
     if len(paths) > MAX_RUNS:
-        raise SettingError(
-            f"{len(paths)} runs do not fit on one page", remedy=f"At most {MAX_RUNS}"
-        )
+        message = f"{len(paths)} runs do not fit on one page"
+        raise SettingError(message, remedy=f"At most {MAX_RUNS}")
     if goals and len(paths) < 2:
         raise SettingError("--to compares runs", found="one run", remedy="Name several runs")
     for path in paths:

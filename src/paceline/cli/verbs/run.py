@@ -60,9 +60,7 @@ def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
     """Returns the data folder, and the arguments that are paths of it or in it.
 
     Args:
-        folder: As typed.
-        args: Those of the script.
-        is_local: It is sent from here: SettingError where there is none.
+        is_local: It is sent from here: SettingError if there is none.
     """
     if is_local and not folder.is_dir():
         raise SettingError(
@@ -71,10 +69,8 @@ def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
             remedy="Name a folder of this machine; hosts that lack it get it",
         )
     absolute = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
-    spellings = {absolute, absolute + "/"}
-    spellings |= (
-        {f"{folder}", f"{folder}/"} if "/" in f"{folder}" else {f"./{folder}", f"{folder}/"}
-    )
+    typed = f"{folder}" if "/" in f"{folder}" else f"./{folder}"
+    spellings = {absolute, f"{absolute}/", typed, f"{folder}/"}
     values = {arg.partition("=")[2] if arg.startswith("-") else arg for arg in args}
     spellings |= {value for value in values if _is_in_folder(value, spellings)}
     return Data(absolute, tuple(sorted(spellings)))

@@ -16,7 +16,7 @@ from paceline.cli.cluster import read_cluster
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.options import ACCEPT_NEW_HOST_KEYS, HOSTS_OF_RUNS, SSH_CONFIG, settings_options
 from paceline.cli.runs.run_lookup import is_run
-from paceline.cli.runs.state import read_state
+from paceline.cli.runs.state import read_state, started_at
 from paceline.cli.verb import Verb, say
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
@@ -50,12 +50,9 @@ class Row:
         run: Its folder below runs/, or its name on the host where it was left.
         state: ``running``, ``waiting`` (for nodes), ``finished``, ``failed``, ``stopped``,
             ``lost``, ``ended`` (how is not known), or a scheduler's word.
-        exit_code: Once it has ended.
         started: In seconds since 1970; 0: not known.
-        hosts: Their names.
-        step, steps: Done, and of the whole training; ``None`` where not known.
+        step, steps: Done, and of the whole training; ``None`` if not known.
         best: The best figure, as ``test accuracy 0.93``.
-        command: As it was typed, as far as it is known.
         run_id: As hosts know it; may be empty.
         on: The host that supervises it, or did; empty for one that is all here.
         here: It has a folder here.
@@ -128,15 +125,13 @@ async def _query_hosts(
     named_hosts = {(host.address, host.user, host.port) for host in hosts}
     for path in folders:
         supervisor = detached_of(path)
-        if supervisor is not None and not detached_file.is_authentic(path):
+        if supervisor is None:
+            continue
+        key = supervisor.address, supervisor.user, supervisor.port
+        if not detached_file.is_authentic(path):
             foreign.append((supervisor.host, f"{path / DETACHED} was not written by you"))
-        elif (
-            supervisor is not None
-            and (supervisor.address, supervisor.user, supervisor.port) not in named_hosts
-        ):
-            host = supervisor.to_host()
-            key = host.address, host.user, host.port
-            other_hosts.setdefault(supervisor.ssh_config, {})[key] = host
+        elif key not in named_hosts:
+            other_hosts.setdefault(supervisor.ssh_config, {})[key] = supervisor.to_host()
     queries = [find_detached(hosts, ssh)] if hosts else []
     queries += [find_detached([*group.values()], SshOptions(Path(config) if config else None))
               for config, group in other_hosts.items()]  # fmt: skip
@@ -180,7 +175,6 @@ def _prune(
 
 
 def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
-    """Returns the row of a run with a folder here; asks its host if it runs there."""
     state = read_state(path)
     supervisor, plan = state.supervisor, records.read_object(path / names.PLAN) or {}
     if supervisor is not None and supervisor.run_id in detached_runs:
@@ -193,7 +187,8 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
     step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
     record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
     return Row(
-        path.name, row_state, state.exit_code, _started(path), tuple(hosts), step, steps,
+        path.name, row_state, state.exit_code, started_at(path) or path.lstat().st_mtime,
+        tuple(hosts), step, steps,
         best_metric(recorded), _command(plan), "" if record is None else record.run_id,
         "" if supervisor is None else supervisor.host,
     )  # fmt: skip
@@ -206,7 +201,6 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
 
 
 def row_of_detached(run: DetachedRun) -> Row:
-    """Returns the row of a detached run."""
     info, state = run.info, run.state
     code = info.exit_code if info.ended is not None else None
     lines = (records.parse_json(line) for line in run.metrics.splitlines())
@@ -220,14 +214,7 @@ def row_of_detached(run: DetachedRun) -> Row:
                command, info.run_id, run.host.name, here=False)  # fmt: skip
 
 
-def _started(path: Path) -> float:
-    """Returns when a run began: by its first event, else by its folder."""
-    first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
-    return records.as_float(first.get("time")) or path.lstat().st_mtime
-
-
 def _command(plan: Mapping[str, Any]) -> str:
-    """Returns the command of a run as in its plan; else what its ranks run."""
     typed, entry = plan.get("typed"), plan.get("entry")
     if isinstance(typed, dict) and isinstance(typed.get("command"), str):
         return str(typed["command"])
@@ -236,30 +223,18 @@ def _command(plan: Mapping[str, Any]) -> str:
     target, args = records.as_text(entry.get("target")), entry.get("args")
     if target.startswith("paceline.recipes."):
         return f"paceline train {target.rsplit('.', 1)[-1]}"
-    arguments = (
-        [argument for argument in args if isinstance(argument, str)]
-        if isinstance(args, list)
-        else []
-    )
+    arguments = [arg for arg in args if isinstance(arg, str)] if isinstance(args, list) else []
     module = ["-m", target] if entry.get("kind") == "module" else [target.rsplit("/", 1)[-1]]
     return shell_text(["paceline", "run", *module, *arguments])
 
 
 def _steps(ranks: Mapping[str, Any],
            recorded: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:  # fmt: skip
-    """Returns the last step and the number of planned steps."""
     progress = ranks.get("progress")
     progress = progress if isinstance(progress, dict) else {}
-    recorded_steps = [records.as_int(record.get("step")) for record in recorded[-20:]]
-    step = max(
-        (
-            step
-            for step in [*recorded_steps, records.as_int(progress.get("step"))]
-            if step is not None
-        ),
-        default=None,
-    )
-    return step, records.as_int(progress.get("steps"))
+    candidates = [record.get("step") for record in (*recorded[-20:], progress)]
+    steps = [step for step in map(records.as_int, candidates) if step is not None]
+    return max(steps, default=None), records.as_int(progress.get("steps"))
 
 
 def best_metric(recorded: Iterable[Mapping[str, Any]]) -> str:
@@ -273,12 +248,12 @@ def best_metric(recorded: Iterable[Mapping[str, Any]]) -> str:
             value = record.get(name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 values.setdefault((split, name), []).append(float(value))
+    if not values:
+        return ""
     order = (*HIGHER_IS_BETTER, *LOWER_IS_BETTER)
-    for key in sorted(values, key=lambda key: (key[0] == "train", order.index(key[1]))):
-        split, name = key
-        select = (max if name in HIGHER_IS_BETTER else min)(values[key])
-        return f"{split} {name} {select:.4g}"
-    return ""
+    split, name = min(values, key=lambda key: (key[0] == "train", order.index(key[1])))
+    best = (max if name in HIGHER_IS_BETTER else min)(values[split, name])
+    return f"{split} {name} {best:.4g}"
 
 
 def table(rows: Sequence[Row], clock: float, width: int) -> list[str]:
@@ -305,13 +280,12 @@ def table(rows: Sequence[Row], clock: float, width: int) -> list[str]:
 
 
 def _cells(row: Row, clock: float) -> tuple[str, ...]:
-    state = f"{row.state} ({row.exit_code})" if row.state == "failed" and row.exit_code else (
-        row.state)  # fmt: skip
+    code = f" ({row.exit_code})" if row.state == "failed" and row.exit_code else ""
     hosts = ", ".join(row.hosts) if len(row.hosts) <= 3 else f"{len(row.hosts)} hosts"
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
     run = row.run if row.here else f"{row.run} @{row.on}"
     age = format_duration_short(clock - row.started) if row.started else ""
-    return tuple(map(clean, (run, state, age, hosts, step, row.best)))
+    return tuple(map(clean, (run, f"{row.state}{code}", age, hosts, step, row.best)))
 
 
 def _line(cells: Sequence[str], sizes: Sequence[int]) -> str:

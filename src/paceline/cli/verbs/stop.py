@@ -13,7 +13,6 @@ from paceline.cli.settings import setting
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import NodeError
 from paceline.spec.settings import Source
-from paceline.spec.terminal import clean
 
 POLL_INTERVAL_S = 0.2  # while a run is being stopped
 STOP_TIMEOUT_S = 30.0
@@ -40,11 +39,11 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
     path = resolve_run(ctx)
     state = read_state(path)
     if state.over or state.word == "not started":
-        say(clean(f"{path}: {state.word} already"), err=True)
+        say(f"{path}: {state.word} already", err=True)
         return
     if state.supervisor is not None:
         ran = stop_remote(path, now, STOP_TIMEOUT_S)
-        say(clean(f"{path}: {'stopped' if ran else f'{read_state(path).word} already'}"), err=True)
+        say(f"{path}: {'stopped' if ran else f'{read_state(path).word} already'}", err=True)
         return
     end_run(state, now)
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -53,6 +52,4 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
             raise NodeError(f"{path} has not ended within {STOP_TIMEOUT_S:.0f} s", remedy="--now")
         time.sleep(POLL_INTERVAL_S)
     final_state = read_state(path)  # it may have finished by itself just before
-    say(
-        clean(f"{path}: {'stopped' if final_state.job is not None else final_state.word}"), err=True
-    )
+    say(f"{path}: {'stopped' if final_state.job is not None else final_state.word}", err=True)

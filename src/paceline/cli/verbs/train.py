@@ -21,8 +21,6 @@ from paceline.spec.helptext import Row, Section
 
 
 class Train(Verb):
-    """Names the recipes in its help."""
-
     def sections(self, ctx: click.Context) -> list[Section]:
         return [("Recipes", [Row(recipe.name, recipe.summary) for recipe in RECIPES.values()])]
 
@@ -53,7 +51,6 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 
 
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
-    """Checks the recipe's options here, then runs it on every host."""
     options = parse_recipe_options(ctx, name, argv)
     cluster, dispatch = prepare(ctx)
     with prepared_job(ctx, name, options) as job:
@@ -62,7 +59,6 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
 
 
 def _print_results(path: Path) -> None:
-    """Says where things are, once a training has ended well."""
     for label, name in (("model", "model"), ("metrics", "metrics.jsonl"), ("logs", "logs")):
         if (path / name).exists():
             say(f"{label:<8} {path / name}", err=True)

@@ -32,12 +32,10 @@ def command(revoke: bool) -> None:
         return
     toml = read_settings_file(Path.cwd())
     if reason := foreign_reason(path):
-        raise SettingError(
-            f"{path} cannot be trusted: it {reason}",
-            remedy=f"chmod go-w {TOML_NAME}"
-            if "written" in reason
-            else "Copy it to a folder of yours",
-        )
+        remedy = "Copy it to a folder of yours"
+        if "written" in reason:
+            remedy = f"chmod go-w {TOML_NAME}"
+        raise SettingError(f"{path} cannot be trusted: it {reason}", remedy=remedy)
     needed = guarded_settings(toml)
     for name, value in needed.items():
         say(printable(f"{name} = {as_json(value)}"))

@@ -17,10 +17,8 @@ def _verb(name: str, options: str, words: str, text: str) -> Verb:
     """Makes a verb that runs the script of the same name.
 
     Args:
-        name: Of both.
         options: Class of the options that it takes besides.
-        words: What follows RUN, in the words of the help; optional where it has brackets.
-        text: The help.
+        words: What follows RUN, in the words of the help; optional if it has brackets.
     """
 
     def use(run: Path, words: tuple[str, ...]) -> None:

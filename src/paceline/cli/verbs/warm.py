@@ -12,22 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli import options
 from paceline.cli.cluster import read_chosen_cluster
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.job_options import activation_scripts, parse_env
-from paceline.cli.options import (
-    ACCEPT_NEW_HOST_KEYS,
-    ACTIVATE,
-    ENV,
-    HOSTS,
-    NO_TORCH,
-    NPROC_PER_NODE,
-    PYTHON,
-    SSH_CONFIG,
-    UNSET,
-    Duration,
-    settings_options,
-)
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.launch.planning.entry import entry_of, preload_of
@@ -35,7 +23,7 @@ from paceline.remote import this_machine
 from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec.errors import NodeError
-from paceline.spec.formatting import pluralize
+from paceline.spec.formatting import pluralize, span
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.terminal import format_for
 
@@ -58,9 +46,11 @@ def command() -> None:
 
 
 @command.command("up", cls=Verb)
-@settings_options(HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NPROC_PER_NODE, ENV, ACTIVATE, UNSET,
-                  PYTHON, NO_TORCH)  # fmt: skip
-@click.option("--for", "seconds", type=Duration(1.0), default=600.0, metavar="DURATION",
+@options.settings_options(
+    options.HOSTS, options.SSH_CONFIG, options.ACCEPT_NEW_HOST_KEYS, options.NPROC_PER_NODE,
+    options.ENV, options.ACTIVATE, options.UNSET, options.PYTHON, options.NO_TORCH,
+)  # fmt: skip
+@click.option("--for", "seconds", type=options.Duration(1.0), default=600.0, metavar="DURATION",
               help="How long to wait after the last use: 90, 10m, 1h.",
               show_default="10m")  # fmt: skip
 @click.argument("script", required=False)
@@ -91,12 +81,12 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
         preload=() if no_torch else preload_of(entry),
         needs_torch=not no_torch,
     )
-    ssh = ssh_options(ctx.params)
-    request = request_of(job, cluster, load(DEFAULT).start(Options(ssh=ssh)), keep_warm_s=seconds)
+    transport = load(DEFAULT).start(Options(ssh=ssh_options(ctx.params)))
+    request = request_of(job, cluster, transport, keep_warm_s=seconds)
     missing = asyncio.run(make_ready(request))
     ready = [host.name for host in cluster.hosts if host.name not in missing]
     if ready:
-        say(f"paceline: {pluralize(len(ready), 'host')} ready for {_duration_text(seconds)}"
+        say(f"paceline: {pluralize(len(ready), 'host')} ready for {span(round(seconds))}"
             f" after each use: {', '.join(ready)}", err=True)  # fmt: skip
     if missing:
         raise NodeError(
@@ -145,35 +135,19 @@ def _read_agents(ctx: click.Context, hosts: str | None, end: bool = False) -> Se
 
     from paceline.launch.warm import inspect_agents
 
-    names = (
-        frozenset(host.name for host in read_chosen_cluster(ctx).hosts) if hosts else frozenset()
-    )
-    return asyncio.run(inspect_agents(names, end))
+    selected = read_chosen_cluster(ctx).hosts if hosts else ()
+    return asyncio.run(inspect_agents(frozenset(host.name for host in selected), end))
 
 
 def _describe_agent(agent: AgentStatus) -> list[str]:
-    waiting, expiry = (
-        agent.record,
-        datetime.fromtimestamp(agent.record.until).strftime("%H:%M:%S"),
-    )
-    state = (
-        "in use"
-        if agent.state == "in use"
-        else f"ready until {expiry} ({_duration_text(agent.remaining_s)})"
-    )
-    return [waiting.host, state, waiting.imported, waiting.python]
+    record, state = agent.record, "in use"
+    if agent.state != "in use":
+        expiry = datetime.fromtimestamp(record.until).strftime("%H:%M:%S")
+        state = f"ready until {expiry} ({span(round(agent.remaining_s))})"
+    return [record.host, state, record.imported, record.python]
 
 
 def _agent_to_json(agent: AgentStatus) -> dict[str, object]:
-    fields = {
-        name: value
-        for name, value in asdict(agent.record).items()
-        if name in ("host", "address", "python", "imported", "until", "since", "seconds")
-    }
+    names = ("host", "address", "python", "imported", "until", "since", "seconds")
+    fields = {name: value for name, value in asdict(agent.record).items() if name in names}
     return {**fields, "state": agent.state, "left_s": round(agent.remaining_s, 1)}
-
-
-def _duration_text(seconds: float) -> str:
-    from paceline.spec.formatting import span
-
-    return span(round(seconds))

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import click
 
-from paceline.cli.verb import Registered, Registry
-
-# name → (module with ``command``, one line for --help)
-BENCHES: Registry = {
-    "collectives": (
-        "collectives",
-        "Bandwidth of collectives, checked, against the links' own rate.",
-    ),
-    "scaling": (
-        "scaling",
-        "How a command speeds up from 1 process to all.",
-    ),
-}
+from paceline.cli.verb import Registered
 
 
 class Benches(Registered):
-    """All measurements."""
-
-    registry = BENCHES
+    registry: ClassVar = {
+        "collectives": (
+            "collectives", "Bandwidth of collectives, checked, against the links' own rate.",
+        ),
+        "scaling": ("scaling", "How a command speeds up from 1 process to all."),
+    }  # fmt: skip
     package = __name__
 
 

@@ -37,11 +37,9 @@ from paceline.spec.terminal import wrap
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
 @click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Number of runs of each layout.")
-@click.option(
-    "--weak",
-    is_flag=True,
-    help="Fix the batch of each process, so that the work grows with their number.",
-)
+@click.option("--weak", is_flag=True,
+              help="Fix the batch of each process, so that the work grows with their"
+                   " number.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               help="Folder for the runs, scaling.json and scaling.svg.")  # fmt: skip
 @click.argument("script")
@@ -73,17 +71,15 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         if recipe:
             if script not in RECIPES:
                 raise SettingError(f"there is no recipe {script}", found=", ".join(RECIPES))
-            job = stack.enter_context(
-                prepared_job(ctx, script, parse_recipe_options(ctx, script, args))
-            )
+            options = parse_recipe_options(ctx, script, args)
+            job = stack.enter_context(prepared_job(ctx, script, options))
         else:
             entry = entry_of(script, args, module=module, no_python=False)
             job = build_job(ctx, entry, name=Path(script).stem, opens_store=opens_store(entry))
         if dispatch.kind == "submit":
             ctx.exit(submit(ctx, job, folder, dispatch.scheduler, "--out"))
-        rows = scaling.make_rows(
-            run_ladder(ctx, job, cluster, folder, repeat, package=recipe), weak=weak
-        )
+        measured = run_ladder(ctx, job, cluster, folder, repeat, package=recipe)
+        rows = scaling.make_rows(measured, weak=weak)
     write_results(folder, rows)
     if ctx.params["as_json"]:
         click.echo(json.dumps(scaling.to_json(rows), indent=2))
@@ -97,7 +93,6 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
 
 
 def write_results(folder: Path, rows: Sequence[scaling.Row]) -> None:
-    """Writes the numbers and the picture. SettingError if they cannot be written."""
     try:
         write_text(folder, "scaling.json", json.dumps(scaling.to_json(rows), indent=2) + "\n")
         write_text(folder, "scaling.svg", scaling.draw(rows))
@@ -121,7 +116,6 @@ def queue_time(scheduler: Scheduler) -> str:
 
 def run_ladder(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
           package: bool) -> list[tuple[scaling.Layout, list[scaling.Measurement]]]:  # fmt: skip
-    """Runs all layouts in turn and shows the progress."""
     _, nodes = bounds(job.nnodes.value, len(cluster.hosts))
     first = cluster.hosts[0]
     processes = job.nproc_per_node.value or first.slots or first.gpus or 1
@@ -138,15 +132,9 @@ def run_ladder(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, rep
     return measured
 
 
-def run_layout(
-    ctx: click.Context,
-    job: Job,
-    cluster: Cluster,
-    layout: scaling.Layout,
-    run_dir: Path,
-    package: bool,
-    shown_notes: set[str],
-) -> scaling.Measurement:
+def run_layout(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Layout,
+               run_dir: Path, package: bool,
+               shown_notes: set[str]) -> scaling.Measurement:  # fmt: skip
     """Runs one layout once; JobError if it fails: the ladder needs all of them."""
     layout_job = replace(
         job,
@@ -159,15 +147,8 @@ def run_layout(
 
     screen, transport = PlanNotesScreen(shown_notes), require_transport(ctx.params, "bench scaling")
     start, start_clock = time.time(), time.monotonic()
-    outcome = run_job(
-        layout_job,
-        cluster,
-        transport,
-        screen,
-        run_dir=run_dir,
-        parent=run_dir.parent,
-        package=package,
-    )
+    outcome = run_job(layout_job, cluster, transport, screen, run_dir=run_dir,
+                      parent=run_dir.parent, package=package)  # fmt: skip
     wall = time.monotonic() - start_clock
     if outcome.result.exit_code:
         raise JobError(

@@ -53,8 +53,6 @@ class Engine:
         self.delay = network.delay(plan)
         self._netem = self.delay > 0 and _kernel_has_netem()
 
-    # --- hosts
-
     def boot(self, names: Sequence[str]) -> None:
         """Starts hosts in parallel; raises OSError if one does not come up."""
         plans = [self._plan.host(name) for name in names]
@@ -154,8 +152,6 @@ class Engine:
 
     def _processes_on(self, running: Running) -> list[processes.Process]:
         return processes.of_host(processes.all_processes(), running.pid_namespace)
-
-    # --- faults
 
     def strike(self, kind: str, name: str, arguments: Sequence[str]) -> None:
         target = self._target(name)

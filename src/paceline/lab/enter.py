@@ -23,8 +23,6 @@ from types import FrameType
 from paceline.lab import kernel
 from paceline.lab.control import GoneError, send_request
 
-# --- dial
-
 
 def dial(argv: list[str]) -> int:
     state, host, port = argv
@@ -68,9 +66,6 @@ def _connect_timeout() -> float | None:
     except OSError:
         return None
     return float(match[1]) if match else None
-
-
-# --- run
 
 
 _KINDS = (

@@ -103,9 +103,6 @@ def find_fault(name: str, arguments: Sequence[str]) -> Fault:
     return fault
 
 
-# --- power, link, processes
-
-
 def _set_port(target: Target, state: str) -> OnSwitch:
     return OnSwitch(("ip", "link", "set", target.host.name, state))
 
@@ -116,9 +113,6 @@ def _kill(_target: Target, arguments: Sequence[str]) -> Steps:
     except re.error as error:
         raise LabError(f"{arguments[0]!r} is not a pattern", found=str(error)) from None
     return (Kill(arguments[0]),)
-
-
-# --- the host's firewall
 
 
 _Rules = list[list[str]]
@@ -179,9 +173,6 @@ def _parse_ports(text: str) -> list[str]:
     return ports
 
 
-# --- routes and links
-
-
 def _route(action: str) -> _StepMaker:
     return lambda target, arguments: (
         OnHost(("ip", "route", action, "unreachable", target.plan.host(arguments[0]).address)),
@@ -227,9 +218,6 @@ def _parse_percent(text: str) -> float:
     if not 0 < value <= 100:
         raise LabError(f"{text!r} is not a percentage between 0 and 100")
     return value
-
-
-# --- disks
 
 
 def _fill(_target: Target, arguments: Sequence[str]) -> Steps:

@@ -38,8 +38,6 @@ class Lab:
         self._layout: Layout | None = None
         self._lifeline: int | None = None
 
-    # --- start and end
-
     @staticmethod
     def available() -> str | None:
         """Why no lab can be made here; None if one can."""
@@ -109,8 +107,6 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         self.down()
 
-    # --- properties
-
     @property
     def name(self) -> str:
         return self._options.name
@@ -173,8 +169,6 @@ class Lab:
         for host in status["hosts"]:
             host["pid"] = first.get(host.pop("namespace", 0))
         return status
-
-    # --- commands
 
     def popen(
         self,
@@ -255,8 +249,6 @@ class Lab:
             for fd in fds:
                 os.close(fd)
         return proc.of_host(proc.all_processes(), inode)
-
-    # --- faults
 
     def fault(self, kind: str, name: str, *arguments: str | int) -> None:
         """Applies a fault to a host; raises LabError if that is not possible."""

@@ -97,9 +97,6 @@ def _outcomes(runs: _Labeled) -> Table:
     return Table(titles, rows, "Each run in a row", collapsed=False)
 
 
-# -- time to a goal ------------------------------------------------------------------------
-
-
 def _common_goal(runs: Sequence[Run]) -> list[Goal]:
     """The best value that all runs have reached, of held-out data if there is any."""
     for curve in runs[0].main_curves:
@@ -148,9 +145,6 @@ def _curve_of(run: Run, goal: Goal) -> Curve | None:
     return min(curves, key=lambda curve: curve.split == "train", default=None)
 
 
-# -- differences ---------------------------------------------------------------------------
-
-
 def _differences(runs: _Labeled) -> Iterator[Part]:
     configurations = [configuration(run) for _, run in runs]
     rows = differences(configurations)
@@ -192,9 +186,6 @@ def differences(configurations: Sequence[Mapping[str, str]]) -> list[list[str]]:
     keys = dict.fromkeys(key for values in configurations for key in values)
     rows = [[key, *(values.get(key, "–") for values in configurations)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-# -- curves --------------------------------------------------------------------------------
 
 
 def _curves(runs: _Labeled) -> Iterator[Part]:

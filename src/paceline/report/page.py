@@ -106,8 +106,6 @@ class Page:
                 for part in parts if isinstance(part, Table) and not part.collapsed]  # fmt: skip
 
 
-# -- as HTML -------------------------------------------------------------------------------
-
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
 _STATUS_SIGNS = {"good": "✓", "bad": "✕", "unsure": "?"}
 

@@ -118,7 +118,7 @@ def require_transport(params: Mapping[str, Any], command: str) -> Transport:
 
 
 def ssh_options(params: Mapping[str, Any]) -> SshOptions:
-    return SshOptions(params["ssh_config"], params["accept_new_host_keys"])
+    return SshOptions(params["ssh_config"], params.get("accept_new_host_keys", False))
 
 
 def start_options(params: Mapping[str, Any]) -> Options:

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.recipes import RECIPES
 from paceline.recipes.argv import parse, to_argv
+from paceline.report.record import objects_in
 from paceline.rundir.records import as_float, as_text, is_regular, read_object, read_records
 from paceline.spec import rundir, schema
 from paceline.spec.errors import PacelineError, SettingError
@@ -231,8 +232,7 @@ def comparison(run: Path) -> dict[str, Any]:
     """
     plan = read_object(run / rundir.PLAN) or {}
     command = command_key(plan.get("entry"))
-    listed = plan.get("nodes")
-    nodes = [node for node in listed if isinstance(node, dict)] if isinstance(listed, list) else []
+    nodes = objects_in(plan.get("nodes"))
     seconds = seconds_per_step(read_records(run / rundir.METRICS))
     if seconds is None:
         raise SettingError(

@@ -16,7 +16,7 @@ import click
 from paceline.bench import step_model
 from paceline.bench.step_model import Probe
 from paceline.cli.dispatch import Dispatch, require_transport
-from paceline.cli.measure.links import survey_links
+from paceline.cli.measure.survey import survey
 from paceline.cli.verb import say
 from paceline.rundir.records import read_object
 from paceline.spec import jobenv, rundir
@@ -136,17 +136,16 @@ def measure_links(prober: Prober) -> tuple[dict[tuple[str, str], float], dict[st
     from paceline.checks.runner import require_all_reachable
 
     say(f"paceline: the links between {len(hosts)} hosts", err=True)
-    survey = survey_links(ctx, hosts)
-    reachable = [host.name for host in hosts if host.name not in survey.refusals]
+    link_survey = survey(ctx, hosts, "full", only=("ports", "link"))
+    reachable = [host.name for host in hosts if host.name not in link_survey.refusals]
     host_names = (ctx.params["hosts"] or "").split(",")  # not where a file or a lab describes them
     is_listed = reachable and set(reachable).issubset(host_names)
-    require_all_reachable(
-        survey, f"; without them: -H {','.join(reachable)}" if is_listed else "; or leave them out"
-    )
-    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
+    hint = f"; without them: -H {','.join(reachable)}" if is_listed else "; or leave them out"
+    require_all_reachable(link_survey, hint)
+    pairs = (link_survey.evidence.get("link") or {}).get("pairs", [])
     rates = {(p["source"], p["target"]): bits_per_s(p) for p in pairs
              if "bytes" in p and p["seconds"] > 0}  # fmt: skip
-    return rates, {name: machine_kind(facts) for name, facts in survey.facts.items()}
+    return rates, {name: machine_kind(facts) for name, facts in link_survey.facts.items()}
 
 
 def machine_kind(facts: Mapping[str, Any]) -> str:

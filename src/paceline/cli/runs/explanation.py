@@ -11,6 +11,7 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_result
 from paceline.explain.rules import load_all
 from paceline.report import explanation
+from paceline.report.record import objects_in
 from paceline.rundir.directory import write_text
 from paceline.rundir.records import read_object
 from paceline.spec import rundir as names
@@ -27,12 +28,8 @@ def succeeded(evidence: Evidence) -> bool:
 def save_findings(run: Path, conclusion: Conclusion) -> None:
     """Writes the conclusion into the run's findings.json, behind what the checks found."""
     content = read_object(run / names.FINDINGS) or {}
-    previous = content.get("findings")
-    retained = [
-        finding
-        for finding in (previous if isinstance(previous, list) else [])
-        if isinstance(finding, dict) and not str(finding.get("check", "")).startswith("explain/")
-    ]
+    retained = [finding for finding in objects_in(content.get("findings"))
+                if not str(finding.get("check", "")).startswith("explain/")]  # fmt: skip
     findings = [*retained, *(finding.to_json() for finding in to_findings(conclusion))]
     text = json.dumps({**content, "findings": findings}, indent=2)
     with contextlib.suppress(OSError):  # a run on a full or foreign disk can still be explained

@@ -93,12 +93,12 @@ def explain_if_missing(path: Path) -> None:
     from paceline.explain.conclusion import conclude
     from paceline.explain.evidence_reader import from_run
     from paceline.explain.rules import load_all
+    from paceline.report.record import objects_in
     from paceline.rundir.records import read_object
 
-    findings = (read_object(path / names.FINDINGS) or {}).get("findings")
-    for finding in findings if isinstance(findings, list) else []:
-        if isinstance(finding, dict) and str(finding.get("check", "")).startswith("explain/"):
-            return
+    findings = objects_in((read_object(path / names.FINDINGS) or {}).get("findings"))
+    if any(str(finding.get("check", "")).startswith("explain/") for finding in findings):
+        return
     try:
         evidence = from_run(path)
     except PacelineError:

@@ -17,7 +17,7 @@ from paceline.bench.link_rates import LinkRates
 from paceline.cli.applicability import reject_combination
 from paceline.cli.dispatch import Dispatch, prepare, ssh_options
 from paceline.cli.job_options import build_job
-from paceline.cli.measure.links import survey_links
+from paceline.cli.measure.survey import survey
 from paceline.cli.options import launch_options
 from paceline.cli.variables import F
 from paceline.cli.verb import Verb, say
@@ -178,16 +178,17 @@ def measure_links(ctx: click.Context, cluster: Cluster, dispatch: Dispatch) -> L
     if (ctx.params["no_links"] or len(cluster.hosts) < 2
             or not dispatch.scheduler.is_direct):  # fmt: skip
         return {}, {}, None
-    survey = survey_links(ctx, cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)])
-    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
+    hosts = cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)]
+    link_survey = survey(ctx, hosts, "full", only=("ports", "link"))
+    pairs = (link_survey.evidence.get("link") or {}).get("pairs", [])
     rates: dict[tuple[str, str], float] = {}
     for pair in (pair for pair in pairs if "bytes" in pair):  # some were measured several times
         link = (pair["source"], pair["target"])
         rates[link] = max(bits_per_s(pair), rates.get(link, 0.0))
-    findings = evaluate_link(survey) if pairs else []
+    findings = evaluate_link(link_survey) if pairs else []
     wrong = [finding for finding in findings if finding.outcome != "pass"]
     messages = {host: finding.message for finding in wrong for host in finding.hosts}
-    opinion = _second_opinion(survey, ssh_options(ctx.params), rates)
+    opinion = _second_opinion(link_survey, ssh_options(ctx.params), rates)
     return rates, messages, asyncio.run(opinion)
 
 

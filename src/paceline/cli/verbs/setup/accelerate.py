@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.applicability import reject_combination
+from paceline.cli.measure.survey import survey
 from paceline.cli.options import IFACE, NPROC_PER_NODE, SETUP_HOSTS, SSH_CONFIG, settings_options
 from paceline.cli.verb import Verb, say
-from paceline.cli.verbs.setup.targets import survey_targets
+from paceline.cli.verbs.setup.targets import cluster_hosts
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.setup import accelerate
@@ -45,24 +46,25 @@ def command(ctx: click.Context, /, **_: object) -> None:
     from paceline.checks.runner import require_all_reachable
     from paceline.launch.planning.affinity import gpus_seen
 
-    survey = survey_targets(ctx)
-    require_all_reachable(survey)
+    hosts, ssh = cluster_hosts(ctx)
+    results = survey(ctx, hosts, "quick")
+    require_all_reachable(results)
     machines = []
-    for host in survey.hosts:
-        facts = survey.facts[host.name]
+    for host in hosts:
+        facts = results.facts[host.name]
         makers = [gpu["maker"] for gpu in gpus_seen(facts, facts.get("environment") or {})]
-        network = survey.networks.get(host.name)
+        network = results.networks.get(host.name)
         interface = network.interface if network else ""
         cpus = len((facts.get("cpu") or {}).get("available", ()))
         processes = params["nproc_per_node"]
         machines.append(accelerate.machine(host, makers, cpus, processes, interface))
-    address = survey.address(survey.hosts[0].name)
+    address = results.address(hosts[0].name)
     texts = accelerate.files(machines, address, params["port"], params["mixed_precision"])
-    for line in _placed(machines, texts, params):
+    for line in _placed(machines, texts, ssh, params):
         say(line)
 
 
-def _placed(machines: Sequence[Machine], texts: Mapping[str, str],
+def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptions,
             params: Mapping[str, Any]) -> list[str]:  # fmt: skip
     """Puts the files where they belong; what was done and what to type."""
     kind = accelerate.distributed_type(machines)
@@ -72,7 +74,7 @@ def _placed(machines: Sequence[Machine], texts: Mapping[str, str],
     if params["install"]:
         import asyncio
 
-        places = asyncio.run(_install(machines, texts, SshOptions(params["ssh_config"])))
+        places = asyncio.run(_install(machines, texts, ssh))
         lines += [f"{name}: {place}" for name, place in places.items()]
         return lines + accelerate.commands(machines, dict.fromkeys(texts, ""))
     folder: Path = params["out"]

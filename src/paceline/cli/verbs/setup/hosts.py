@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
+from paceline.cli.measure.survey import survey
 from paceline.cli.verb import Verb, say
-from paceline.cli.verbs.setup.targets import host_options, survey_targets
+from paceline.cli.verbs.setup.targets import cluster_hosts, host_options
 from paceline.setup import lines
 
 
@@ -14,10 +15,11 @@ from paceline.setup import lines
 @click.pass_context
 def command(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and errors in the existing ones. Changes nothing."""
-    survey = survey_targets(ctx)
-    addresses = {name: survey.address(name) for name in survey.names}
+    hosts, _ = cluster_hosts(ctx)
+    results = survey(ctx, hosts, "quick")
+    addresses = {name: results.address(name) for name in results.names}
     say("# the same lines for /etc/hosts of every host:")
-    say("\n".join(lines.hosts_lines(addresses, survey.facts)))
-    for name in survey.names:
-        for line in lines.loopback_lines(survey.facts[name]):
+    say("\n".join(lines.hosts_lines(addresses, results.facts)))
+    for name in results.names:
+        for line in lines.loopback_lines(results.facts[name]):
             say(f"# on {name}, take the own name off line {line}")

@@ -1,4 +1,4 @@
-"""Surveys the links between hosts, for the verbs that compare other rates with them."""
+"""Surveys hosts with the interpreter and the interface of a verb's options."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from paceline.remote import this_machine
 from paceline.spec.hosts import Host
 
 if TYPE_CHECKING:
-    from paceline.checks.check import Survey
+    from paceline.checks.check import Level, Survey
 
 
-def survey_links(ctx: click.Context, hosts: Sequence[Host]) -> Survey:
-    """Runs the checks of ports and links on hosts, with the interpreter of the options."""
+def survey(ctx: click.Context, hosts: Sequence[Host], level: Level,
+           only: Sequence[str] = ()) -> Survey:  # fmt: skip
+    """Runs the checks of a level on hosts, or only some of them."""
     import asyncio
 
     from paceline.checks.check import Requirements
     from paceline.checks.runner import survey_hosts
 
-    python = ctx.params["python"] or this_machine.default_python()
+    python = ctx.params.get("python") or this_machine.default_python()
     requirements = Requirements(
         pythons={host.name: host.python or python for host in hosts},
         workdirs={host.name: host.workdir or str(Path.cwd()) for host in hosts},
-        interface=ctx.params["iface"],
+        interface=ctx.params.get("iface"),
     )
     ssh = ssh_options(ctx.params)
-    return asyncio.run(survey_hosts(hosts, ssh, requirements, "full", only=("ports", "link")))
+    return asyncio.run(survey_hosts(hosts, ssh, requirements, level, only=only))

@@ -57,27 +57,22 @@ __all__ = [
     "read_hosts",
 ]
 
-_HOMES = {
-    "Cluster": "paceline.spec.hosts",
-    "Failure": "paceline.spec.failure",
-    "Host": "paceline.spec.hosts",
-    "Plan": "paceline.spec.plan",
-    "Prepared": "paceline.api",
-    "RankError": "paceline.launch.call",
-    "Results": "paceline.launch.call",
-    "Result": "paceline.spec.failure",
-    "RunOutcome": "paceline.launch.results.summary",
-    "execute": "paceline.api",
-    "launch": "paceline.api",
-    "prepare": "paceline.api",
-    "read_hosts": "paceline.hosts",
+_MODULES = {  # those of errors are not listed
+    "paceline.api": ("Prepared", "execute", "launch", "prepare"),
+    "paceline.hosts": ("read_hosts",),
+    "paceline.launch.call": ("RankError", "Results"),
+    "paceline.launch.results.summary": ("RunOutcome",),
+    "paceline.spec.failure": ("Failure", "Result"),
+    "paceline.spec.hosts": ("Cluster", "Host"),
+    "paceline.spec.plan": ("Plan",),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "paceline.spec.errors")), name)
+    modules = (module for module, names in _MODULES.items() if name in names)
+    return getattr(importlib.import_module(next(modules, "paceline.spec.errors")), name)
 
 
 def __dir__() -> list[str]:

@@ -29,15 +29,13 @@ _SIZE = re.compile(r"\d+[kmg]?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LabOptions:
-    """Options of a lab; the defaults are two plain hosts.
+    """Options of a lab; the defaults are two plain hosts. They are called n1, n2, …
 
     Attributes:
-        hosts: Number of hosts; they are called n1, n2, …
         name: Name of the lab; several can be up at once. Default: a unique name.
         rate: Of every link in both directions, in ``tc``'s format (``100mbit``). Default:
             unlimited.
         latency: One-way delay between any two hosts (``10ms``), half of the round-trip time.
-        subnet: Network of the hosts.
         debian_hosts: Every ``/etc/hosts`` maps the host's own name to 127.0.1.1 first, as
             Debian's installer writes it.
         dead_interface: Every host has a second interface that is up and has an address, but is
@@ -47,10 +45,8 @@ class LabOptions:
         interface_names: Names of the hosts' interfaces, cycled over the hosts.
         ipv6_only: The hosts have IPv6 addresses only, except for loopback.
         python: Host name → virtual environment (or interpreter) of that host.
-        no_sshd: Hosts without sshd.
         private: ``PATH`` or ``PATH:SIZE``: folders in which writes stay on the host. With a size
             the folder starts empty and can be filled.
-        hide: Folders that are empty on every host.
         shared_home: All hosts share one HOME, as on most clusters. Default: each has its own.
         share: Folders below ``/tmp``, ``/var/tmp``, ``/run`` and others that are private to each
             host, to be shared with the machine. The running Python's environment and the working

@@ -15,8 +15,7 @@ from paceline.setup import lines
 @click.pass_context
 def command(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and errors in the existing ones. Changes nothing."""
-    hosts, _ = cluster_hosts(ctx)
-    results = survey(ctx, hosts, "quick")
+    results = survey(ctx, cluster_hosts(ctx)[0], "quick")
     addresses = {name: results.address(name) for name in results.names}
     say("# the same lines for /etc/hosts of every host:")
     say("\n".join(lines.hosts_lines(addresses, results.facts)))

@@ -284,7 +284,6 @@ class Comms:
                 _unpack(message, parts)
 
     def _send_along_chain(self, pieces: Sequence[list[Tensor]], source: int) -> None:
-        """Sends the pieces along a chain of all ranks that begins at the source."""
         rank, size = self.world.rank, self.world.size
         place = (rank - source) % size
         receiving: deque[tuple[Tensor, list[Tensor], dist.Work, int]] = deque()

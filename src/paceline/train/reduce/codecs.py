@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,33 +18,6 @@ BLOCK = 256
 _CHUNK_BLOCKS = 120  # on a CPU: torch uses several threads from 32,768 elements on
 _ROUNDING = 1.5 * 2**23  # adding it rounds a float32; torch's round() uses threads from 2,048
 _MIN_SCALE = 1e-30  # of blocks of zeros
-
-
-class Codec(Protocol):
-    """Encodes numbers into messages and decodes them."""
-
-    def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of a message of so many numbers, whole blocks; a multiple of 8."""
-
-    def compressible_bytes(self, elements: int) -> int:
-        """Returns the number of leading bytes that an entropy coder makes shorter."""
-
-    def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
-        """Writes a message.
-
-        Args:
-            values: float32, one-dimensional, whole blocks.
-            message: uint8, of the right size, aligned.
-            keep_error: Leaves the quantisation error in ``values``, finite in any case.
-        """
-
-    def decode(
-        self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
-    ) -> None:
-        """Reads a message into float32 numbers; ``weight`` is a power of two.
-
-        A block that was not finite becomes not finite as a whole.
-        """
 
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
@@ -73,9 +45,11 @@ class ScaledCodec:
     is_4bit: bool = False
 
     def message_bytes(self, elements: int) -> int:
+        """Returns the bytes of a message of so many numbers, whole blocks; a multiple of 8."""
         return self._code_bytes(elements) + -(-elements // (2 * BLOCK)) * 8
 
     def compressible_bytes(self, elements: int) -> int:
+        """Returns the number of leading bytes that an entropy coder makes shorter."""
         return self._code_bytes(elements) if self.is_4bit else 0  # 8 bits would save a tenth
 
     def _code_bytes(self, elements: int) -> int:
@@ -88,6 +62,13 @@ class ScaledCodec:
         return codes, message[end : end + elements // BLOCK * 4].view(torch.float32)[:, None]
 
     def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
+        """Writes a message.
+
+        Args:
+            values: float32, one-dimensional, whole blocks.
+            message: uint8, of the right size, aligned.
+            keep_error: Leaves the quantisation error in ``values``, finite in any case.
+        """
         blocks, step = values.view(-1, BLOCK), _chunk_blocks(values)
         codes, scales = self._views(message, values.numel())
         buffer = torch.empty_like(blocks[:step])
@@ -118,6 +99,10 @@ class ScaledCodec:
     def decode(
         self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
+        """Reads a message into float32 numbers; ``weight`` is a power of two.
+
+        A block that was not finite becomes not finite as a whole.
+        """
         blocks, step = out.view(-1, BLOCK), _chunk_blocks(out)
         codes, scales = self._views(message, out.numel())
         buffer = torch.empty_like(blocks[:step])
@@ -149,13 +134,9 @@ def _clear_blocks(blocks: Tensor, mask: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Casts each number to a shorter floating point type, without a scale.
+    """Casts each number to a shorter floating point type, without a scale; as ScaledCodec."""
 
-    Attributes:
-        dtype: A type with the range of float32.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # with the range of float32
 
     def message_bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
@@ -181,6 +162,7 @@ class CastCodec:
                 torch.mul(codes[chunk], weight, out=out[chunk])
 
 
+Codec = ScaledCodec | CastCodec
 FP16: Codec = ScaledCodec(torch.float16, 2.0**15)
 BF16: Codec = CastCodec(torch.bfloat16)
 INT8: Codec = ScaledCodec(torch.int8, 127.0)

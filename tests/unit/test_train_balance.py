@@ -67,8 +67,9 @@ class Job:
 
     def look(self, first: int, notes: list, now: int) -> None:
         seconds = torch.tensor([[one for one, _ in row] for row in notes], dtype=torch.float64)
-        samples = torch.tensor([[n for _, n in row] for row in notes], dtype=torch.float64)
-        advice = self.controller.observe(StepTimings(first, seconds.transpose(0, 1), samples.T))
+        samples = torch.tensor([[n for _, n in row] for row in notes], dtype=torch.float64).T
+        timings = StepTimings(first, seconds.transpose(0, 1), samples, elements=samples)
+        advice = self.controller.observe(timings)
         if advice is not None:
             self.advice.append(advice)
             if advice.apply:

@@ -248,11 +248,11 @@ class Membership:
         names = {**expected, **actual}
         differing = [name for name in names if expected.get(name) != actual.get(name)]
         if differing:
-            absent = "nothing"
             raise SettingError(
                 "this process runs another training than the ranks that it comes to",
                 found="\n".join(
-                    f"{name}: {expected.get(name, absent)} there, {actual.get(name, absent)} here"
+                    f"{name}: {expected.get(name, 'nothing')} there,"
+                    f" {actual.get(name, 'nothing')} here"
                     for name in sorted(differing)
                 ),
                 remedy="give every node the same files and the same options, and leave the script's"

@@ -1,11 +1,9 @@
 """``auto``: measures step and network, and takes the finest method that hides its bytes.
 
 Network and coding are measured before the first step, and computing in it: so there is a choice
-after one step, and a better one after each of the next two. First steps compute longer than others,
-which only errs towards smaller quantisation errors. Then the time of some steps decides. It is
-measured again when communication takes longer or shorter than it did, and now and then, for a
-network that became faster shows in nothing. All ranks measure together and decide by the slowest,
-so alike.
+after one step, and a better one after each of the next two. Then the time of some steps decides. It
+is measured again when communication takes longer or shorter than it did, and now and then, for a
+network that became faster shows in nothing. All ranks decide by the slowest, so alike.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Collectives for small messages among ranks over gloo: every rank sends to all others at once.
 
-gloo's all-reduce passes parts around a ring, each in several messages. For 40 kB among four ranks
-every rank sends 72 segments one after the other, and waking a thread for each takes most of the
-time. Here each rank sends all it has to all others in one round, or in two rounds a part to the
-rank that sums it and the sum to all. Messages go over direct connections as soon as a group has
-them (``reduce/direct.py``). Sums are made in rank order, whatever the position of an element.
+gloo's all-reduce passes many segments around a ring, and wakes a thread for each. Here each rank
+sends all it has to all others in one round, or in two rounds a part to the rank that sums it and
+the sum to all, over direct connections if the group has them (``reduce/direct.py``). Sums are made
+in rank order, whatever the position of an element.
 """
 
 from __future__ import annotations

@@ -153,12 +153,12 @@ class Meter:
             replies = parse_texts(self._texts(json.dumps([order, partial])), _NAMES)
             order, partial = (sorted({name for r in replies for name in r[n]}) for n in (0, 1))
         numbers = [self._count, *map(self._sum, order), *map(self._num_samples, partial)]
-        totals = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
-        count, *others = self._reduce(torch.stack(totals)).tolist()
+        vector = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
+        count, *totals = self._reduce(torch.stack(vector)).tolist()
         self._values, self._count, self._added = {}, 0, 0
         self._other_samples, self._marked = set(), (0, 0, {})
-        sums = dict(zip(order, others[: len(order)], strict=True))
-        counts = map(round, others[len(order) :])
+        sums = dict(zip(order, totals[: len(order)], strict=True))
+        counts = map(round, totals[len(order) :])
         return Means(round(count), sums, dict(zip(partial, counts, strict=True)))
 
     def _sum(self, name: str) -> Tensor | float:

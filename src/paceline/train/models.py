@@ -307,8 +307,8 @@ class Models:
         A backward pass cannot leave sharded parameters out: the forward pass used other tensors,
         gathered from the shards.
         """
-        others = [updater.module for updater in self if updater is not chosen]
-        parameters = [parameter for module in others for parameter in module.parameters()]
+        modules = [updater.module for updater in self if updater is not chosen]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -69,8 +69,8 @@ class StepRunner:
         self._pace.add_batch(batch.count, batch.data)
         self._journal.meter.add(batch.count, **{**measured, **values})
         if missing := self._committed.keys() - measured.keys():
-            others = {name: self._committed[name] for name in missing}
-            self._journal.meter.add_other_samples(**others)
+            committed = {name: self._committed[name] for name in missing}
+            self._journal.meter.add_other_samples(**committed)
         if not batch.last:
             return None
         self._commit(exchanged, losses_by_name)

@@ -292,8 +292,8 @@ class StepTimer:
         """Ends the session's own work after a step."""
         note, elapsed_s = self._note, time.perf_counter() - self._session_work_start
         communication_s = self._comms.waited_s - self._communication_start  # also the script's
-        other_s = saving_s - self._saving_s + note.script_work + communication_s
-        note.session_work = max(0.0, elapsed_s - other_s)
+        excluded_s = saving_s - self._saving_s + note.script_work + communication_s
+        note.session_work = max(0.0, elapsed_s - excluded_s)
 
     def _send(self, *, include_last: bool = False) -> None:
         # What an accelerator does of the last step is not over yet.
@@ -467,8 +467,8 @@ def split_parts(notes: Tensor) -> Tensor:
     min_communication = communication.min(dim=0, keepdim=True).values.expand_as(communication)
     computing = (total - data - stall - saving - session_work - communication).clamp(min=0)
     waiting = stall - moving + communication - min_communication
-    other = session_work + min_communication
-    return torch.stack([data, computing, waiting, moving, saving, other], dim=2)
+    session_work = session_work + min_communication
+    return torch.stack([data, computing, waiting, moving, saving, session_work], dim=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

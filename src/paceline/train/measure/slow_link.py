@@ -136,8 +136,8 @@ def _find_in(
         finding = _find_among_many(history, remote, earlier_remote, *options)
     if finding is None:
         return None
-    own = [traffic for entries in remote for traffic in entries if traffic.rank == finding.rank]
-    lost = sum(entry.resent for entry in own) / max(1.0, sum(entry.bytes for entry in own))
+    sent = [traffic for entries in remote for traffic in entries if traffic.rank == finding.rank]
+    lost = sum(entry.resent for entry in sent) / max(1.0, sum(entry.bytes for entry in sent))
     losses = _loss_by_link(history)
     if max([lost, *(part for _, part, _ in losses.values())]) >= MIN_RESENT_PART:
         return _find_lossy(remote, losses, finding.seconds, reported_rank)

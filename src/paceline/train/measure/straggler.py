@@ -145,8 +145,8 @@ def _latest_timings(history: Sequence[StepTimings]) -> Sequence[StepTimings]:
 
 
 def skip_steps(timings: StepTimings, steps: int) -> StepTimings:
-    kept = _select(timings, (slice(None), slice(steps, None)))
-    return replace(kept, first_step=timings.first_step + steps)
+    selected = _select(timings, (slice(None), slice(steps, None)))
+    return replace(selected, first_step=timings.first_step + steps)
 
 
 def _select(timings: StepTimings, index: Any) -> StepTimings:

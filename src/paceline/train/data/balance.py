@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -37,17 +37,13 @@ _COST_STEPS = 24  # steps that a cost is the median of, at most
 _MIN_STEPS = 3  # steps that a decision needs
 _MIN_BATCH_PART = 0.75  # part of a batch that a step must have to count
 _MAX_GROWTH = 4  # times its former share that a rank gets at most
-_MAX_FIXED_PART, _MAX_FIRST_FIXED_PART = (
-    0.95,
-    0.7,
-)  # most of a step that is taken for fixed; at first
+_MAX_FIXED_PART = 0.95  # of a step that is taken for fixed
+_MAX_FIRST_FIXED_PART = 0.7  # the same when a share changes for the first time
 _MAX_SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
 _DROP_STEPS = 200  # steps that a dropped rank rests before it is tried again; doubled each time
 _MAX_SLOWDOWN = 1.1  # times the former step: a change of shares was none for the better
-_CAP_STEPS, _MAX_CAP_STEPS = (
-    200,
-    3200,
-)  # steps for which it is not tried again; doubled each time, to so many
+_CAP_STEPS = 200  # for which it is not tried again; doubled each time
+_MAX_CAP_STEPS = 3200
 _MIN_SPEEDUP = 0.8  # times its former cost: what was seen of a rank before holds no longer
 _DATA, _COMPUTING, _MOVING, _SESSION_WORK = map(
     PARTS.index, ("data", "computing", "moving", "other")
@@ -116,17 +112,10 @@ def apportion(samples: int, weights: Sequence[float], min_share: int = 1) -> Sha
 
 
 def consolidate(samples: int, ranks: int, weights: Shares | None, min_share: int) -> Shares | None:
-    """Returns shares of a small batch in which no rank has fewer samples than it needs.
+    """Returns shares of an epoch's small last batch in which each rank has none or ``min_share``.
 
-    Args:
-        samples: Of the batch, the last of an epoch.
-        ranks: How many there are.
-        weights: Shares of a whole global batch; ``None``: all alike.
-        min_share: Samples that a rank needs, if it has any.
-
-    Returns:
-        ``weights`` where nobody has too few; else shares of this batch, for as many ranks as have
-        enough of it. A single rank gets all, however few they are.
+    These are ``weights``, the shares of a whole batch, where nobody has too few; else shares of
+    this batch, for as many ranks as have enough of it. A single rank gets all, however few.
     """
     rank_weights = weights or (1,) * ranks
     ranges = [share_bounds(samples, rank_weights, rank) for rank in range(ranks)]
@@ -151,8 +140,7 @@ def fastest_shares(
         samples: Of a global batch.
         costs: Seconds of a sample on each rank.
         overheads: Samples' worth that a step costs each rank besides.
-        max_shares: Largest share of each rank.
-        min_share: Smallest share.
+        max_shares, min_share: Largest share of each rank, and smallest of all.
         excluded: Ranks that get nothing.
     """
     included = [r for r in range(len(costs)) if r not in excluded]
@@ -166,19 +154,17 @@ def fastest_shares(
             shares[r] = int(max(floor, min(max_shares[r], share)))
         return sum(shares)
 
+    def next_finish(r: int) -> tuple[float, int]:
+        """Returns when the rank would finish with one more sample, and the rank."""
+        return costs[r] * (shares[r] + 1 + overheads[r]), r
+
     low, high = 0.0, max(costs[r] * (samples + overheads[r]) for r in included)
     for _ in range(40):
         midpoint = (low + high) / 2
         low, high = (low, midpoint) if fit_until(midpoint) >= samples else (midpoint, high)
     missing = samples - fit_until(low)
-    finish_times = [
-        (costs[r] * (shares[r] + 1 + overheads[r]), r)
-        for r in included
-        if shares[r] < max_shares[r]
-    ]
-    finish_times = finish_times or [
-        (costs[r] * (shares[r] + 1 + overheads[r]), r) for r in included
-    ]
+    growing = [r for r in included if shares[r] < max_shares[r]] or included
+    finish_times = [next_finish(r) for r in growing]
     heapq.heapify(finish_times)
     while missing > 0:
         _, r = finish_times[0]
@@ -186,7 +172,7 @@ def fastest_shares(
         if shares[r] >= max_shares[r] and len(finish_times) > 1:
             heapq.heappop(finish_times)
         else:
-            heapq.heapreplace(finish_times, (costs[r] * (shares[r] + 1 + overheads[r]), r))
+            heapq.heapreplace(finish_times, next_finish(r))
     while missing < 0:  # the least shares are more than all
         r = max((r for r in included if shares[r] > floor), key=lambda r: costs[r] * shares[r])
         shares[r], missing = shares[r] - 1, missing + 1
@@ -262,14 +248,11 @@ class _RankSpeed:
         return changed
 
     def change_share(self, share: float, *, early: bool = False) -> None:
-        """Keeps what was measured with this share, before another one is used.
-
-        Args:
-            early: In the first steps of the process, most of which take longer than later ones.
-                The difference would be taken for a cost that does not depend on the share.
-        """
+        """Keeps what was measured with this share, before another one is used."""
         self._previous = None
         if self._costs:
+            # Most of the first steps of a process take longer than later ones. The difference
+            # would be taken for a cost that does not depend on the share.
             cost = min(self._costs) if early else self.cost
             self._previous = (share, cost * (share + self.overhead))
         self._costs.clear()
@@ -279,10 +262,7 @@ class _RankSpeed:
         (former, former_seconds), self._previous = self._previous or (share, seconds), None
         if former < 1 or share < 1 or not min(share, former) / max(share, former) < 0.8:
             return
-        smaller, larger = (
-            min((former, former_seconds), (share, seconds)),
-            max((former, former_seconds), (share, seconds)),
-        )
+        smaller, larger = sorted([(former, former_seconds), (share, seconds)])
         ratio = larger[1] / max(smaller[1], 1e-9)
         if not 0.9 < ratio < 1.15 * larger[0] / smaller[0]:
             return  # its speed has changed meanwhile
@@ -377,18 +357,11 @@ class Controller:
 
     def apply(self, shares: Shares, step: int) -> None:
         """Uses these shares from a step on."""
-        is_measured = all(
-            speed.steps for speed, share in zip(self._speeds, self.shares, strict=True) if share
-        )
-        seconds = (
-            [
-                speed.seconds(n) if n else 0.0
-                for speed, n in zip(self._speeds, self.shares, strict=True)
-            ]
-            if is_measured
-            else []
-        )
-        self._previous = (self.shares, seconds) if is_measured else None
+        measured = list(zip(self._speeds, self.shares, strict=True))
+        self._previous = None
+        if all(speed.steps for speed, share in measured if share):
+            seconds = [speed.seconds(share) if share else 0.0 for speed, share in measured]
+            self._previous = self.shares, seconds
         for rank, speed in enumerate(self._speeds):
             if shares[rank] != self.shares[rank]:
                 speed.change_share(self.shares[rank], early=self._num_observations == 1)
@@ -403,22 +376,14 @@ class Controller:
         excluded = frozenset(r for r, share in enumerate(self.shares) if not share)
         included = [r for r in range(len(speeds)) if r not in excluded]
         current_s = max(speeds[r].seconds(self.shares[r]) for r in included)
-        if (former := self._regression(step)) is not None:
-            shares, seconds = former
-            return Advice(
-                shares,
-                current_s,
-                seconds,
-                moving_s,
-                (current_s - seconds) / (current_s + moving_s),
-                True,
-            )
+        if (regression := self._regression(step)) is not None:
+            shares, seconds = regression
+            gain = (current_s - seconds) / (current_s + moving_s)
+            return Advice(shares, current_s, seconds, moving_s, gain, True)
         self._release_caps(step)
-        proposed = (
-            self._optimal_shares(excluded)
-            if self._may_gain(included, current_s, moving_s)
-            else self.shares
-        )
+        proposed = self.shares
+        if self._may_gain(included, current_s, moving_s):
+            proposed = self._optimal_shares(excluded)
         proposed_s = max(speeds[r].seconds(proposed[r]) for r in included)
         gain = max(0.0, (current_s - proposed_s) / (current_s + moving_s))
         slowest = max(included, key=lambda r: speeds[r].seconds(self.shares[r]))
@@ -427,19 +392,17 @@ class Controller:
         chance = 1.25 * spread / math.sqrt(speeds[slowest].steps)
         chance *= 2 + math.sqrt(2 * math.log(len(included)))
         surplus_rank, reduced_s = self._find_surplus_rank(excluded, proposed_s, moving_s)
-        confirmed, self._surplus_rank = (
-            surplus_rank is not None and surplus_rank == self._surplus_rank,
-            surplus_rank,
+        reported_rank = surplus_rank if surplus_rank == self._surplus_rank else None
+        self._surplus_rank = surplus_rank
+        advice = Advice(
+            proposed, current_s, proposed_s, moving_s, gain, False, reported_rank, reduced_s
         )
-        if confirmed and surplus_rank and self.drops:  # never rank 0, which all need
-            drop_steps = (
-                2 * self.resting[surplus_rank][1] if surplus_rank in self.resting else _DROP_STEPS
-            )
-            self.resting[surplus_rank] = step + drop_steps, drop_steps
-            shares = self._optimal_shares(excluded | {surplus_rank})
-            return Advice(
-                shares, current_s, proposed_s, moving_s, gain, True, surplus_rank, reduced_s
-            )
+        if reported_rank and self.drops:  # never rank 0, which all need
+            former = self.resting.get(reported_rank)
+            drop_steps = 2 * former[1] if former else _DROP_STEPS
+            self.resting[reported_rank] = step + drop_steps, drop_steps
+            shares = self._optimal_shares(excluded | {reported_rank})
+            return replace(advice, shares=shares, apply=True)
         returning = [r for r in excluded if self.resting.get(r, (0, 0))[0] <= step]
         if returning:  # how fast it is now shows only when it computes
             weights = [
@@ -449,9 +412,7 @@ class Controller:
             shares = apportion(sum(proposed), weights, 0)
             return Advice(shares, current_s, current_s, moving_s, 0.0, True)
         large, small = gain >= _IMMEDIATE_GAIN + chance, gain >= max(MIN_GAIN, chance)
-        small = (
-            small or gain >= MIN_SUGGESTED_GAIN + chance / 2
-        )  # seen twice that is no chance, either
+        small = small or gain >= MIN_SUGGESTED_GAIN + chance / 2  # no chance if seen twice, either
         is_confirmed_gain = (
             self._had_gain and small and self._num_small_changes < _MAX_SMALL_CHANGES
         )
@@ -459,18 +420,7 @@ class Controller:
         self._had_gain = small
         self._num_small_changes += apply and not large
         is_certain = all(speeds[r].is_learned for r in included if proposed[r] != self.shares[r])
-        reported_rank = surplus_rank if confirmed else None
-        return Advice(
-            proposed,
-            current_s,
-            proposed_s,
-            moving_s,
-            gain,
-            apply,
-            reported_rank,
-            reduced_s,
-            is_certain,
-        )
+        return replace(advice, apply=apply, is_certain=is_certain)
 
     def _may_gain(self, included: Sequence[int], current_s: float, moving_s: float) -> bool:
         """Returns whether any change of shares can be worth it; cheaper than finding the best."""
@@ -499,9 +449,8 @@ class Controller:
             cap = self._caps.get(rank)
             num_steps = min(_MAX_CAP_STEPS, 2 * cap.num_steps) if cap else _CAP_STEPS
             sample_s = self._speeds[rank].seconds(self.shares[rank]) / self.shares[rank]
-            max_share = max(
-                shares[rank], int(longest_s / sample_s)
-            )  # that it does in time at its worst
+            # that it does in time at its worst
+            max_share = max(shares[rank], int(longest_s / sample_s))
             self._caps[rank] = _ShareCap(
                 max_share, seconds[rank] / shares[rank], step + num_steps, num_steps
             )
@@ -512,7 +461,7 @@ class Controller:
         for rank, cap in self._caps.items():
             share, speed = self.shares[rank], self._speeds[rank]
             if share and speed.seconds(share) / share < _MIN_SPEEDUP * cap.cost:
-                self._caps[rank] = _ShareCap(cap.max_share, cap.cost, step, cap.num_steps)
+                self._caps[rank] = replace(cap, end_step=step)
         self._released = frozenset(rank for rank, cap in self._caps.items() if cap.end_step <= step)
 
     def _optimal_shares(self, excluded: frozenset[int]) -> Shares:
@@ -541,11 +490,8 @@ class Controller:
             return None, 0.0  # another rank is the last to finish
         shares = self._optimal_shares(excluded | {slowest})
         reduced_s = max(self._speeds[r].seconds(shares[r]) for r in included if r != slowest)
-        return (
-            (slowest, reduced_s)
-            if (proposed_s - reduced_s) / (proposed_s + moving_s) >= MIN_GAIN
-            else (None, reduced_s)
-        )
+        is_worthwhile = (proposed_s - reduced_s) / (proposed_s + moving_s) >= MIN_GAIN
+        return (slowest if is_worthwhile else None), reduced_s
 
 
 def shares_by_host(
@@ -558,8 +504,7 @@ def shares_by_host(
             later, gets their mean: only of what was stated, for it knows nothing else and has to
             find the same.
         hosts: Of each rank.
-        samples: Of a global batch.
-        min_share: Smallest share.
+        samples, min_share: Of a global batch, and of a rank at least.
     """
     mean_weight = sum(weights.values()) / len(weights)
     rank_weights = [weights.get(host, mean_weight) / hosts.count(host) for host in hosts]

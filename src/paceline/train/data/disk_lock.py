@@ -15,13 +15,9 @@ SEEN_S = 2.0
 
 
 def wait_until_exists(path: Path, exists: Callable[[Path], bool], other_held_lock: bool) -> bool:
-    """Returns whether something exists, waiting for a slow network disk if needed.
+    """Returns whether ``path`` exists.
 
-    Args:
-        path: What.
-        exists: Looks at it.
-        other_held_lock: Another process held the lock and may just have made it; a network disk
-            shows that late.
+    If another process held the lock, it may just have made it; a network disk shows that late.
     """
     deadline = time.monotonic() + (SEEN_S if other_held_lock else 0)
     while not exists(path):

@@ -29,13 +29,12 @@ _VISIBILITY_TIMEOUT_S = 30.0  # a network disk may show a new name late
 
 
 def make_once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
-    """Makes ``folder`` if it is missing, once for each disk that holds it; other ranks wait.
+    """Makes ``folder`` if it is missing, once for each disk that holds it; a collective.
 
     Where a lost rank is made good, and it was to make the folder, another one of that disk does.
 
     Args:
-        comms: All ranks must call this.
-        folder: What is to exist afterwards, on every rank.
+        comms, folder: Of all ranks; what is to exist afterwards on each.
         make: Fills the empty folder that it is given; on success that becomes ``folder``.
 
     Raises:
@@ -53,10 +52,7 @@ def make_once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def _long_timeout(comms: Comms) -> Iterator[Comms]:
-    """Yields communication in which ranks may wait for hours.
-
-    Where it is made good, in the group that they have.
-    """
+    """Yields communication in which ranks may wait for hours; their own if losses are repaired."""
     if comms.fault_handler is not None and comms.is_recoverable:
         with comms.fault_handler.patient(MAKE_TIMEOUT):
             yield comms
@@ -86,13 +82,7 @@ def _try_make(
     """Makes the folder on one rank of each disk; False if ranks were lost on the way.
 
     Only what all have heard decides, for a rank may learn of a loss, and so of its new place, one
-    operation before another.
-
-    Args:
-        comms: As for :func:`make_once`, and the next two as well.
-        folder: What is to exist afterwards.
-        make: Fills it.
-        failed_makers: Names of those that began it in vain; filled here.
+    operation before another. Adds the names of those that began it to ``failed_makers``.
     """
     names, local_marker, makers = _elect_makers(comms, folder.parent)
 
@@ -111,10 +101,7 @@ def _try_make(
 
 
 def _elect_makers(comms: Comms, parent: Path) -> tuple[list[str], str, set[str]]:
-    """Returns names of all markers, this rank's, and those of one rank for each disk.
-
-    The first of those that see each other's marks.
-    """
+    """Returns names of all markers, this rank's, and those of the first rank on each disk."""
     is_leader = comms.world.local_rank == 0
     local_marker = f".paceline-{secrets.token_hex(8)}" if is_leader else ""
     if is_leader:
@@ -162,17 +149,14 @@ def _wait_for_folder(folder: Path) -> None:
 
 
 def is_shared_by_all(comms: Comms, folder: Path, owner: int = 0) -> bool:
-    """Whether every rank sees the owner's folder; arguments as of :func:`visible_ranks`."""
+    """Whether every rank sees the owner's folder; a collective."""
     return all(visible_ranks(comms, folder, owner))
 
 
 def visible_ranks(comms: Comms, folder: Path, owner: int = 0) -> list[bool]:
-    """Returns, for each rank, whether it sees a marker that the owner makes in its folder.
+    """Returns, for each rank, whether it sees the owner's folder; a collective.
 
-    Args:
-        comms: All ranks must call this.
-        folder: Of the owner; what other ranks give does not matter.
-        owner: A rank.
+    The owner makes a marker there. The folders of other ranks do not matter.
     """
     is_owner = comms.world.rank == owner
     name = f".seen-{secrets.token_hex(8)}"
@@ -183,10 +167,8 @@ def visible_ranks(comms: Comms, folder: Path, owner: int = 0) -> list[bool]:
             with contextlib.suppress(OSError):  # nobody sees a mark in a read-only folder
                 marker.touch()
         comms.barrier()
-        seen = comms.rows(
-            torch.tensor([int(is_valid and os.access(marker, os.F_OK))])
-        )  # also where it is forbidden
-        return [bool(is_visible) for is_visible in seen[:, 0]]
+        exists = is_valid and os.access(marker, os.F_OK)  # no error where it is forbidden
+        return [bool(is_visible) for is_visible in comms.rows(torch.tensor([int(exists)]))[:, 0]]
     finally:
         if is_owner:
             marker.unlink(missing_ok=True)

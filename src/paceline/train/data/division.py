@@ -80,9 +80,8 @@ class BatchDivision:
         self._num_suggestions = 0  # looks in a row that saw something to win
         self._has_suggested = False
         self._reported: set[int] = set()
-        self._memory_fits: list[
-            tuple[str, int]
-        ] = []  # host and limit of each rank, found by trying
+        # host and limit of each rank, found by trying
+        self._memory_fits: list[tuple[str, int]] = []
         self.shares: Shares | None = None
 
     @property
@@ -98,8 +97,7 @@ class BatchDivision:
     def check(self, mode: BalanceMode, drop_slow: bool, global_batch: int) -> None:
         """Refuses invalid settings; a collective for weights of hosts.
 
-        Raises:
-            SettingError: Says what.
+        Raises SettingError.
         """
         if mode not in ("auto", "even") if isinstance(mode, str) else not _is_weight_mapping(mode):
             raise SettingError(
@@ -118,23 +116,11 @@ class BatchDivision:
             present_hosts = self._comms.texts(self._comms.world.host)
             balance.validate_weights(mode, self._comms.world.hosts or present_hosts)
 
-    def start(
-        self,
-        mode: BalanceMode,
-        drop_slow: bool,
-        global_batch: int,
-        models: Models,
-    ) -> None:
+    def start(self, mode: BalanceMode, drop_slow: bool, global_batch: int, models: Models) -> None:
         """Sets the shares with which the training begins.
 
-        Args:
-            mode: As it was stated.
-            drop_slow: A rank without which steps would be faster gets nothing.
-            global_batch: Samples of a step.
-            models: Of the session.
-
-        Raises:
-            SettingError: The models cannot be trained so.
+        Raises SettingError if the models cannot be trained so. With ``drop_slow``, a rank without
+        which steps would be faster gets nothing.
         """
         ranks, former_mode, self._mode = self._comms.world.size, self._mode, mode
         self._global_batch, self._drop_slow = global_batch, drop_slow
@@ -145,9 +131,8 @@ class BatchDivision:
         if not self._hosts:
             self._rank_names = self._comms.texts(self._comms.rank_name)
             self._hosts = tuple(name.partition(" on ")[2] for name in self._rank_names)
-        min_share = min(
-            _MIN_NORM_SAMPLES if has_batch_norm(models.module) else 1, max(1, global_batch // ranks)
-        )
+        wanted = _MIN_NORM_SAMPLES if has_batch_norm(models.module) else 1
+        min_share = min(wanted, max(1, global_batch // ranks))
         resting = self._resting()
         shares: Shares | None = None
         if not isinstance(mode, str):
@@ -199,12 +184,13 @@ class BatchDivision:
         Args:
             fits: Host and limit (0: none) of each rank.
         """
-        former = (
-            self._memory_fits if [h for h, _ in self._memory_fits] == [h for h, _ in fits] else fits
-        )
-        pairs = zip((n for _, n in former), (n for _, n in fits), strict=True)
-        limits = [min(filter(None, pair), default=0) for pair in pairs]
-        self._memory_fits = [(host, limit) for (host, _), limit in zip(fits, limits, strict=True)]
+        hosts, limits = [host for host, _ in fits], [limit for _, limit in fits]
+        if hosts == [host for host, _ in self._memory_fits]:
+            former = [limit for _, limit in self._memory_fits]
+            limits = [
+                min(filter(None, pair), default=0) for pair in zip(limits, former, strict=True)
+            ]
+        self._memory_fits = list(zip(hosts, limits, strict=True))
         return limits
 
     def update(self, timings: StepTimings, step: int) -> None:
@@ -247,9 +233,7 @@ class BatchDivision:
         by_host: dict[str, list[int]] = {}
         for host, share in zip(self._hosts, shares, strict=True):
             by_host.setdefault(host, []).append(share)
-        parts = [
-            f"{host} {'+'.join(map(str, host_shares))}" for host, host_shares in by_host.items()
-        ]
+        parts = [f"{host} {'+'.join(map(str, counts))}" for host, counts in by_host.items()]
         omitted = f" and {len(parts) - 12} more hosts" if len(parts) > 12 else ""
         return ", ".join(parts[:12]) + omitted
 
@@ -265,12 +249,11 @@ class BatchDivision:
         self._has_suggested, self._controller = True, None
         current_s, proposed_s = advice.step_seconds
         shares = advice.shares
-        faster, slower = (
-            self._hosts[shares.index(share)] for share in (max(shares), min(filter(None, shares)))
-        )
-        comparison = (
-            f"{faster} is faster than {slower}" if faster != slower else "some ranks are faster"
-        )
+        faster = self._hosts[shares.index(max(shares))]
+        slower = self._hosts[shares.index(min(filter(None, shares)))]
+        comparison = f"{faster} is faster than {slower}"
+        if faster == slower:
+            comparison = "some ranks are faster"
         self._journal.print(
             f"{comparison}. Giving {self._format_shares(shares)} of the {sum(shares)} samples of a"
             f" batch could shorten a step from {format_duration(current_s)} to"
@@ -305,14 +288,13 @@ class BatchDivision:
         if self.shares is None or self._mode == "even":
             return fits
         controller = self._controller
+        resting = controller.resting if controller else {}
         return {
             **fits,
             "shares": list(self.shares),
             "hosts": list(self._hosts),
             "speeds": controller.speeds() if controller else [],
-            "resting": [[rank, *drop] for rank, drop in controller.resting.items()]
-            if controller
-            else [],
+            "resting": [[rank, *drop] for rank, drop in resting.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

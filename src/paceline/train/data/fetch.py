@@ -247,12 +247,11 @@ class Fetch:
                     raise batch.pop_error()
                 yield self._sampler.pending.get(), tuple(batch)
         except (RuntimeError, OSError, EOFError) as error:
-            workers = getattr(iterator, "_workers", ())
-            has_exited = not isinstance(error, RuntimeError) or _WORKER_EXIT_MESSAGE in str(error)
-            if has_exited and (
-                message := _kill_message(workers, wait=not isinstance(error, RuntimeError))
-            ):
-                raise RuntimeError(message) from error
+            is_cut_off = not isinstance(error, RuntimeError)
+            if is_cut_off or _WORKER_EXIT_MESSAGE in str(error):
+                workers = getattr(iterator, "_workers", ())
+                if message := _kill_message(workers, wait=is_cut_off):
+                    raise RuntimeError(message) from error
             raise
 
 
@@ -260,11 +259,8 @@ def _kill_message(workers: Iterable[BaseProcess], *, wait: bool = False) -> str:
     """Returns torch's message about a worker that a signal has ended; empty if there is none.
 
     torch says it where SIGCHLD tells it of the end, but not where it finds the process gone: then
-    a worker that was ended from outside looks like one that has left by itself.
-
-    Args:
-        workers: All of them.
-        wait: Something that one of them was to send did not come, so its end may be near.
+    a worker that was ended from outside looks like one that has left by itself. ``wait``: what one
+    of them was to send did not come, so its end may be near.
     """
     deadline = time.monotonic() + _WORKER_EXIT_S * wait
     while True:
@@ -303,9 +299,8 @@ def _prefetch_to_device(
             current_stream = torch.accelerator.current_stream(device)
             current_stream.wait_event(event)
             for tensor in _tensors(copied):
-                tensor.record_stream(
-                    current_stream
-                )  # its memory is not used again before this stream is done
+                # its memory is not used again before this stream is done
+                tensor.record_stream(current_stream)
             yield request, copied
 
 
@@ -317,13 +312,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-_MIN_HINT_SAMPLES = 1024  # samples, at least
-
-
 def with_prefetch_hints(
-    requests: Iterable[BatchRequest[T]],
-    hint: Callable[[Ids], None],
-    min_samples: int = _MIN_HINT_SAMPLES,
+    requests: Iterable[BatchRequest[T]], hint: Callable[[Ids], None], min_samples: int = 1024
 ) -> Iterator[BatchRequest[T]]:
     """Yields the same requests; ``hint`` gets ids at least ``min_samples`` ahead."""
     iterator = iter(requests)
@@ -419,33 +409,29 @@ class _SampleMaker:
         return self.decode(ids, draws, samples)
 
     def decode(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> tuple[Any, ...]:
-        """Makes a batch and restores this process's generators afterwards.
+        """Makes a batch of ``samples`` as they were read, or of the data set's if ``None``.
 
-        Args:
-            ids: Sample ids.
-            draws: Their randomness; ``None`` leaves the generators alone.
-            samples: As they were read, of a stored data set.
+        Restores this process's generators afterwards. Without draws, leaves them alone.
         """
-        numbers = ids.tolist()
+        places = range(len(ids))
         if draws is None:
-            return self.collate(
-                [self._decode_sample(n, place, samples) for place, n in enumerate(numbers)]
-            )
+            return self.collate([self._decode_sample(ids, place, samples) for place in places])
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             decoded = []
-            for place, (number, seed) in enumerate(zip(numbers, draws.seeds(), strict=True)):
+            for place, seed in zip(places, draws.seeds(), strict=True):
                 random.seed(seed)
                 np.random.seed(seed)
                 torch.default_generator.manual_seed(seed)
-                decoded.append(self._decode_sample(number, place, samples))
+                decoded.append(self._decode_sample(ids, place, samples))
             return self.collate(decoded)
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
 
-    def _decode_sample(self, number: int, place: int, samples: list[Any] | None) -> Any:
+    def _decode_sample(self, ids: Ids, place: int, samples: list[Any] | None) -> Any:
+        number = int(ids[place])
         if samples is not None and isinstance(self.data, Stored):
             return self.data.made(number, samples[place])
         return self.data[number]  # type: ignore[index]
@@ -508,12 +494,9 @@ class _TupleCollate:
 
 
 def _to_device(value: Any, device: torch.device, pin: bool) -> Any:
-    """Returns the value with all its tensors on the device.
+    """Returns the value with all its tensors on the accelerator.
 
-    Args:
-        value: Tensors, and lists and dictionaries of them.
-        device: An accelerator.
-        pin: Copies by way of pinned memory, and then without waiting for the copy.
+    With ``pin``, copies by way of pinned memory, without waiting for the copy.
     """
     if isinstance(value, Mapping):
         return {name: _to_device(item, device, pin) for name, item in value.items()}
@@ -540,10 +523,5 @@ def usable_cpus() -> int:
 
 
 def loader_workers(cpus: int, local_ranks: int) -> int:
-    """Returns loader processes for each rank: CPUs that the node's ranks leave free.
-
-    Args:
-        cpus: CPUs that this process may use. Where launchers bind ranks these are its own.
-        local_ranks: Ranks that share them.
-    """
+    """Returns loader processes for each rank: of the usable CPUs those that ranks leave free."""
     return max(0, min(MAX_WORKERS, cpus // local_ranks - 1))

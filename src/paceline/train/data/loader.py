@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -100,14 +100,8 @@ def rank_pieces(
         first, end = (start + bound for bound in share_bounds(total, weights, rank))
         largest = end - first
         if equal_pieces and limit:
-            total_weight = sum(weights)
-            boundaries = [
-                total * cumulative // total_weight
-                for cumulative in itertools.accumulate(weights, initial=0)
-            ]
-            largest = max(
-                end - start_of_share for start_of_share, end in itertools.pairwise(boundaries)
-            )
+            shares = (share_bounds(total, weights, other) for other in range(len(weights)))
+            largest = max(share_end - share_start for share_start, share_end in shares)
     pieces = max(1, -(-largest // limit)) if limit else 1
     return [rank_range(first, end, piece, pieces) for piece in range(pieces)]
 
@@ -154,11 +148,7 @@ class Progress:
 
 
 def check_limit(limit: object) -> None:
-    """Refuses a limit that is neither a number of samples nor such numbers by host.
-
-    Raises:
-        SettingError: It is neither.
-    """
+    """Refuses a limit that is neither a number of samples nor such numbers by host."""
     limits = [*limit.values()] if isinstance(limit, Mapping) else [limit]
     negative = isinstance(limit, Integral) and limit < 0
     if negative or not all(isinstance(value, Integral) for value in limits):
@@ -180,7 +170,7 @@ class Loader:
         place: Gives this rank and the number of ranks, which may change between two batches.
         global_batch: Samples of one step over all ranks; the last of an epoch may be smaller.
         limit: Most samples that one rank computes at once (0: no limit).
-        progress: Shared with the session, which advances it.
+        progress: Position in the data, advanced by the session: its own, or a rehearsal's.
         unsynced: The context in which a piece that is not the last of its global batch is
             computed: only the last one exchanges gradients.
 
@@ -222,7 +212,7 @@ class Loader:
         self._fetch, self.order, self._rank_and_size = fetch, order, place
         self.global_batch, self.limit, self.has_common_limit = global_batch, limit, True
         self.memory_fits: Sequence[tuple[str, int]] = ()
-        self._progress, self._unsynced = progress, unsynced
+        self.progress, self._unsynced = progress, unsynced
         self._current: Batch | None = None
         self.balance: Any = "even"
         self.drop_slow = False
@@ -253,7 +243,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields batches from the current position to the end of epoch or training, or a pause."""
-        progress, step = self._progress, self._progress.step
+        progress, step = self.progress, self.progress.step
         # A checkpoint may be of a pause's beginning: what the script does in it comes first then.
         pause = step > progress.evaluated and self.pauses_now()
         if not progress.steps:
@@ -296,7 +286,7 @@ class Loader:
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
         """Yields all pieces of one global batch while its division is current."""
-        start, is_last = self._progress.offset, False
+        start, is_last = self.progress.offset, False
         self.on_global_batch()
         while not is_last:
             wait_start = time.perf_counter()
@@ -304,13 +294,13 @@ class Loader:
             self.waited_s += time.perf_counter() - wait_start
             self.on_arrival()
             batch, is_last = replace(template, data=data), template.last
-            self._current, self._progress.stand_in = batch, not batch.count
+            self._current, self.progress.stand_in = batch, not batch.count
             self._max_computed = max(self._max_computed, batch.count)
             with nullcontext() if is_last else self._unsynced():
                 yield batch
             if self.is_outdated:
                 return
-        if self._progress.offset == start:
+        if self.progress.offset == start:
             raise RuntimeError("a batch was not given to session.step")
 
     @property
@@ -323,19 +313,14 @@ class Loader:
 
     def void(self) -> None:
         """Discards the current global batch: it is given again."""
-        self._void = self._progress.stand_in = True
-
-    @property
-    def progress(self) -> Progress:
-        """Position in the data: the session's, or a rehearsal's own."""
-        return self._progress
+        self._void = self.progress.stand_in = True
 
     def rehearsal(self, steps: int, *, order: Order | None = None, global_batch: int = 0) -> Loader:
         """Returns a loader of the same data for so many steps, with its own position.
 
         Args:
             steps: Global steps.
-            order: Of the samples, instead of the training's.
+            order: Instead of the training's.
             global_batch: Instead of the training's, and not in pieces.
         """
         loader = Loader(
@@ -364,7 +349,7 @@ class Loader:
 
     def pauses_now(self) -> bool:
         """Whether the script gets control after this step, for an evaluation."""
-        return self.pause_interval > 0 and self._progress.step % self.pause_interval == 0
+        return self.pause_interval > 0 and self.progress.step % self.pause_interval == 0
 
     def _global_batches(self, offset: int) -> Iterator[tuple[int, int]]:
         """Yields start and end of the remaining global batches of an epoch."""
@@ -373,7 +358,7 @@ class Loader:
 
     def _empty_batch(self) -> Batch:
         """Returns this rank's part of the next global batch if it has no share."""
-        start, stop = next(self._global_batches(self._progress.offset))
+        start, stop = next(self._global_batches(self.progress.offset))
         return Batch((), 0, stop - start, np.zeros(0, dtype=np.int64), stop)
 
     def _requests(
@@ -384,20 +369,16 @@ class Loader:
         if weights is not None and not equal_pieces and self._max_computed < weights[rank]:
             # Before a first batch nothing is known of what one takes: an even share was asked for.
             headroom = self.headroom()
-            is_known = self._max_computed > 0 or math.isinf(headroom)
-            max_samples = (
-                max(1, self._max_computed) * max(1.0, headroom)
-                if is_known
-                else -(-self.global_batch // ranks)
-            )
+            if self._max_computed or math.isinf(headroom):
+                max_samples = max(1, self._max_computed) * max(1.0, headroom)
+            else:
+                max_samples = -(-self.global_batch // ranks)
             max_samples = int(min(weights[rank], max_samples))
             limit = min(limit or max_samples, max_samples)
+        # Who asks for single samples gets them. A batch is cut alike on every rank.
+        is_single = self.has_common_limit and self.limit == 1
         for start, stop in self._global_batches(offset):
-            is_small = stop - start < self.global_batch  # who asks for single samples gets them
-            is_single = (
-                self.has_common_limit and self.limit == 1
-            )  # a batch is cut alike on every rank
-            min_per_rank = self.min_samples if is_small and not is_single else 1
+            is_small = stop - start < self.global_batch
             pieces = rank_pieces(
                 start,
                 stop,
@@ -406,23 +387,18 @@ class Loader:
                 limit,
                 weights,
                 equal_pieces=equal_pieces,
-                min_samples=min_per_rank,
+                min_samples=self.min_samples if is_small and not is_single else 1,
             )
             min_samples = self.min_samples if limit != 1 and (is_small or len(pieces) > 1) else 1
             for piece_number, (first, end) in enumerate(pieces, 1):
-                # An empty share computes the batch's first samples with weight zero.
-                positions = (
-                    np.arange(first, end) if end > first else np.arange(start, stop)[:min_samples]
-                )
-                if (
-                    len(positions) < min_samples
-                ):  # the sample twice: the mean loss is that of the one
+                positions = np.arange(first, end)
+                if end == first:  # computes the batch's first samples with weight zero
+                    positions = np.arange(start, stop)[:min_samples]
+                if len(positions) < min_samples:  # twice: the mean loss is that of the one
                     positions = np.repeat(positions, min_samples)
                 ids = self.order.at(epoch, positions)
-                draws, is_last = (
-                    Draws(self.order.seed, epoch, positions),
-                    piece_number == len(pieces),
-                )
+                draws = Draws(self.order.seed, epoch, positions)
+                is_last = piece_number == len(pieces)
                 tag = Batch((), end - first, stop - start, ids, stop, is_last, draws)
                 yield BatchRequest(ids, draws, tag)
 
@@ -437,11 +413,9 @@ class Shard:
     what they measured is gone.
 
     Args:
-        fetch: Turns ids into tensors.
+        fetch, place, progress: As of :class:`Loader`.
         samples: Number of samples.
-        place: Gives this rank and the number of ranks.
         size: Most samples in a batch.
-        progress: Shared with the session.
         on_batch: Called before each batch is given out.
         shares: Gives the shares of the training, by which these are divided, too.
         slot: Number of this rank that never changes; the rank where there is none.
@@ -477,18 +451,20 @@ class Shard:
         was_stand_in = self._progress.stand_in  # of the training, inside whose loop this may be
         slots, weights = self._present_slots(), self._shares()
         remaining: Spans = [(0, self._samples)] if self._samples else []
-        spans_by_slot: dict[int, Spans] = {}  # what each rank has seen or is to see
+        spans_by_slot: dict[int, Spans] = defaultdict(list)  # what each has seen or is to see
         try:
             while remaining:
                 weights = weights if weights is not None and len(weights) == len(slots) else None
                 total = sum(end - start for start, end in remaining)
                 for index, slot in enumerate(slots):
                     (bounds,) = rank_pieces(0, total, index, len(slots), 0, weights)
-                    spans_by_slot[slot] = [
-                        *spans_by_slot.get(slot, ()),
-                        *_slice_spans(remaining, *bounds),
-                    ]
-                yield from self._batches(remaining, total, slots, weights)
+                    spans_by_slot[slot] += _slice_spans(remaining, *bounds)
+                requests = self._requests(remaining, total, slots, weights)
+                with closing(self._fetch(requests)) as batches:
+                    for template, data in batches:
+                        self._progress.stand_in = not template.count
+                        self._on_batch()
+                        yield replace(template, data=data)
                 slots, weights = self._present_slots(), None
                 remaining = [
                     span
@@ -501,15 +477,6 @@ class Shard:
 
     def _present_slots(self) -> Sequence[int]:
         return range(self._place()[1]) if self._list_slots is None else self._list_slots()
-
-    def _batches(
-        self, remaining: Spans, total: int, slots: Sequence[int], weights: Shares | None
-    ) -> Iterator[Batch]:
-        with closing(self._fetch(self._requests(remaining, total, slots, weights))) as batches:
-            for template, data in batches:
-                self._progress.stand_in = not template.count
-                self._on_batch()
-                yield replace(template, data=data)
 
     def _requests(
         self, remaining: Spans, total: int, slots: Sequence[int], weights: Shares | None

@@ -149,11 +149,7 @@ class ShardOrder(Order):
 
 
 def group_by_length(order: Order, lengths: Sequence[int], batch: int) -> Order:
-    """Returns an order of the same samples in batches of similar length.
-
-    Raises:
-        SettingError: There are more or fewer lengths than samples.
-    """
+    """Returns an order in batches of similar length; SettingError if some lengths are missing."""
     array = np.asarray(lengths, dtype=np.int64)
     if array.shape != (order.size,):
         raise SettingError(
@@ -202,14 +198,8 @@ def rank_range(start: int, stop: int, rank: int, size: int) -> tuple[int, int]:
 def uniforms(seed: int, epoch: int, positions: Ids, count: int) -> NDArray[np.float64]:
     """Random numbers that belong to samples, not to ranks.
 
-    Args:
-        seed: Seed of the run.
-        epoch: Epoch number.
-        positions: Positions in the epoch, shape ``[n]``.
-        count: Numbers for each sample.
-
-    Returns:
-        Uniform in [0, 1), shape ``[n, count]``; row i depends on (seed, epoch, positions[i]) only.
+    Uniform in [0, 1), shape ``[n, count]`` for ``n`` positions in the epoch; row i depends on
+    (seed, epoch, positions[i]) only.
     """
     stream = _mix(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64)) ^ np.uint64(epoch))
     sample = _mix(stream ^ positions.astype(np.uint64))

@@ -34,26 +34,21 @@ def scan(path: Path) -> Ids:
         DataError: The file is damaged or cut off.
         SettingError: pyarrow is not installed.
     """
-    library = _library()
+    library, file_bytes = _library(), path.stat().st_size
     try:
         with library.ParquetFile(path) as file:
             metadata = file.metadata
             sizes = [
                 metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)
             ]
+        if sum(sizes) > MAX_ROWS_PER_BYTE * file_bytes:
+            raise ValueError(f"it announces {sum(sizes):,} rows")
     except Exception as error:  # whatever pyarrow raises
         raise DataError(
             f"the shard {path} cannot be used",
-            found=f"{error} ({path.stat().st_size:,} bytes)",
+            found=f"{error} ({file_bytes:,} bytes)",
             remedy="copy it again; what it was made from is whole",
         ) from None
-    size = path.stat().st_size
-    if sum(sizes) > MAX_ROWS_PER_BYTE * size:
-        raise DataError(
-            f"the shard {path} cannot be used",
-            found=f"it announces {sum(sizes):,} rows in {size:,} bytes",
-            remedy="copy it again; what it was made from is whole",
-        )
     rows = np.full((sum(sizes), 3), -1, dtype=np.int64)
     rows[:, 0] = np.repeat(np.arange(len(sizes)), sizes)
     rows[:, 1] = np.concatenate([np.arange(size) for size in sizes] or [np.zeros(0)])
@@ -61,11 +56,7 @@ def scan(path: Path) -> Ids:
 
 
 class GroupCache:
-    """Caches the row groups that were read last, as tables.
-
-    Args:
-        min_groups: As many are kept in any case: those of shards that are visited together.
-    """
+    """Caches the row groups that were read last, as tables; at least ``min_groups``."""
 
     def __init__(self, min_groups: int) -> None:
         self._min_groups = min_groups
@@ -90,11 +81,7 @@ class GroupCache:
 
 
 def _read(path: Path, group: int) -> Any:
-    """Reads a row group as a table, one column after another.
-
-    Raises:
-        DataError: The group takes more memory than it may, by its metadata or once it is read.
-    """
+    """Reads a row group as a table, one column after another; DataError if it is too large."""
     import pyarrow
 
     max_bytes = max(MAX_GROUP_BYTES, MAX_GROUP_EXPANSION * path.stat().st_size)

@@ -81,7 +81,7 @@ class ShardedDataset:
         self._index = _index_of(self._files)
         self._decode, self._window, self._together = decode or decoded, window, together
         self._starts = np.cumsum(self._index.shard_sizes) - self._index.shard_sizes
-        self._reader = _Reader(self._index, self._together)
+        self._reader: _Reader | None = None
         description = [(file.path.name, file.size) for file in self._files], [window, together]
         digest = hashlib.sha256(
             json.dumps(description).encode() + self._index.shard_sizes.tobytes()
@@ -125,9 +125,7 @@ class ShardedDataset:
         Raises:
             DataError: A shard has changed or cannot be read; names it and the sample.
         """
-        if self._reader.process != os.getpid():  # a fork must not share locks
-            self._reader = _Reader(self._index, self._together)
-        samples = self._reader.read(np.unique(ids), self._shards(np.unique(ids)))
+        samples = self._own_reader().read(np.unique(ids), self._shards(np.unique(ids)))
         return [samples[number] for number in ids.tolist()]
 
     def made(self, number: int, sample: Sample) -> Any:
@@ -155,10 +153,14 @@ class ShardedDataset:
 
     def will_need(self, ids: Ids) -> None:
         """Has the system read these samples ahead, in their order on the disk."""
-        if self._reader.process != os.getpid():
-            self._reader = _Reader(self._index, self._together)
         ids = np.unique(ids)
-        self._reader.advise(ids, self._shards(ids))
+        self._own_reader().advise(ids, self._shards(ids))
+
+    def _own_reader(self) -> _Reader:
+        """Returns this process's reader: a fork must not share locks."""
+        if self._reader is None or self._reader.process != os.getpid():
+            self._reader = _Reader(self._index, self._together)
+        return self._reader
 
     def _shards(self, ids: Ids) -> Ids:
         shard_ends = self._starts + self._index.shard_sizes
@@ -167,18 +169,12 @@ class ShardedDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reader = _Reader(self._index, self._together)
-
 
 def decoded(sample: Sample) -> Sample:
     """Decodes the usual parts of a sample: ``cls``, ``txt``, ``json``, ``npy``."""
-    return {name: _DECODERS.get(name, _identity)(part) for name, part in sample.items()}
-
-
-def _identity(part: Any) -> Any:
-    return part
+    return {
+        name: _DECODERS[name](part) if name in _DECODERS else part for name, part in sample.items()
+    }
 
 
 def _array(part: bytes) -> Any:
@@ -261,13 +257,7 @@ def _bytes(part: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _File:
-    """A shard file.
-
-    Attributes:
-        path: Where it is.
-        size: In bytes.
-        changed: Time of its last change, in nanoseconds.
-    """
+    """A shard file: its size in bytes, and when it was changed, in nanoseconds."""
 
     path: Path
     size: int

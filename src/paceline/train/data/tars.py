@@ -24,7 +24,6 @@ _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(_BLOCK)
 _MAX_DIGITS = 20
 _REGULAR_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE)
-_DAMAGED = "copy the shard again; what it was made from is whole"
 
 
 def scan(path: Path) -> Ids:
@@ -47,10 +46,8 @@ def scan(path: Path) -> Ids:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 if member.size < 0 or member.issparse():  # which may stand for any size
                     raise ValueError(f"{member.name} is a sparse file, or of no size")
-                member_name, end = (
-                    member.name,
-                    -(-(member.offset_data + member.size) // _BLOCK) * _BLOCK,
-                )
+                member_name = member.name
+                end = -(-(member.offset_data + member.size) // _BLOCK) * _BLOCK
                 match = _NAME.fullmatch(member.name)
                 if member.isdir() or match is None:
                     continue
@@ -58,7 +55,12 @@ def scan(path: Path) -> Ids:
                     raise ValueError(f"{member_name} is a link or no plain file")
                 if match[1] != key:
                     key, parts = match[1], set()
-                    _check_key(key, seen)
+                    if key in seen:
+                        raise ValueError(
+                            f"the files of sample {key} do not lie together: pack them sorted"
+                            " (tar --sort=name)"
+                        )
+                    seen.add(key)
                     rows.append([member.offset, end, -1])
                 if (part := match[2].lower()) in parts:
                     raise ValueError(f"{member_name} is there twice")
@@ -74,22 +76,15 @@ def scan(path: Path) -> Ids:
                         f"no header and no end of the archive at byte {place:,} of {size:,}"
                     )
     except (OSError, ValueError, MemoryError, RecursionError, tarfile.TarError) as error:
+        remedy = "copy the shard again; what it was made from is whole"
+        if _is_compressed(path):
+            remedy = "unpack it (gunzip): samples are read at their places"
         raise DataError(
             f"the shard {path} cannot be used" + (f": member {member_name}" if member_name else ""),
             found=f"{error or type(error).__name__} ({size:,} bytes)",
-            remedy="unpack it (gunzip): samples are read at their places"
-            if _is_compressed(path)
-            else _DAMAGED,
+            remedy=remedy,
         ) from None
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-
-def _check_key(key: str, seen: set[str]) -> None:
-    if key in seen:
-        raise ValueError(
-            f"the files of sample {key} do not lie together: pack them sorted (tar --sort=name)"
-        )
-    seen.add(key)
 
 
 def _number(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
@@ -108,11 +103,8 @@ def _is_compressed(path: Path) -> bool:
 def unpack(block: bytes) -> dict[str, Any]:
     """The parts of a sample by ending, and its key.
 
-    Args:
-        block: What lies between the sample's bytes of :func:`scan`.
-
     Raises:
-        ValueError, tarfile.TarError: This is not what :func:`scan` has seen.
+        ValueError, tarfile.TarError: The block is not what :func:`scan` has seen.
     """
     sample: dict[str, Any] = {}
     for name, content in _members(block):
@@ -150,11 +142,7 @@ def _extended(block: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def pack(samples: Iterable[tuple[str, Mapping[str, bytes]]], size: int) -> Iterator[bytes]:
-    """Shards of these samples, each full after ``size`` bytes.
-
-    Args:
-        samples: Keys, and parts by ending.
-        size: In bytes.
+    """Shards of these samples (keys, and parts by ending), each full after ``size`` bytes.
 
     Raises:
         SettingError: A key or an ending would be read as something else.

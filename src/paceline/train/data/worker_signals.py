@@ -74,20 +74,15 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Does nothing. Programs that a worker starts have no handler, unlike with SIG_IGN."""
 
 
-def _end_by_kill(workers: Iterable[BaseProcess], iterator: int) -> None:
-    """Makes ``terminate`` end these workers although they do not die of SIGTERM.
-
-    Args:
-        workers: Of one iterator.
-        iterator: Its ``id``, by which torch knows them.
-    """
+def _end_by_kill(workers: Iterable[BaseProcess], iterator_id: int) -> None:
+    """Makes ``terminate`` end these workers of an iterator although they ignore SIGTERM."""
     for worker in workers:
         process: Any = worker._popen  # type: ignore[attr-defined]
-        process.terminate = functools.partial(_kill, weakref.ref(process), iterator)
+        process.terminate = functools.partial(_kill, weakref.ref(process), iterator_id)
 
 
-def _kill(reference: weakref.ref[Any], iterator: int) -> None:
+def _kill(reference: weakref.ref[Any], iterator_id: int) -> None:
     with contextlib.suppress(ValueError):  # torch has forgotten them already
-        torch._C._remove_worker_pids(iterator)  # or it would report their end as a failure
+        torch._C._remove_worker_pids(iterator_id)  # or it would report their end as a failure
     if (process := reference()) is not None:
         process.kill()

@@ -103,7 +103,7 @@ class ProbeLoader(Loader):
         return self.sizes[max(step - self.warmup_steps, 0) // (1 + COUNTED_STEPS) % len(self.sizes)]
 
     def _global_batches(self, offset: int) -> Iterator[tuple[int, int]]:
-        step = self._progress.step
+        step = self.progress.step
         while offset < self.order.size:
             stop = min(offset + self.size_of(step), self.order.size)
             yield offset, stop

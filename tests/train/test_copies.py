@@ -20,7 +20,7 @@ import ranks
 from background import eventually
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import MANIFEST, frozen_file
-from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest, sha256
 from paceline.train.checkpoints import copies, receiver
 from paceline.train.checkpoints.copies import (
     LINE_SHARE,
@@ -34,7 +34,6 @@ from paceline.train.checkpoints.copies import (
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
-from paceline.train.files import sha256
 
 KEY = b"k" * 32
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,16 @@ from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Environment
 from paceline.spec.settings import Setting, Source
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
+
+
+def test_a_checkpoint_is_verified_under_python_3_10(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(hashlib, "file_digest", raising=False)  # came with Python 3.11
+    (tmp_path / "state.json").write_bytes(b"{}")
+    entry = FileEntry(hashlib.sha256(b"{}").hexdigest(), 2)
+    Manifest(1, {"state.json": entry}, {}).verify(tmp_path)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0")), min_size=1))

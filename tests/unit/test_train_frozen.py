@@ -141,10 +141,9 @@ def test_a_checkpoint_with_every_name_in_one_file(tmp_path: Path) -> None:
         del state["tied"]
         (path / "state.json").write_text(json.dumps(state))
         manifest = read_manifest(path)
-        from paceline.spec.training.checkpoint_manifest import FileEntry
-        from paceline.train import files
+        from paceline.spec.training.checkpoint_manifest import FileEntry, sha256
 
-        entries = {name: FileEntry(files.sha256(path / name), (path / name).stat().st_size)
+        entries = {name: FileEntry(sha256(path / name), (path / name).stat().st_size)
                    for name in manifest.files if not is_frozen_file(name)}  # fmt: skip
         made = Manifest(manifest.step, entries, manifest.info)
         (path / "manifest.json").write_bytes(made.encode())

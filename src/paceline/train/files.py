@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import hashlib
 import json
 import math
 import os
@@ -148,14 +147,6 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def json_line(message: Mapping[str, Any]) -> bytes:

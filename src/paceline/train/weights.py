@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, NodeError
 from paceline.spec.rundir import MANIFEST, is_frozen_file
-from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, sha256
 from paceline.train import files
 from paceline.train.checkpoints.format import (
     OPTIMIZER,
@@ -73,7 +73,7 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
 def _write_model(folder: Path, content: bytes, config: dict[str, Any]) -> None:
     weights = folder / rundir.WEIGHTS
     files.write_bytes(weights, content)
-    files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": files.sha256(weights)})
+    files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": sha256(weights)})
 
 
 def _fallback_folder(full_folder: Path, size: int) -> Path | None:
@@ -164,7 +164,7 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     config = load_config(folder)
     try:
         content = path.read_bytes()
-        if files.sha256(path) != config.get("sha256"):
+        if sha256(path) != config.get("sha256"):
             raise DataError(
                 f"{path} is not the file that the training wrote",
                 found="its hash differs from the one in config.json",

@@ -77,7 +77,7 @@ class Manifest:
                     raise DamagedCheckpoint(
                         f"{name} has {stats.st_size} bytes instead of {entry.bytes}"
                     )
-                if _hash_file(folder / name) != entry.sha256:
+                if sha256(folder / name) != entry.sha256:
                     raise DamagedCheckpoint(
                         f"{name} is not the file that was written (its hash differs)"
                     )
@@ -124,6 +124,10 @@ def _invalid_field(manifest: Manifest) -> str:
     return ""
 
 
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:  # hashlib.file_digest needs Python 3.11
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -62,8 +62,6 @@ class Training:
 
     Attributes:
         models: Each with optimizer, schedule, scaler and average.
-        progress: Position in the data.
-        seed: Of the run.
         extras: Further states by name.
         identity: What must be the same when the run is resumed, by name.
         model_config: What is needed to build the model again; JSON values.
@@ -87,7 +85,6 @@ class Snapshot:
     """Content of a checkpoint.
 
     Attributes:
-        step: Global steps done.
         tensors: By file and name; still those of the training.
         deferred: Names of tensors that do not change before the next optimizer step.
         state: Content of ``state.json``, as bytes.
@@ -116,9 +113,7 @@ def capture(
     Its tensors are still the training's own: :class:`Copier` copies them.
 
     Args:
-        training: What to save.
         comms: All ranks must call this.
-        is_best: It is the best state so far.
         in_parts: Every rank writes the shards that it holds; otherwise rank 0 writes everything.
     """
     if training.checksum is not None:
@@ -132,11 +127,8 @@ def capture(
     if in_parts:
         tensors, headers = _local_shards(models.module, tensors_of_state, comms.world.rank)
         if comms.world.rank == 0:  # what is the same on all ranks
-            replicated = {
-                name: tensor
-                for name, tensor in tensors_of_state.items()
-                if not parallel.is_shard(tensor)
-            }
+            shards = sharded_tensors(tensors_of_state)
+            replicated = {n: t for n, t in tensors_of_state.items() if n not in shards}
             tensors = {OPTIMIZER: replicated, **random_state, **tensors}
     else:
         weights = dict(parallel.full_state(models.module))
@@ -178,10 +170,7 @@ def describe_state(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns a training's state as JSON, and its tensors except the weights.
 
-    Args:
-        training: Whose state.
-        models: What :meth:`Models.state` gave.
-        extras: States of the training's extras, by name.
+    ``models`` is what :meth:`Models.state` gave, ``extras`` the states of the training's extras.
     """
     tensors: dict[str, Tensor] = {}
     progress = training.progress
@@ -235,8 +224,9 @@ def generator_state(device: torch.device) -> Tensor:
         np.array([gauss or 0.0, cached], dtype=np.float64).tobytes(),
         np.asarray(keys, dtype=np.uint32).tobytes(),
         torch.get_rng_state().numpy().tobytes(),
-        _device_state(device),
     ]
+    if device.type != "cpu":
+        parts.append(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
@@ -257,12 +247,6 @@ def set_generator_state(state: Tensor, device: torch.device) -> None:
     torch.set_rng_state(_tensor(raw[start:end]))
     if device.type != "cpu" and len(raw) > end:  # else it was made on a CPU
         torch.get_device_module(device).set_rng_state(_tensor(raw[end:]), device)
-
-
-def _device_state(device: torch.device) -> bytes:
-    if device.type == "cpu":
-        return b""
-    return bytes(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
 
 
 def _tensor(raw: bytes) -> Tensor:
@@ -290,7 +274,6 @@ class Copier:
         """Starts a copy; the returned function finishes it in any thread.
 
         Args:
-            live: The state.
             deferred: Names, in any file, of tensors that do not change before :meth:`wait` returns.
                 All others are copied before this method returns.
 
@@ -309,7 +292,9 @@ class Copier:
                     continue
                 devices.add(tensor.device)
                 _copy(tensor, copied[file][name])
-        marks = [_recorded_event(device) for device in devices if device.type != "cpu"]
+        marks = [torch.Event(device.type) for device in devices if device.type != "cpu"]
+        for mark in marks:  # reached when the accelerator's copies are complete
+            mark.record()
         self._copied.clear()
 
         def finish() -> Files:
@@ -348,10 +333,3 @@ def _copy(tensor: Tensor, to: Tensor) -> None:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _recorded_event(device: torch.device) -> torch.Event:
-    """Returns an event after which the accelerator's copies are complete."""
-    mark = torch.Event(device.type)
-    mark.record()
-    return mark

@@ -42,8 +42,7 @@ _PLACE = optional(tuple_of(text(), integer(1, 65535)))
 def num_copies(copies: int | None) -> int | None:
     """Returns the number of copies set by script or environment; ``None`` for neither.
 
-    Raises:
-        SettingError: This is no number of copies.
+    Raises SettingError for an invalid one.
     """
     setting = os.environ.get(jobenv.CHECKPOINT_COPIES, "").strip()
     if copies is None and setting and setting != "auto":
@@ -63,9 +62,6 @@ class CopyResult:
     """Result of a round of copying.
 
     Attributes:
-        step: Of the checkpoint.
-        bytes: That were sent.
-        seconds: That it took.
         hosts: That have it now.
         problem: Why it is on fewer hosts than were wanted; else empty.
         replaced_hosts: By host for which another one stood in, why.
@@ -89,8 +85,6 @@ class CopyCoordinator:
     """Copies checkpoints from rank 0 to one rank of each other host. Every rank has one.
 
     Args:
-        comms: Of all ranks.
-        store: This rank's checkpoints.
         keep: How many stay on each disk.
         num_wanted: Number of other hosts that get each checkpoint. ``None``: one, unless all ranks
             see rank 0's folder.
@@ -142,12 +136,10 @@ class CopyCoordinator:
         self._replace_sender(peers if rank == 0 else [], 1 if num_wanted is None else num_wanted)
         if rank or not num_wanted or len(receivers) >= num_wanted:
             return ""
+        if not receivers:
+            return "every host sees rank 0's folder"
         host_names = ", ".join(hosts[receiver] for receiver in receivers)
-        return (
-            f"only {host_names} has a disk of its own"
-            if host_names
-            else "every host sees rank 0's folder"
-        )
+        return f"only {host_names} has a disk of its own"
 
     def _start_receiver(self) -> tuple[str, int] | None:
         """Starts this rank's receiver and returns its address."""
@@ -166,9 +158,14 @@ class CopyCoordinator:
             self._sender.close()
             self._former_sender, self._sender = self._sender, None
         if peers:
-            key, store, keep = self._key, self._store, self._keep
             self._sender = _Sender(
-                store, keep, key, peers, count, self.outcomes.put, self._former_sender
+                self._store,
+                self._keep,
+                self._key,
+                peers,
+                count,
+                self.outcomes.put,
+                self._former_sender,
             )
 
     def on_published(self) -> None:
@@ -220,11 +217,8 @@ class _Sender:
                 name: had & hosts for name, had in predecessor._hosts_by_name.items()
             }
             self.in_progress = predecessor.in_progress
-        self._wakeup, self._closed, self._fast = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
+        self._wakeup, self._closed = threading.Event(), threading.Event()
+        self._fast = threading.Event()
         self._idle = threading.Condition()
         self._num_requested = self._num_finished = 0
         self._thread = threading.Thread(target=self._work, name="paceline-copying", daemon=True)
@@ -261,22 +255,15 @@ class _Sender:
     def _send_newest(self) -> None:
         checkpoints, _ = self._store.scan()
         best_checkpoint = self._store.best_of(checkpoints)
-        unfinished = [
-            checkpoint for checkpoint in checkpoints if checkpoint.path.name == self.in_progress
-        ]
-        selected = {
-            checkpoint.path.name: checkpoint
-            for checkpoint in [
-                *unfinished,
-                *checkpoints[:1],
-                *([best_checkpoint] if best_checkpoint else []),
-            ]
-        }
-        self._hosts_by_name = {name: self._hosts_by_name.get(name, set()) for name in selected}
-        for name, checkpoint in selected.items():
+        wanted = [found for found in checkpoints if found.path.name == self.in_progress]
+        wanted += checkpoints[:1]
+        wanted += [best_checkpoint] if best_checkpoint else []
+        steps = {checkpoint.path.name: checkpoint.step for checkpoint in wanted}
+        self._hosts_by_name = {name: self._hosts_by_name.get(name, set()) for name in steps}
+        for name, step in steps.items():
             if not self._closed.is_set():
                 self.in_progress = name
-                self._copy(name, checkpoint.step)
+                self._copy(name, step)
         if not self._closed.is_set():
             self.in_progress = ""
 
@@ -300,15 +287,13 @@ class _Sender:
                 problems[peer.host] = message or type(problem).__name__
             if self._closed.is_set():
                 return
-        is_enough = len(hosts) >= min(self._count, len(self._peers))
-        problem_text = (
-            "" if is_enough else "; ".join(f"{host}: {reason}" for host, reason in problems.items())
-        )
+        problem_text = ""
+        if len(hosts) < min(self._count, len(self._peers)):
+            problem_text = "; ".join(f"{host}: {reason}" for host, reason in problems.items())
+            problems = {}
         if len(hosts) > num_before or problem_text:
-            seconds, replaced = time.monotonic() - start, problems if is_enough else {}
-            self._report(
-                CopyResult(step, sent, seconds, tuple(sorted(hosts)), problem_text, replaced)
-            )
+            seconds, has_copy = time.monotonic() - start, tuple(sorted(hosts))
+            self._report(CopyResult(step, sent, seconds, has_copy, problem_text, problems))
 
     def _send(self, peer: _Peer, name: str) -> int:
         start = time.monotonic()
@@ -316,27 +301,15 @@ class _Sender:
             round_trip_s = time.monotonic() - start
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             talk = CopyChannel.connect(connection, self._key)
-            return send_checkpoint(
-                talk,
-                self._store,
-                name,
-                self._keep,
-                lambda duration_s: self._pause(duration_s - round_trip_s),
-            )
 
-    def _pause(self, duration_s: float) -> None:
-        """Pauses so that copying uses :data:`LINE_SHARE` of the time."""
-        if self._closed.is_set():
-            raise CopyRefused("the training has ended")
-        self._fast.wait(rest_seconds(duration_s))
+            def pause(duration_s: float) -> None:
+                if self._closed.is_set():
+                    raise CopyRefused("the training has ended")
+                self._fast.wait(rest_seconds(duration_s - round_trip_s))
+
+            return send_checkpoint(talk, self._store, name, self._keep, pause)
 
 
 def rest_seconds(duration_s: float) -> float:
     """Returns the pause after a piece that took ``duration_s`` seconds to send."""
     return min(_MAX_REST_S, max(0.0, duration_s) * (1 / LINE_SHARE - 1))
-
-
-def event_fields(copied: CopyResult) -> dict[str, Any]:
-    """Returns the fields of the event that records a copy."""
-    size, seconds = round(copied.bytes / 1e6, 3), round(copied.seconds, 3)
-    return {"step": copied.step, "megabytes": size, "seconds": seconds, "hosts": [*copied.hosts]}

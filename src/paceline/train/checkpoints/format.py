@@ -112,7 +112,6 @@ def write_tensors(
 
     Args:
         path: The file; its folder exists.
-        tensors: By name.
         metadata: Texts for the file's header.
 
     Returns:

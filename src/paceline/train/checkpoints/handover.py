@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from paceline.spec.errors import JobError, PacelineError, SettingError
-from paceline.spec.schema import MAX_LONG_TEXT, dict_of, integer, list_of, regex, text, tuple_of
+from paceline.spec.schema import dict_of, text
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, describe_state
 from paceline.train.checkpoints.format import find_tied_weights, pack, unpack
-from paceline.train.checkpoints.resume import set_position
-from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
+from paceline.train.checkpoints.resume import SHAPES_SCHEMA, set_position, tensor_shapes
+from paceline.train.comms import Comms, parse_texts
 from paceline.train.device import seed_all
 from paceline.train.journal import Journal
 from paceline.train.models import Models
@@ -29,9 +29,6 @@ from paceline.train.models import Models
 PIECE_BYTES = 8 << 20
 """Bytes that travel at once."""
 _DESCRIBED = dict_of(lambda value, where: None, text())
-_TENSORS = dict_of(
-    tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64)), text(MAX_LONG_TEXT)
-)
 _HEADER_BYTES = 1 << 14  # bytes of what describes the state, of most models
 
 
@@ -49,9 +46,7 @@ def send_training(
     where it has come alone: who joins ranks that step apart begins where they last met.
 
     Args:
-        training: Of this rank. Its extras are asked for their states on every rank, as for a
-            checkpoint.
-        comms: Of all ranks.
+        training: Its extras are asked for their states on every rank, as for a checkpoint.
         source: Whose state it is.
         receivers: The ranks that take it; the others keep theirs, and pass pieces on.
         is_new: This rank is a taker that has no state to lose: it receives into its own tensors,
@@ -70,43 +65,34 @@ def send_training(
         name: extra.state_of_gathered() if isinstance(extra, Journal) else extra.state_dict()
         for name, extra in training.extras.items()
     }
-    is_taker, local_tensors = rank in receivers, dict[str, Tensor]()
-    if rank == source or (is_taker and is_new):
-        state, local_tensors = _local_state(training, extras)
-    header = json.dumps(_header(training, state, local_tensors)) if rank == source else ""
+    is_taker, tensors = rank in receivers, dict[str, Tensor]()
+    is_new = is_taker and is_new
+    if rank == source or is_new:
+        state, tensors = _local_state(training, extras)
+    header = json.dumps(_header(training, state, tensors)) if rank == source else ""
     source_header = _received_header(comms.text_of(source, header, _HEADER_BYTES), source)
-    _run_on_takers(
-        comms,
-        lambda: _check_compatible(training, source_header) if is_taker else None,
-        run_alone=is_taker and is_new,
-    )
-    tensors = (
-        local_tensors
-        if rank == source
-        else _receive_buffers(source_header, local_tensors)
-        if is_taker
-        else {}
-    )
-    digest = _transfer(comms, source, _total_bytes(source_header), list(tensors.values()))
+
+    def run(act: Callable[[], None]) -> None:
+        """Runs a taker's action; a new one may fail alone."""
+        if is_new:
+            act()
+        comms.together(lambda: act() if is_taker and not is_new else None)
+
+    run(lambda: _check_compatible(training, source_header))
+    if is_taker and rank != source:
+        tensors = _receive_buffers(source_header, tensors)
+    digest = _transfer(comms, source, source_header, list(tensors.values()))
+    sent = comms.text_of(source, digest)
 
     def apply() -> None:
-        if is_taker:
-            _check_digest(digest, sent, source)
-            _apply_state(training, source_header, tensors)
+        _check_digest(digest, sent, source)
+        _apply_state(training, source_header, tensors)
 
-    sent = comms.text_of(source, digest)
-    _run_on_takers(comms, apply, run_alone=is_taker and is_new)
-    if is_taker and is_new:
+    run(apply)
+    if is_new:
         seed_all(training.seed * 1_000_003 + training.progress.step * 4_001 + rank)
     if training.checksum is not None:
         training.checksum.align()
-
-
-def _run_on_takers(comms: Comms, act: Callable[[], None], *, run_alone: bool) -> None:
-    """Runs a receiver's action; one that runs alone may fail alone."""
-    if run_alone:
-        act()
-    comms.together(lambda: None if run_alone else act())
 
 
 def send_models(models: Models, comms: Comms, source: int, receivers: Collection[int]) -> None:
@@ -128,7 +114,7 @@ def send_models(models: Models, comms: Comms, source: int, receivers: Collection
             unique, tied = _unique_weights(parallel.full_state(models.module))
             tensors |= unique
             header = json.dumps(
-                {"training": packed, "tensors": _tensor_shapes(tensors), "tied": tied}
+                {"training": packed, "tensors": tensor_shapes(tensors), "tied": tied}
             )
         source_header = _received_header(comms.text_of(source, header, _HEADER_BYTES), source)
         if not source_header:
@@ -139,7 +125,7 @@ def send_models(models: Models, comms: Comms, source: int, receivers: Collection
             )
         if rank in receivers:
             tensors = _receive_buffers(source_header, {})
-        digest = _transfer(comms, source, _total_bytes(source_header), list(tensors.values()))
+        digest = _transfer(comms, source, source_header, list(tensors.values()))
         sent = comms.text_of(source, digest)
         comms.together(lambda: _check_digest(digest, sent, source) if rank in receivers else None)
         if rank in receivers:
@@ -160,11 +146,10 @@ def _local_state(
     training: Training, extras: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns this rank's state as JSON, and its own tensors by name."""
-    state, tensors = describe_state(training, training.models.state(replicated_only=True), extras)
     models = training.models
-    unique, tied = _unique_weights(
-        {**parallel.full_state(models.module), **models.synchronized_parameters()}
-    )
+    state, tensors = describe_state(training, models.state(replicated_only=True), extras)
+    weights = {**parallel.full_state(models.module), **models.synchronized_parameters()}
+    unique, tied = _unique_weights(weights)
     return {**state, "tied": tied}, {**unique, **tensors}
 
 
@@ -188,23 +173,12 @@ def _header(
         "switches": training.models.switches,
         "updated": progress.updated,
     }
-    return {"state": state, "tensors": _tensor_shapes(tensors), "more": extra_fields}
-
-
-def _tensor_shapes(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for name, tensor in tensors.items()
-    }
+    return {"state": state, "tensors": tensor_shapes(tensors), "more": extra_fields}
 
 
 def _weights(tensors: dict[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
-    prefix = "weights."
-    weights = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+    prefixed = {name: tensor for name, tensor in tensors.items() if name.startswith("weights.")}
+    weights = {name.removeprefix("weights."): tensor for name, tensor in prefixed.items()}
     return weights | {name: weights[source] for name, source in tied.items()}
 
 
@@ -238,45 +212,30 @@ def _state(value: Any, name: str) -> None:
         return
     _DESCRIBED(value, name)
     if value:
-        _TENSORS(value.get("tensors"), name)
+        SHAPES_SCHEMA(value.get("tensors"), name)
 
 
 def _receive_buffers(header: dict[str, Any], local_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors to receive into: this rank's own if they fit, else new ones."""
     buffers = {}
     for name, (kind, shape) in header["tensors"].items():
-        dtype, local_tensor = getattr(torch, kind), local_tensors.get(name)
-        is_usable = (
-            local_tensor is not None
-            and local_tensor.dtype == dtype
-            and list(local_tensor.shape) == shape
-        )
-        buffers[name] = (
-            local_tensor
-            if local_tensor is not None and is_usable
-            else torch.empty(shape, dtype=dtype)
-        )
+        dtype, buffer = getattr(torch, kind), local_tensors.get(name)
+        if buffer is None or buffer.dtype != dtype or list(buffer.shape) != shape:
+            buffer = torch.empty(shape, dtype=dtype)
+        buffers[name] = buffer
     return buffers
 
 
-def _total_bytes(header: dict[str, Any]) -> int:
-    """Bytes of all tensors."""
-    return sum(
+def _transfer(comms: Comms, source: int, header: dict[str, Any], tensors: Sequence[Tensor]) -> str:
+    """Sends the source's tensors into the receivers'; returns the hash of what passed here.
+
+    ``tensors`` is what is sent, or where it goes; none where it only passes through.
+    """
+    digest, flow = hashlib.sha256(), _ByteStream(tensors)
+    size = sum(
         torch.Size(shape).numel() * getattr(torch, kind).itemsize
         for kind, shape in header["tensors"].values()
     )
-
-
-def _transfer(comms: Comms, source: int, size: int, tensors: Sequence[Tensor]) -> str:
-    """Sends the source's tensors into the receivers'; returns the hash of what passed here.
-
-    Args:
-        comms: Of all ranks.
-        source: The rank that sends.
-        size: Bytes in all.
-        tensors: What is sent, or where it goes; none where it only passes through.
-    """
-    digest, flow = hashlib.sha256(), _ByteStream(tensors)
     for start in range(0, size, PIECE_BYTES):
         piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
         if comms.world.rank == source:
@@ -295,15 +254,13 @@ class _ByteStream:
     """Tensors as one stream of bytes, read or written a piece at a time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._parts = self._flat(tensors)
+        self._parts = (  # one at a time, as some have to be laid out
+            (tensor.contiguous().reshape(-1).view(torch.uint8), tensor)
+            for tensor in tensors
+            if tensor.numel()
+        )
         self._current, self._owner = torch.empty(0, dtype=torch.uint8), torch.empty(0)
         self._offset = 0
-
-    @staticmethod
-    def _flat(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for tensor in tensors:
-            if tensor.numel():
-                yield tensor.contiguous().reshape(-1).view(torch.uint8), tensor
 
     def _spans(self, length: int) -> Iterator[tuple[slice, Tensor]]:
         """Yields the next bytes of the tensors, and their positions in the piece."""
@@ -326,10 +283,9 @@ class _ByteStream:
         for span, part in self._spans(len(piece)):
             part.copy_(piece[span])
             tensor = self._owner
-            if self._offset == len(self._current) and self._current.data_ptr() != tensor.data_ptr():
-                tensor.copy_(
-                    self._current.view(tensor.dtype).reshape(tensor.shape)
-                )  # it had to be laid out
+            is_copy = self._current.data_ptr() != tensor.data_ptr()  # it had to be laid out
+            if self._offset == len(self._current) and is_copy:
+                tensor.copy_(self._current.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _apply_state(training: Training, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -337,9 +293,8 @@ def _apply_state(training: Training, header: dict[str, Any], tensors: dict[str, 
     state, models, progress = header["state"], training.models, training.progress
     try:
         parallel.load_full_state(models.module, _weights(tensors, state["tied"]))
-        models.load_state(
-            models.select_known(unpack(state["training"], tensors)), replicated_only=True
-        )
+        saved = models.select_known(unpack(state["training"], tensors))
+        models.load_state(saved, replicated_only=True)
         for name, extra_state in unpack(state["extras"], tensors).items():
             if name in training.extras:
                 training.extras[name].load_state_dict(extra_state)
@@ -352,9 +307,7 @@ def _apply_state(training: Training, header: dict[str, Any], tensors: dict[str, 
             remedy="give every node the same files and the same options",
         ) from error
     set_position(training, state)
-    extra_fields, models.switches = header["more"], header["more"]["switches"]
-    progress.steps, progress.some_absent = (
-        extra_fields["steps"] or progress.steps,
-        extra_fields["some_absent"],
-    )
-    progress.updated = extra_fields["updated"]
+    extra_fields = header["more"]
+    models.switches = extra_fields["switches"]
+    progress.steps = extra_fields["steps"] or progress.steps
+    progress.some_absent, progress.updated = extra_fields["some_absent"], extra_fields["updated"]

@@ -22,18 +22,17 @@ from paceline.spec.schema import MAX_LONG_TEXT, integer, optional, text, tuple_o
 from paceline.train import parallel
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
-from paceline.train.checkpoints.copies import CopyCoordinator, CopyResult, event_fields, num_copies
+from paceline.train.checkpoints.copies import CopyCoordinator, CopyResult, num_copies
 from paceline.train.checkpoints.resume import LoadedCheckpoint, check_identity, load, restore
-from paceline.train.checkpoints.store import Fenced, Store, WriterLock
+from paceline.train.checkpoints.store import FENCED_REMEDY, Fenced, Store, WriterLock
 from paceline.train.checkpoints.writer import PartialWrite, SaveOutcome, Writer
 from paceline.train.comms import Comms, parse_texts
 from paceline.train.data.disks import is_shared_by_all, visible_ranks
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.elastic.stop import Poll, QuietExit, SignalNotice, Stopped
 
-_SAVED_SCHEMA = tuple_of(
-    optional(integer()), text(MAX_LONG_TEXT)
-)  # the newest step that is saved; what went wrong
+# the newest step that is saved; what went wrong
+_SAVED_SCHEMA = tuple_of(optional(integer()), text(MAX_LONG_TEXT))
 FINAL_COPY_S = 3.0  # for a copy, when the training was asked to stop
 
 
@@ -61,8 +60,7 @@ class SavePolicy:
 def parse_policy(text: str) -> SavePolicy:
     """Parses ``500`` (steps), ``10m`` or ``30s``, ``epoch``, several with commas, or ``never``.
 
-    Raises:
-        SettingError: Anything else.
+    Raises SettingError for anything else.
     """
     steps, seconds, epochs = 0, 0.0, False
     for part in text.split(","):
@@ -85,10 +83,7 @@ class CheckpointManager:
     """Saves and resumes a training. Every rank has one and calls it in the same order.
 
     Args:
-        training: What to save.
         comms: Of all ranks; rank 0 writes.
-        store: Where to.
-        policy: When.
         keep: How many stay; 0 keeps all.
         report: Called with an event's name and its details, ``warning`` where it is to be shown.
         stop_when_full: Ends the training cleanly when a checkpoint could not be written.
@@ -127,16 +122,10 @@ class CheckpointManager:
         self._save_request, self._answered_request = save_request, 0
         self._poll = Poll(comms, membership)
         self._last_save_time, self._last_save_step = time.monotonic(), -1
-        self._save_problem, self._fenced_reason, self._complete_step, self._has_taken_over = (
-            "",
-            "",
-            0,
-            False,
-        )
+        self._save_problem = self._fenced_reason = ""
+        self._complete_step, self._has_taken_over = 0, False
         self._copy_problem, self._is_closing = "", False  # why, as it was last told
-        self._replaced_hosts: set[str] = (
-            set()
-        )  # hosts in whose place others take copies, as last told
+        self._replaced_hosts: set[str] = set()  # others take copies instead, as last told
         self._callbacks, self._reported_step = callbacks, 0
         self._is_sharded = False
         self._is_writer = comms.world.rank == 0
@@ -252,34 +241,27 @@ class CheckpointManager:
     # -- on the way ----------------------------------------------------------------------
 
     def on_step_end(self, *, at_pause: bool = False) -> None:
-        """Saves and stops when it is time; called after every global step.
+        """Saves when it is time, or saves and raises Stopped; called after every global step.
 
         Args:
             at_pause: The script has control next, and may do for long what it likes.
-
-        Raises:
-            Stopped: After the state was saved.
         """
         if self._save_pending or self._policy.is_due_at_step(self._training.progress.step):
             self.save()
         self.poll(force=at_pause)
 
     def poll(self, *, force: bool = False) -> None:
-        """Polls for requests; also called in evaluation, equally often on every rank.
+        """Polls for requests, about twice a second unless forced.
 
-        Args:
-            force: Asks all ranks now, and not only about twice a second.
+        Also called in evaluation, equally often on every rank.
         """
         if not self._poll.is_due() and not force:
             return
         self.report_outcomes()
         self._report_saved()
         self._lock.refresh()
-        stop = bool(
-            self._notice.stop
-            or self._fenced_reason
-            or (self._save_problem and self._stop_when_full)
-        )
+        is_full = self._save_problem and self._stop_when_full
+        stop = bool(self._notice.stop or self._fenced_reason or is_full)
         is_late = self._policy.is_due_after(time.monotonic() - self._last_save_time)
         save = self._notice.save or (self._comms.world.rank == 0 and is_late)  # by rank 0's clock
         requests = self._poll.exchange(
@@ -338,43 +320,33 @@ class CheckpointManager:
                 f"stopped after step {self._training.progress.step}: this job is not the one that"
                 " makes checkpoints any more",
                 found=fenced,
-                remedy="nothing, if this is what is left of an earlier start; else give each job"
-                " a --run-dir of its own",
+                remedy=FENCED_REMEDY,
             )
         reasons = self._comms.texts(self._notice.stop or self._save_problem)
         origin_rank = next((rank for rank, text in enumerate(reasons) if text), None)
         reason = "request" if origin_rank is None else reasons[origin_rank]
-        step, launcher_folder = (
-            self._training.progress.step,
-            os.environ.get(jobenv.LAUNCHER_RUN_DIR),
-        )
+        step = self._training.progress.step
         reports = self._comms.texts(json.dumps([self._newest_saved_step, self._save_problem]))
         saved_step, problem = parse_texts(reports, _SAVED_SCHEMA)[0]
         if self._last_save_step < 0:  # a rank was lost meanwhile, which may have been writing it
             self.save()
             self._stop()
+        saved_text = _describe_saved(saved_step)
         if self._comms.world.rank == 0:
             if problem:
-                described = _describe_saved(saved_step)
-                text = f"{problem}: the state of step {step} is not saved, {described}"
+                text = f"{problem}: the state of step {step} is not saved, {saved_text}"
                 self._report("checkpoint failed", step=step, warning=text)
-            self._report(
-                "stopped",
-                step=step,
-                reason=reason,
-                **({} if saved_step is None else {"saved": saved_step}),
-            )
+            saved = {} if saved_step is None else {"saved": saved_step}
+            self._report("stopped", step=step, reason=reason, **saved)
+        launcher_folder = os.environ.get(jobenv.LAUNCHER_RUN_DIR)
         folder = launcher_folder or str(self._store.root.parent)
-        resume_hint = f"{jobenv.RUN_DIR}={shlex.quote(folder)} before the same command resumes it"
-        stopped = Stopped(
-            f"stopped on {reason} after step {step}",
-            found=f"{problem}: {_describe_saved(saved_step)}"
-            if problem
-            else f"checkpoint of step {saved_step} in {folder}",
-            remedy=""
-            if launcher_folder or saved_step == 0
-            else resume_hint,  # the launcher tells its own command, once
-        )
+        found = f"checkpoint of step {saved_step} in {folder}"
+        if problem:
+            found = f"{problem}: {saved_text}"
+        remedy = ""
+        if saved_step != 0 and not launcher_folder:  # the launcher tells its own command, once
+            remedy = f"{jobenv.RUN_DIR}={shlex.quote(folder)} before the same command resumes it"
+        stopped = Stopped(f"stopped on {reason} after step {step}", found=found, remedy=remedy)
         stopped.origin_rank = origin_rank or 0
         if jobenv.EVENT_FD not in os.environ:  # nobody sorts what ranks say: one is enough
             if self._comms.world.rank == stopped.origin_rank:
@@ -383,14 +355,11 @@ class CheckpointManager:
         raise stopped
 
     def save_and_exit_alone(self) -> NoReturn:
-        """Saves this rank's state to its own disk and exits, when no other rank is reachable.
+        """Saves this rank's state to its own disk and raises Stopped: no other rank is reachable.
 
         The token stays what it was, and so does a folder that rank 0 sees: the others may train on
         beside a launcher that only this host does not hear. What they save then is of a later step,
         or of a larger token where rank 0 was lost.
-
-        Raises:
-            Stopped: Always.
         """
         self._copies.close()
         step = self._training.progress.step
@@ -400,13 +369,11 @@ class CheckpointManager:
             self.save()
             self._writer.wait()
             self.report_outcomes()
-        location = f"checkpoint of step {self._complete_step} in {self._store.root.parent}"
-        raise Stopped(
-            f"stopped after step {step}: the launcher is gone, and other ranks with it",
-            found=location
-            if can_save and self._complete_step == step
-            else "this rank has saved nothing",
-        )
+        found = "this rank has saved nothing"
+        if can_save and self._complete_step == step:
+            found = f"checkpoint of step {step} in {self._store.root.parent}"
+        message = f"stopped after step {step}: the launcher is gone, and other ranks with it"
+        raise Stopped(message, found=found)
 
     def save(self, is_best: bool = False) -> None:
         """Saves the current state; the training waits for the copy only."""
@@ -468,7 +435,14 @@ class CheckpointManager:
 
     def _report_copy(self, copied: CopyResult) -> None:
         if copied.hosts:
-            self._report("checkpoint copied", **event_fields(copied))
+            size, seconds = round(copied.bytes / 1e6, 3), round(copied.seconds, 3)
+            self._report(
+                "checkpoint copied",
+                step=copied.step,
+                megabytes=size,
+                seconds=seconds,
+                hosts=[*copied.hosts],
+            )
         if self._is_closing or self._training.progress.finished:
             return  # other ranks may have left
         for host in copied.replaced_hosts.keys() - self._replaced_hosts:
@@ -495,8 +469,7 @@ class CheckpointManager:
     def close(self, *, failed: bool = False) -> None:
         """Waits for writes in progress and releases the folder.
 
-        Args:
-            failed: Other ranks may be gone; nothing is expected of them any more.
+        After a failure other ranks may be gone; nothing is expected of them any more.
         """
         self._is_closing = True
         if failed:

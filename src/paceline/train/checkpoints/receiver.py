@@ -57,7 +57,6 @@ class CopyChannel:
 
     Args:
         connection: Closed by its owner.
-        key: Of the job.
         hello: The nonce of the side that was called.
         nonce: The caller's.
         calls: This is the caller's side.
@@ -127,8 +126,6 @@ class Receiver:
     """Receives copies into this host's folder of checkpoints.
 
     Args:
-        root: The folder.
-        key: Of the job.
         address: Of this host, as the others reach it.
 
     Attributes:
@@ -195,32 +192,21 @@ class Receiver:
                 self.drop_sender()  # who proves itself now is the only one that still writes
                 self._active_connection = caller.connection
                 threading.Thread(
-                    target=self._serve_writer, args=(talk,), name="paceline-copy", daemon=True
+                    target=self._receive, args=(talk,), name="paceline-copy", daemon=True
                 ).start()
         if not self._is_open:
             with self._storing:
                 self._clear()
 
-    def _serve_writer(self, talk: CopyChannel) -> None:
+    def _receive(self, talk: CopyChannel) -> None:
+        refusals = CopyRefused, DamagedCheckpoint, Fenced, OSError, ValueError, KeyError, TypeError
         # whatever is wrong with one, the next is served
         with talk.connection, self._storing, contextlib.suppress(OSError, ValueError, CopyRefused):
-            self._receive(talk)
-
-    def _receive(self, talk: CopyChannel) -> None:
-        offer = talk.receive()
-        try:
-            answer = self._store(talk, offer)
-        except (
-            CopyRefused,
-            DamagedCheckpoint,
-            Fenced,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ) as problem:
-            talk.send(problem=_problem_text(problem))
-        else:
+            offer = talk.receive()
+            try:
+                answer: dict[str, Any] = self._store(talk, offer)
+            except refusals as problem:
+                answer = {"problem": _problem_text(problem)}
             talk.send(**answer)
 
     def _store(self, talk: CopyChannel, offer: Mapping[str, Any]) -> dict[str, bool]:
@@ -247,12 +233,10 @@ class Receiver:
         free = shutil.disk_usage(self._root).free
         if free < needed + RESERVED_BYTES:
             shutil.rmtree(folder, ignore_errors=True)
-            space = (
-                f"{needed / 1e6:.1f} MB needed besides the"
-                f" {RESERVED_BYTES / 1e6:.0f} MB that copies leave,"
-                f" {free / 1e6:.1f} MB free"
+            raise CopyRefused(
+                f"the disk of {self._root} is too full: {needed / 1e6:.1f} MB needed besides the"
+                f" {RESERVED_BYTES / 1e6:.0f} MB that copies leave, {free / 1e6:.1f} MB free"
             )
-            raise CopyRefused(f"the disk of {self._root} is too full: {space}")
         can_continue = False
         try:
             talk.send(send=True, have=received, shared=[*linked])
@@ -354,20 +338,12 @@ def _receive_files(
 
 
 def send_checkpoint(
-    talk: CopyChannel,
-    store: Store,
-    name: str,
-    keep: int,
-    pause: Callable[[float], None],
+    talk: CopyChannel, store: Store, name: str, keep: int, pause: Callable[[float], None]
 ) -> int:
-    """Offers a checkpoint and sends what the receiver lacks.
-
-    Returns the bytes that were sent.
+    """Offers a checkpoint and sends what the receiver lacks; returns the bytes that were sent.
 
     Args:
-        talk: With a receiver.
-        store: Of the writer.
-        name: Of the checkpoint there.
+        store, name: The writer's store, and the checkpoint's name there.
         keep: How many the receiver keeps.
         pause: Called with the seconds that each piece took; returns when the next may go.
 

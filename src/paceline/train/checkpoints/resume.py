@@ -55,8 +55,10 @@ def _accept_any(value: Any, name: str) -> None:
 
 # what the rank that has the checkpoint tells the others
 _HEADER_SCHEMA = record(problem=text(MAX_LONG_TEXT), state=_accept_any, source=text(), host=text())
-_TENSOR = tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64))
-_SHAPES = dict_of(dict_of(_TENSOR, text(MAX_LONG_TEXT)))
+SHAPES_SCHEMA = dict_of(
+    tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64)), text(MAX_LONG_TEXT)
+)
+"""What :func:`tensor_shapes` returns, from another rank."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,6 @@ class LoadedCheckpoint:
     """A checkpoint in memory, the same on every rank.
 
     Attributes:
-        step: Global steps done.
         state: Content of ``state.json``.
         tensors: By file and name, on the CPU.
         source: Where it was read, for people.
@@ -90,13 +91,10 @@ def load(
 
     Args:
         comms: All ranks must call this.
-        selector: See :meth:`Store.wanted`.
-        store: This run's checkpoints.
+        selector: See :meth:`Store.select`. ``never`` returns ``None``, and so does ``auto`` if
+            there is no checkpoint.
         warn: Called on rank 0 with each thing passed over.
         sharded: Every rank reads its own shards, where all of them see such a checkpoint.
-
-    Returns:
-        ``None`` when there is none and ``selector`` is ``auto``, or ``selector`` is ``never``.
 
     Raises:
         DataError: There is none, or none that is intact.
@@ -179,15 +177,10 @@ def _load_from(
         _check_state(header["state"])
     except ValueError as wrong:
         raise JobError(f"rank {owner} sent no state of a training", found=str(wrong)) from None
-    tensors_here = _share_tensors(comms, owner, tensors)
-    source_text = f"{header['source']} on {header['host']}"
-    return LoadedCheckpoint(
-        header["state"]["progress"]["step"],
-        header["state"],
-        tensors_here,
-        source_text,
-        shared_folder,
-    ), ""
+    state, source = header["state"], f"{header['source']} on {header['host']}"
+    tensors = _share_tensors(comms, owner, tensors)
+    step = state["progress"]["step"]
+    return LoadedCheckpoint(step, state, tensors, source, shared_folder), ""
 
 
 def _shared_folder(comms: Comms, owner: int, offer: StoredCheckpoint | None) -> Path | None:
@@ -262,18 +255,20 @@ def _check_state(state: Any) -> dict[str, Any]:
     return state
 
 
+def tensor_shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns type and shape of each tensor, by name, as JSON values."""
+    return {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in tensors.items()
+    }
+
+
 def _share_tensors(comms: Comms, owner: int, tensors: Files) -> Files:
     """Gives every rank the owner's tensors: shapes as text, then all content."""
     if comms.is_alone:
         return tensors
-    shapes = {
-        file: {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for name, tensor in content.items()
-        }
-        for file, content in tensors.items()
-    }
-    header = parse_texts(comms.texts(json.dumps(shapes)), _SHAPES)[owner]
+    shapes = {file: tensor_shapes(content) for file, content in tensors.items()}
+    header = parse_texts(comms.texts(json.dumps(shapes)), dict_of(SHAPES_SCHEMA))[owner]
     if comms.world.rank != owner:
         tensors = {
             file: {
@@ -287,11 +282,7 @@ def _share_tensors(comms: Comms, owner: int, tensors: Files) -> Files:
 
 
 def check_identity(loaded: LoadedCheckpoint, identity: Mapping[str, str]) -> None:
-    """Refuses to resume another training than the checkpoint's.
-
-    Raises:
-        SettingError: Names everything that differs.
-    """
+    """Raises SettingError, with all that differs, if the checkpoint is of another training."""
     recorded: dict[str, object] = loaded.state["identity"]
     differing = [
         f"{name}: {recorded[name]!s:.200} then, {value} now"
@@ -307,11 +298,7 @@ def check_identity(loaded: LoadedCheckpoint, identity: Mapping[str, str]) -> Non
 
 
 def restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None:
-    """Restores a training from a checkpoint, at any world size.
-
-    Raises:
-        DataError: It is the state of something else.
-    """
+    """Restores a training from a checkpoint, at any world size; DataError if it does not fit."""
     try:
         _restore(loaded, training, comms)
     except PacelineError:
@@ -336,10 +323,9 @@ def _restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None
         shards.read_into(loaded.shards / WEIGHT_SHARDS, parallel.local_state(models.module))
         current: dict[str, Tensor] = {}
         pack(models.state(assemble=False), current, "training")
-        saved = models.select_known(
-            state["training"]
-        )  # there may be averages that are not wanted now
-        saved_text = json.dumps(saved)  # and others that were not wanted then
+        # there may be averages that are not wanted now, and others that were not wanted then
+        saved = models.select_known(state["training"])
+        saved_text = json.dumps(saved)
         local_shards = {
             name: tensor
             for name, tensor in sharded_tensors(current).items()
@@ -360,9 +346,6 @@ def _restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None
 def set_position(training: Training, state: Mapping[str, Any]) -> None:
     """Sets a training's position in the data from a state."""
     position, progress = state["progress"], training.progress
-    progress.step, progress.epoch, progress.offset = (
-        position["step"],
-        position["epoch"],
-        position["offset"],
-    )
+    progress.step, progress.epoch = position["step"], position["epoch"]
+    progress.offset = position["offset"]
     progress.evaluated = position.get("evaluated", progress.step)

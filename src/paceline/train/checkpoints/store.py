@@ -58,6 +58,12 @@ _CLAIM_PATTERN = re.compile(re.escape(_CLAIM_PREFIX) + r"([1-9][0-9]{0,5})")
 _TEMPORARY_PATTERN = re.compile(r"\.[0-9]+\.([0-9]+)\.([0-9]+)\.tmp")  # step, token, process
 
 
+FENCED_REMEDY = (
+    "nothing, if this is what is left of an earlier start; else give each job a --run-dir of its"
+    " own"
+)
+
+
 class Fenced(JobError):
     """A newer writer owns the folder: this one publishes nothing more."""
 
@@ -90,12 +96,7 @@ class StoredCheckpoint:
 
 @dataclass(slots=True)
 class Store:
-    """All checkpoints of a run.
-
-    Attributes:
-        root: The folder that holds them.
-        token: Of this writer.
-    """
+    """All checkpoints of a run."""
 
     root: Path
     token: int = 1
@@ -135,27 +136,25 @@ class Store:
             best_checkpoint = self.best_of(checkpoints)
             return ([best_checkpoint] if best_checkpoint else []), skipped
         if selector.isdecimal():
-            return [
-                checkpoint for checkpoint in checkpoints if checkpoint.step == int(selector)
-            ], skipped
+            checkpoints = [found for found in checkpoints if found.step == int(selector)]
         return checkpoints, skipped
 
     def best_of(self, checkpoints: Iterable[StoredCheckpoint]) -> StoredCheckpoint | None:
         """Returns the latest of these that was the best when it was made."""
         pointer = read_pointer(self.root / BEST)
         candidates = [
-            o for o in checkpoints if o.path.name == pointer or o.manifest.info.get("best") is True
+            checkpoint
+            for checkpoint in checkpoints
+            if checkpoint.path.name == pointer or checkpoint.manifest.info.get("best") is True
         ]
         return max(candidates, key=lambda checkpoint: checkpoint.version, default=None)
 
     def find_file(self, name: str, entry: FileEntry) -> Path | None:
         """Returns the path of this file in an earlier checkpoint, by manifest."""
-        holders = (
-            checkpoint
-            for checkpoint in self.scan()[0]
-            if checkpoint.manifest.files.get(name) == entry
-        )
-        return next((checkpoint.path / name for checkpoint in holders), None)
+        for checkpoint in self.scan()[0]:
+            if checkpoint.manifest.files.get(name) == entry:
+                return checkpoint.path / name
+        return None
 
     def link(self, name: str, entry: FileEntry, target: Path) -> bool:
         """Makes ``target`` a hard link to this file of an earlier checkpoint, if possible."""
@@ -176,9 +175,7 @@ class Store:
     def claim_token(self, minimum: int, owner: str) -> None:
         """Claims a token above ``minimum`` and all present ones, which fences former writers.
 
-        Args:
-            minimum: The largest that is known of, here or elsewhere.
-            owner: Who has it now, for people.
+        ``owner`` says who has it now, for people.
 
         Raises:
             OSError: The disk takes no more names.
@@ -209,11 +206,7 @@ class Store:
                 claim_file.unlink(missing_ok=True)
 
     def check_not_fenced(self) -> None:
-        """Checks that nobody has claimed a newer token since :meth:`claim_token`.
-
-        Raises:
-            Fenced: Somebody has; says who.
-        """
+        """Raises Fenced if somebody has claimed a newer token since :meth:`claim_token`."""
         probe = self.root / self._probe_name
         with contextlib.suppress(OSError):  # a name of our own has a network disk list anew
             probe.touch()
@@ -222,14 +215,12 @@ class Store:
         if highest > self.token:
             owner = ""
             with contextlib.suppress(OSError, ValueError):
-                owner = files.read_bytes_limited(self.root / f"{_CLAIM_PREFIX}{highest}").decode()[
-                    :300
-                ]
+                claim_file = self.root / f"{_CLAIM_PREFIX}{highest}"
+                owner = files.read_bytes_limited(claim_file).decode()[:300]
             raise Fenced(
                 f"another writer has taken over {self.root}",
                 found=owner or f"its token is {highest}, ours {self.token}",
-                remedy="nothing, if this is what is left of an earlier start; else give each job"
-                " a --run-dir of its own",
+                remedy=FENCED_REMEDY,
             )
 
     @property
@@ -253,17 +244,12 @@ class Store:
         raise JobError(f"{folder} is no place for a checkpoint in {self.root}, and rank 0 named it")
 
     def publish(self, folder: Path, manifest: Manifest) -> Path:
-        """Turns a finished folder into the checkpoint of its step, atomically.
-
-        Raises:
-            Fenced: A newer writer is there.
-        """
+        """Turns a finished folder into the checkpoint of its step, atomically; may raise Fenced."""
         files.write_bytes(folder / MANIFEST, manifest.encode())
         self.check_not_fenced()
         # From here on a newer writer may come at any moment: only names with our token are touched.
-        return self.install(
-            folder, (self.token, manifest.step), is_best=manifest.info.get("best") is True
-        )
+        is_best = manifest.info.get("best") is True
+        return self.install(folder, (self.token, manifest.step), is_best=is_best)
 
     def install(self, folder: Path, version: Version, *, is_best: bool) -> Path:
         """Gives a finished folder its name and updates pointers; replaces one of that name."""
@@ -370,7 +356,6 @@ class WriterLock:
     """Write lock of a folder: the kernel's lock if it reaches, heartbeats elsewhere.
 
     Args:
-        folder: The folder to be written to.
         run: Identity of the job; a later attempt of the same job takes the lock over.
 
     Attributes:
@@ -405,17 +390,25 @@ class WriterLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             self._has_kernel_lock = files.lock(descriptor) is not False
-            is_alive = (
-                self._is_alive_on_other_host if self._has_kernel_lock else self._is_alive_with_lock
-            )
+            is_alive = self._is_alive_with_lock
+            if self._has_kernel_lock:
+                is_alive = self._is_alive_on_other_host
             if not force and is_alive(descriptor):
-                raise self._refusal(_read_owner(descriptor))
+                owner = _read_owner(descriptor)
+                raise SettingError(
+                    f"another job writes to {self._path.parent}",
+                    found=owner.describe() if owner else "its owner could not be read",
+                    remedy="give this job a --run-dir of its own, or wait until the other has"
+                    " ended",
+                )
         except BaseException:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
         _HELD_LOCKS.add(self)
-        self._write(descriptor)
+        with contextlib.suppress(OSError):  # of SMB, while a former writer holds the kernel's lock
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(self.owner)).encode(), 0)
 
     def _is_alive_with_lock(self, descriptor: int) -> bool:
         """Whether the holder of the kernel's lock must be assumed to write."""
@@ -428,11 +421,9 @@ class WriterLock:
     def _is_alive_on_other_host(self, descriptor: int) -> bool:
         """Whether a holder that the kernel's lock does not reach is alive."""
         owner = _read_owner(descriptor)
-        if (
-            owner is None
-            or owner.host == socket.gethostname()
-            or (owner.run and owner.run == self._run)
-        ):
+        if owner is None or owner.host == socket.gethostname():
+            return False
+        if owner.run and owner.run == self._run:
             return False
         heartbeat = os.fstat(descriptor).st_mtime
         if self._server_time() - heartbeat >= STALE_AFTER_S:
@@ -453,11 +444,8 @@ class WriterLock:
 
     def _owns_run_directory(self) -> bool:
         """Whether our launcher holds the run directory, so earlier runs there have ended."""
-        run_directory = os.environ.get(jobenv.RUN_DIR)
-        return (
-            bool(self._run and run_directory)
-            and Path(str(run_directory)) == self._path.parent.parent
-        )
+        folder = os.environ.get(jobenv.RUN_DIR, "")
+        return bool(self._run and folder) and Path(folder) == self._path.parent.parent
 
     def _has_heartbeat(self, heartbeat: float) -> bool:
         """Whether the holder shows a heartbeat within :data:`WATCH_S`."""
@@ -468,18 +456,6 @@ class WriterLock:
                 if os.fstat(file.fileno()).st_mtime != heartbeat:
                     return True
         return False
-
-    def _refusal(self, owner: LockOwner | None) -> SettingError:
-        return SettingError(
-            f"another job writes to {self._path.parent}",
-            found=owner.describe() if owner else "its owner could not be read",
-            remedy="give this job a --run-dir of its own, or wait until the other has ended",
-        )
-
-    def _write(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError):  # of SMB, while a former writer holds the kernel's lock
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(asdict(self.owner)).encode(), 0)
 
     @property
     def owner(self) -> LockOwner:
@@ -492,13 +468,12 @@ class WriterLock:
         if self._descriptor is not None and time_s >= self._refresh_at:
             self._refresh_at = time_s + HEARTBEAT_S
             with contextlib.suppress(OSError):
-                self._has_kernel_lock = (
-                    self._has_kernel_lock or files.lock(self._descriptor) is not False
-                )
+                if not self._has_kernel_lock:
+                    self._has_kernel_lock = files.lock(self._descriptor) is not False
                 os.utime(self._path)
 
     def abandon(self) -> None:
-        """Closes the descriptor in a forked child, which does not own the lock."""
+        """Closes the descriptor, also in a forked child, which does not own the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -508,8 +483,7 @@ class WriterLock:
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
+        self.abandon()
 
 
 _HELD_LOCKS: weakref.WeakSet[WriterLock] = weakref.WeakSet()

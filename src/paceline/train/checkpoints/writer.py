@@ -40,10 +40,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """Result of a save: ``problem`` is empty if it went well.
-
-    ``fenced``: another writer has taken over, which is the end of this one.
-    """
+    """Result of a save: no ``problem`` if it went well; ``fenced`` if another writer took over."""
 
     step: int
     seconds: float
@@ -56,7 +53,6 @@ class Writer:
     """Writes one checkpoint at a time into a store.
 
     Args:
-        store: Where.
         keep: How many of the newest stay; 0 keeps all.
         on_published: Called by the thread after each checkpoint that is there.
 
@@ -75,12 +71,7 @@ class Writer:
         self._abandoned = threading.Event()
 
     def start(self, snapshot: Snapshot, part: PartialWrite | None = None) -> None:
-        """Starts to write, after the previous write has ended.
-
-        Args:
-            snapshot: What this process writes.
-            part: Set where every rank writes what it holds.
-        """
+        """Starts to write, after the previous write has ended; ``part`` if every rank writes."""
         self.wait()
         finish = self.copier.start(snapshot.tensors, snapshot.deferred)
         self._thread = threading.Thread(
@@ -151,11 +142,7 @@ class Writer:
         return entries
 
     def make_folder(self, step: int, needed: int) -> Path:
-        """Makes an empty folder for a checkpoint of ``needed`` bytes.
-
-        Raises:
-            OSError: There is no room, or no folder can be made.
-        """
+        """Makes an empty folder for a checkpoint of ``needed`` bytes; OSError without room."""
         self._store.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._store.root).free
         if free < needed + _RESERVED_BYTES:
@@ -179,20 +166,13 @@ def _name_frozen(tensors: Files) -> tuple[Files, dict[str, FileEntry]]:
         return tensors, {}
     entry = FileEntry(*hash_and_size(tensors[FROZEN]))
     name = frozen_file(entry.sha256)
-    return {name if file == FROZEN else file: content for file, content in tensors.items()}, {
-        name: entry
-    }
+    renamed = {name if file == FROZEN else file: content for file, content in tensors.items()}
+    return renamed, {name: entry}
 
 
 @dataclass(frozen=True, slots=True)
 class PartialWrite:
-    """A rank's part in a checkpoint of all ranks.
-
-    Attributes:
-        folder: The temporary folder, seen by all of them.
-        rank: This process.
-        size: Number of ranks.
-    """
+    """A rank's part in a checkpoint of all ranks, in a temporary folder that all of them see."""
 
     folder: Path
     rank: int
@@ -204,11 +184,7 @@ class PartialWrite:
 
 
 def write_part(part: PartialWrite, write: Callable[[], Mapping[str, FileEntry]]) -> None:
-    """Writes this rank's files and a note about them, or about a failure.
-
-    Raises:
-        OSError: The files could not be written.
-    """
+    """Writes this rank's files and a note about them, or about a failure, which it raises."""
     try:
         entries = {name: asdict(entry) for name, entry in write().items()}
     except Exception as error:
@@ -219,28 +195,25 @@ def write_part(part: PartialWrite, write: Callable[[], Mapping[str, FileEntry]])
 
 
 def collect_parts(part: PartialWrite, is_abandoned: threading.Event) -> dict[str, FileEntry]:
-    """Waits for the other ranks' notes and removes them.
+    """Waits for the other ranks' notes and removes them; returns what they have written.
 
     Args:
-        part: Of rank 0.
         is_abandoned: Set when other ranks may be gone.
-
-    Returns:
-        What all of them have written.
 
     Raises:
         OSError: A rank could not write, or nothing was written for :data:`STALL_TIMEOUT_S`.
     """
     entries: dict[str, FileEntry] = {}
     pending = set(range(1, part.size))
-    watch = _ProgressWatch(part.folder)
+    written, grown_at = -1, time.monotonic()
     while pending:
         for rank in [rank for rank in pending if part.note(rank).exists()]:
             entries |= _read_note(part.note(rank))
             pending.remove(rank)
-        if pending and watch.idle_s() > (
-            FAILED_TIMEOUT_S if is_abandoned.is_set() else STALL_TIMEOUT_S
-        ):
+        if (folder_bytes := _folder_bytes(part.folder)) != written:
+            written, grown_at = folder_bytes, time.monotonic()
+        timeout_s = FAILED_TIMEOUT_S if is_abandoned.is_set() else STALL_TIMEOUT_S
+        if pending and time.monotonic() - grown_at > timeout_s:
             missing = ", ".join(map(str, sorted(pending)))
             raise OSError(f"rank {missing} has not written its part to {part.folder}")
         time.sleep(_POLL_S if pending else 0)
@@ -255,20 +228,7 @@ def _read_note(note: Path) -> dict[str, FileEntry]:
     return {name: FileEntry(**entry) for name, entry in content["files"].items()}
 
 
-class _ProgressWatch:
-    """Measures for how long nothing in a folder has grown."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._bytes, self._grown_at = folder, -1, time.monotonic()
-
-    def idle_s(self) -> float:
-        """Seconds since something was last seen to grow."""
-        written = self._written()
-        if written != self._bytes:
-            self._bytes, self._grown_at = written, time.monotonic()
-        return time.monotonic() - self._grown_at
-
-    def _written(self) -> int:
-        with contextlib.suppress(OSError):
-            return sum(path.stat().st_size for path in self._folder.rglob("*"))
-        return self._bytes
+def _folder_bytes(folder: Path) -> int:
+    with contextlib.suppress(OSError):  # a file was renamed meanwhile
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+    return -1

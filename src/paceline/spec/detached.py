@@ -98,7 +98,6 @@ class SupervisorLocation:
     """The content of ``detached.json``: where a detached run continues. Holds no secret.
 
     Attributes:
-        run_id: Id of the run.
         host: The user's name for the supervisor's host.
         address: What SSH connects to.
         folder: The run's folder there.

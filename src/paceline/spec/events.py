@@ -106,9 +106,8 @@ FIELDS: dict[str, Schema] = {
     "problem": text(MAX_LONG_TEXT),
     "python": SHORT_TEXT,  # version
     "rank": RANK,
-    "ranks_s": list_of(
-        list_of(number, 20), 1 << 20
-    ),  # of each rank: seconds of a step in each of PARTS
+    # of each rank: seconds of a step in each of PARTS
+    "ranks_s": list_of(list_of(number, 20), 1 << 20),
     "rates": list_of(number, 1 << 20),  # of each rank: its own samples a second
     "reason": SHORT_TEXT,  # one word, for the launcher
     "resumed": boolean,  # the training continues an earlier one
@@ -181,15 +180,12 @@ KINDS: dict[str, Kind] = {
     "keeps checkpoints": _kind("rank", optional="keep"),  # and makes one on request
     "saving": _kind("rank", optional="step"),  # the requested checkpoint; by rank 0
     "checkpoint": _kind("rank", optional="step megabytes seconds"),
-    "checkpoint copied": _kind(
-        "rank", optional="step megabytes seconds hosts"
-    ),  # which have it now
+    "checkpoint copied": _kind("rank", optional="step megabytes seconds hosts"),
     "checkpoint copy failed": _kind("rank", optional="step problem warning"),
     "checkpoint failed": _kind("rank", optional="step problem warning"),
     "checkpoint skipped": _kind("rank", optional="warning"),
-    "overlap settled": _kind(
-        "rank", optional="step bucket_bytes first_bytes seconds before tried"
-    ),  # of the exchange of gradients with computing
+    # the overlap of the exchange of gradients with computing
+    "overlap settled": _kind("rank", optional="step bucket_bytes first_bytes seconds before tried"),
     "stopped": _kind("rank", optional="step why saved"),  # on request
     "straggler": _kind("rank", optional="straggler its_host cause seconds part text"),  # by rank 0
     "straggler over": _kind("rank", optional="straggler its_host text"),
@@ -198,9 +194,10 @@ KINDS: dict[str, Kind] = {
     "model saved": _kind("rank", optional="step sha256 folder"),
     "model kept elsewhere": _kind("rank", optional="folder"),
     "shares": _kind("rank", optional="step shares why"),  # of the global batch, from that step on
+    # sent at the end of a rank, children included
     "gradient exchange": _kind(
         "rank", optional="optimizer_steps calls largest_call exchanges in_children"
-    ),  # sent at the end of a rank, children included
+    ),
     "slow rank": _kind("rank", optional="warning"),
     "warning": _kind("rank", optional="warning"),
     "failed": _kind("rank", optional="error"),
@@ -221,9 +218,7 @@ KINDS: dict[str, Kind] = {
     "heartbeat": _kind("rank", optional="step phase", is_recorded=False),
     "metrics": _kind("rank", optional="step split", is_recorded=False),  # to metrics.jsonl
     "progress": _kind("rank", optional="step steps epoch epochs", is_recorded=False),
-    "pace": _kind(
-        "rank", "ranks_s rates", optional="step", is_recorded=False
-    ),  # by rank 0, periodically
+    "pace": _kind("rank", "ranks_s rates", "step", is_recorded=False),  # by rank 0, periodically
     "say": _kind("rank", "text", is_recorded=False),  # to the rank's log
     # sent by an agent
     "imported": _kind("agent", "seconds python executable", "torch cuda nccl backends"),

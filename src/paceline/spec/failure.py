@@ -91,7 +91,6 @@ class Failure:
     """The end of a rank or a node by a failure.
 
     Attributes:
-        kind: Kind of the failure.
         host: Host name; empty if unknown.
         rank: Rank; ``None`` for the whole node.
         time: Seconds of the launcher's monotonic clock, corrected for the node's; 0 from a file.
@@ -172,7 +171,6 @@ class Result:
     Attributes:
         exit_code: 0, the first failing rank's status, or 128 + n after signal n; ``UNKNOWN`` for a
             run that left no result.
-        failure: The first failure, if any.
         interrupted: Number of the signal that the user sent, if any.
         num_other_failures: Ranks and nodes that failed after the first.
         error: Why it was not started: message, what was found and a remedy as one text.

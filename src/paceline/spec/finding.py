@@ -13,9 +13,7 @@ class Finding:
     """One result of a check about hosts, with its remedy.
 
     Attributes:
-        check: Identifier of the check.
         outcome: ``unknown`` means that the check could not be made.
-        hosts: The hosts that it concerns.
         message: What was found, in one sentence.
         remedy: What to type or change; required when the outcome is ``fail``.
     """

@@ -18,10 +18,8 @@ class Row:
 
     Attributes:
         term: The option as typed, with its placeholder.
-        text: What it does.
         default: Its default for people; empty for none.
         choices: Its possible values, if they are few.
-        required: It must be given.
     """
 
     term: str

@@ -200,8 +200,8 @@ class Data:
         return f"{option}={folder}{self._subpath(value)}" if joined else arg
 
     def _subpath(self, path: str) -> str:
-        roots = sorted((one.rstrip("/") for one in self.words), key=len)
-        root = next(one for one in roots if f"{path}/".startswith(f"{one}/"))
+        roots = sorted((word.rstrip("/") for word in self.words), key=len)
+        root = next(root for root in roots if f"{path}/".startswith(f"{root}/"))
         return path[len(root) :].rstrip("/")
 
 
@@ -214,7 +214,6 @@ class Job:
         entry: What every rank runs.
         workdir: Folder in which it runs, on the launching machine.
         python: Interpreter on the launching machine, and on the others unless they name their own.
-        environment: Variables for the ranks.
         nproc_per_node: Processes a node, or one an accelerator or CPU of it; ``None`` finds it out
             (slots, accelerators, else 1).
         nnodes: How many of the hosts, or a range; ``None`` takes all.

@@ -41,24 +41,16 @@ class Dialect:
     nodes: tuple[str, ...] = ()
 
 
+def _comm_world(name: str, prefix: str, job: tuple[str, ...]) -> Dialect:
+    world = f"{prefix}_COMM_WORLD"
+    ranks = f"{world}_RANK", f"{world}_SIZE", f"{world}_LOCAL_RANK", f"{world}_LOCAL_SIZE"
+    return Dialect(name, *ranks, job)
+
+
 DIALECTS = (
     Dialect("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ()),
-    Dialect(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    Dialect(
-        "MVAPICH2",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        ("MPISPAWN_ID", "SLURM_JOB_ID"),
-    ),
+    _comm_world("Open MPI", "OMPI", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+    _comm_world("MVAPICH2", "MV2", ("MPISPAWN_ID", "SLURM_JOB_ID")),
     # A step of Slurm: inside a batch script but outside srun these are not set.
     Dialect(
         "srun",
@@ -117,7 +109,6 @@ def torchrun_variables(environ: Mapping[str, str], parent: int) -> dict[str, str
     """torchrun's variables for this process; empty if no launcher started it.
 
     Args:
-        environ: The process's environment.
         parent: Id of the parent process; identifies the job if no variable does.
 
     Raises:

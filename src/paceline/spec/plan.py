@@ -62,7 +62,6 @@ class NodePlan:
         entry: What its ranks run, with paths of that node.
         env: Variables of this node's ranks that we set, with their sources. Values of forwarded
             variables do not stand here.
-        ranks: Its processes.
         devices: What they compute on, for people: "2 GPUs", "8 CPUs".
         copies: What is sent there first.
     """
@@ -87,17 +86,15 @@ class Plan:
     """One attempt of a job, decided.
 
     Attributes:
-        run_id: Names the run.
         attempt: 0 for the first start, 1 after the first restart of all nodes.
         restarts: How many of the starts followed a failure that counts.
         entry: What every rank runs, as typed.
-        world_size: Number of ranks.
         master_addr: Address of the node with rank 0.
         master_port: Port of the rendezvous store there.
         agent_store: True when the agent of that node holds the store, on that address only; False
             leaves it to rank 0 (which then listens on every interface).
         nodes: In rank order.
-        environment: The user's variables as recorded (see ``Environment.shown``).
+        environment: The user's variables as recorded (see ``Environment.redacted``).
         settings: Every setting that shaped the plan, with its source.
         dialects: Whose names for a rank's place are set beside torchrun's
             (:func:`paceline.spec.launchers.foreign_variables`).

@@ -76,11 +76,6 @@ def boolean(value: Any, path: str) -> None:
         reject(path, value, "true or false")
 
 
-def null(value: Any, path: str) -> None:
-    if value is not None:
-        reject(path, value, "null")
-
-
 def address(value: Any, path: str) -> None:
     """An IP address."""
     try:

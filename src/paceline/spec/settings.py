@@ -31,8 +31,6 @@ class Setting(Generic[T]):
     """A value and its source.
 
     Attributes:
-        value: The effective value.
-        source: Where the value came from.
         detail: The file, variable or rule; may be empty.
     """
 

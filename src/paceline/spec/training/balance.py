@@ -16,16 +16,13 @@ MAX_WEIGHT = 1e100
 def validate(
     balance: str, *, drop_slow: bool = False, sharded: bool = False, communication: str = "exact"
 ) -> None:
-    """Refuses shares of the global batch that other options rule out.
+    """Raises SettingError for shares of the global batch that other options rule out.
 
     Args:
         balance: ``auto``, ``even``, or weights of hosts as typed.
         drop_slow: Ranks that only make steps longer get no samples.
         sharded: The model's parameters are spread over the ranks.
         communication: How gradients are averaged.
-
-    Raises:
-        SettingError: Names the options that exclude each other.
     """
     if drop_slow and balance != "auto":
         raise SettingError(
@@ -50,11 +47,7 @@ def validate(
 
 
 def parse_weights(balance: str) -> Literal["auto", "even"] | dict[str, float]:
-    """Returns ``auto``, ``even``, or weights by host name.
-
-    Raises:
-        SettingError: Anything else, or a weight that is not greater than 0.
-    """
+    """Returns ``auto``, ``even``, or weights by host name; SettingError for anything else."""
     if balance == "auto":
         return "auto"
     if balance == "even":
@@ -77,20 +70,17 @@ def parse_weights(balance: str) -> Literal["auto", "even"] | dict[str, float]:
     return weights
 
 
+def format_weights(weights: Mapping[str, float]) -> str:
+    """``n1=3,n2=1``: the inverse of :func:`parse_weights`."""
+    return ",".join(f"{name}={weight:g}" for name, weight in weights.items())
+
+
 def validate_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
-    """Refuses weights that do not match the job's hosts.
-
-    Args:
-        weights: By host name.
-        hosts: All hosts that the job may run on, including absent ones.
-
-    Raises:
-        SettingError: A host is missing or unknown, or a weight is not greater than 0.
-    """
+    """Raises SettingError unless each host that the job may run on has a weight greater than 0."""
     names = list(dict.fromkeys(hosts))
-    text = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
+    text = format_weights(weights)
     lowercase = {name.lower(): weight for name, weight in weights.items()}
-    suggestion = ",".join(f"{name}={lowercase.get(name.lower(), 1):g}" for name in names)
+    suggestion = format_weights({name: lowercase.get(name.lower(), 1) for name in names})
     if unknown := [name for name in weights if name not in names]:
         raise SettingError(
             f"--balance {text}: no host of this job is called {', '.join(unknown)}",
@@ -112,15 +102,7 @@ def validate_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None
 
 
 def validate_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
-    """Refuses micro-batch limits that do not match the job's hosts.
-
-    Args:
-        limits: Samples computed at once, by host name; other hosts have no limit.
-        hosts: All hosts that the job may run on, including absent ones.
-
-    Raises:
-        SettingError: A limit names no host of the job, or is below 1.
-    """
+    """Raises SettingError for a limit of samples that names no host of the job, or is below 1."""
     names = list(dict.fromkeys(hosts))
     text = ",".join(f"{name}={limit}" for name, limit in limits.items())
     if unknown := [name for name in limits if name not in names]:

@@ -25,23 +25,14 @@ PARAMETER_RANGES = {"local": (2, 10_000)}
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method and its parameter.
-
-    Attributes:
-        name: One of :data:`METHODS`.
-        number: The number behind the colon; 0 for none.
-    """
+    """One of :data:`METHODS`, and the number behind its colon (0 for none)."""
 
     name: str
     number: int = 0
 
 
 def parse_method(text: str) -> Method:
-    """Parses ``int8`` or ``local:20``.
-
-    Raises:
-        SettingError: The method does not exist, or its number is out of range.
-    """
+    """Parses ``int8`` or ``local:20``; raises SettingError for anything else."""
     if re.match(r"powersgd\b", str(text)):
         raise SettingError(
             f"--communication {text}: powersgd was removed",
@@ -105,17 +96,13 @@ _CONFLICTS: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 def validate(text: str, *, sharded: bool = False, several: bool = False, scaled: bool = False,
              averaged: bool = False) -> None:  # fmt: skip
-    """Refuses an unknown method, and one that other options rule out.
+    """Raises SettingError for an unknown method, and for one that other options rule out.
 
     Args:
-        text: The value of ``--communication``.
         sharded: The parameters are spread over the processes.
         several: The session has several models.
         scaled: Losses are scaled, as with fp16.
         averaged: The model has an average of weights.
-
-    Raises:
-        SettingError: Names the option that excludes the method.
     """
     name = parse_method(text).name
     options = (
@@ -139,15 +126,10 @@ OVERLAP_VALUES = ("backward", "auto")
 
 
 def validate_overlap(text: str) -> None:
-    """Refuses an unknown value.
-
-    Raises:
-        SettingError: Names the possible values.
-    """
+    """Raises SettingError for an unknown value."""
     if text == "late":
         raise SettingError(
-            "--overlap late: late optimizer updates were removed",
-            remedy="--overlap auto",
+            "--overlap late: late optimizer updates were removed", remedy="--overlap auto"
         )
     if text not in OVERLAP_VALUES:
         raise SettingError(

@@ -287,14 +287,11 @@ class Controller:
     """Turns measurements into shares. Pure, and the same on every rank.
 
     Args:
-        shares: To begin with.
-        min_share: Smallest share.
         drops: A rank without which a step would be faster gets nothing to do; never rank 0.
         resting: Of ranks that were dropped: until which step they rest, and how many steps that
             are.
 
     Attributes:
-        shares: The present ones.
         resting: As above; for checkpoints.
     """
 

@@ -61,7 +61,6 @@ class BatchDivision:
     Its state belongs to the checkpoint: a resumed run begins with the shares that it had.
 
     Args:
-        comms: Of all ranks.
         journal: Where changes are recorded and said.
         progress: Of the session; says whether there are ranks without a share.
 
@@ -303,9 +302,7 @@ class BatchDivision:
 
 
 def _format_balance(mode: BalanceMode) -> str:
-    if isinstance(mode, str):
-        return mode
-    return ",".join(f"{host}={weight:g}" for host, weight in mode.items())
+    return mode if isinstance(mode, str) else balance.format_weights(mode)
 
 
 def _is_weight_mapping(value: object) -> bool:

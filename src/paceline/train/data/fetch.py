@@ -19,16 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from paceline.spec.errors import PacelineError, SettingError
 from paceline.train.data.order import Ids, Order, uniforms
+from paceline.train.data.shards import ShardedDataset
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
@@ -47,8 +42,6 @@ class Draws:
     """Random numbers for the samples of a batch, the same whichever rank gets them.
 
     Attributes:
-        seed: Seed of the run.
-        epoch: Epoch number.
         positions: Position of each sample in the epoch, shape ``[n]``.
     """
 
@@ -94,36 +87,14 @@ class Batched(Protocol):
         ...
 
 
-@runtime_checkable
-class Stored(Protocol):
-    """A data set that is read in one step, which may be done ahead, and decoded in another.
-
-    See :class:`~paceline.train.data.shards.ShardedDataset`.
-    """
-
-    def __len__(self) -> int: ...
-
-    def visiting_order(self, seed: int, shuffle: bool) -> Order:
-        """The order in which its samples are visited."""
-        ...
-
-    def raw(self, ids: Ids) -> list[Any]:
-        """Samples as they are stored."""
-        ...
-
-    def made(self, number: int, sample: Any, /) -> Any:
-        """A sample, decoded."""
-        ...
-
-
 class Mapped(Protocol):
-    """Any of torch's map-style data sets."""
+    """Any of torch's map-style data sets, and :class:`ShardedDataset`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-Data = Batched | Mapped | Stored
+Data = Batched | Mapped
 
 
 def order_of(data: Data, seed: int, shuffle: bool) -> Order:
@@ -151,10 +122,9 @@ class Fetch:
     """Makes the batches of a data set, in the order in which they are requested.
 
     Args:
-        data: A data set that makes batches, a ``TensorDataset``, a stored or any map-style data
-            set. A sample of the last kinds that draws from Python's, numpy's or torch's generators
-            gets the same numbers on whichever rank it is made.
-        device: Where the tensors go.
+        data: A data set that makes batches, a ``TensorDataset``, or any map-style data set. A
+            sample of the last kind that draws from Python's, numpy's or torch's generators gets the
+            same numbers on whichever rank it is made.
         workers: Processes for map-style data sets; 0 makes everything in this one.
         collate: Makes a batch of a list of samples; torch's own way without.
 
@@ -163,11 +133,7 @@ class Fetch:
     """
 
     def __init__(
-        self,
-        data: Data,
-        device: torch.device,
-        workers: int = 0,
-        collate: Collate | None = None,
+        self, data: Data, device: torch.device, workers: int = 0, collate: Collate | None = None
     ) -> None:
         _check_data(data, collate)
         self._data, self._device, self._workers = data, device, workers
@@ -212,14 +178,14 @@ class Fetch:
         is_per_sample = isinstance(self._make, _SampleMaker)
         if self._workers and (is_per_sample or getattr(self._data, "processes", False)):
             return self._from_workers(requests), True
-        if isinstance(self._make, _SampleMaker) and isinstance(self._data, Stored):
+        if isinstance(self._make, _SampleMaker) and isinstance(self._data, ShardedDataset):
             return self._read_ahead(self._make, self._data, requests), False
         batches = ((request, self._make(request.ids, request.draws)) for request in requests)
         is_slow = getattr(self._data, "slow", False)
         return (prefetch(batches) if is_slow else batches), is_slow
 
     def _read_ahead(
-        self, make: _SampleMaker, data: Stored, requests: Iterable[BatchRequest[T]]
+        self, make: _SampleMaker, data: ShardedDataset, requests: Iterable[BatchRequest[T]]
     ) -> _RequestedBatches[T]:
         """Reads in a thread and decodes here: decoding may use this process's generators."""
         with closing(prefetch((request, data.raw(request.ids)) for request in requests)) as stored:
@@ -401,11 +367,11 @@ def _batch_maker(data: Data, collate: _TupleCollate) -> Make:
 class _SampleMaker:
     """Makes a batch sample by sample, each with the randomness of its position."""
 
-    data: Mapped | Stored
+    data: Mapped
     collate: _TupleCollate
 
     def __call__(self, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
-        samples = self.data.raw(ids) if isinstance(self.data, Stored) else None
+        samples = self.data.raw(ids) if isinstance(self.data, ShardedDataset) else None
         return self.decode(ids, draws, samples)
 
     def decode(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> tuple[Any, ...]:
@@ -432,9 +398,9 @@ class _SampleMaker:
 
     def _decode_sample(self, ids: Ids, place: int, samples: list[Any] | None) -> Any:
         number = int(ids[place])
-        if samples is not None and isinstance(self.data, Stored):
+        if samples is not None and isinstance(self.data, ShardedDataset):
             return self.data.made(number, samples[place])
-        return self.data[number]  # type: ignore[index]
+        return self.data[number]
 
 
 class _WorkerDataset(Dataset[Any]):

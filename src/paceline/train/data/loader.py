@@ -148,7 +148,7 @@ class Progress:
 
 
 def check_limit(limit: object) -> None:
-    """Refuses a limit that is neither a number of samples nor such numbers by host."""
+    """Raises SettingError unless the limit is a number of samples, or such numbers by host."""
     limits = [*limit.values()] if isinstance(limit, Mapping) else [limit]
     negative = isinstance(limit, Integral) and limit < 0
     if negative or not all(isinstance(value, Integral) for value in limits):
@@ -166,7 +166,6 @@ class Loader:
 
     Args:
         fetch: Turns ids into tensors.
-        order: Order of the samples.
         place: Gives this rank and the number of ranks, which may change between two batches.
         global_batch: Samples of one step over all ranks; the last of an epoch may be smaller.
         limit: Most samples that one rank computes at once (0: no limit).
@@ -319,7 +318,6 @@ class Loader:
         """Returns a loader of the same data for so many steps, with its own position.
 
         Args:
-            steps: Global steps.
             order: Instead of the training's.
             global_batch: Instead of the training's, and not in pieces.
         """
@@ -414,7 +412,6 @@ class Shard:
 
     Args:
         fetch, place, progress: As of :class:`Loader`.
-        samples: Number of samples.
         size: Most samples in a batch.
         on_batch: Called before each batch is given out.
         shares: Gives the shares of the training, by which these are divided, too.

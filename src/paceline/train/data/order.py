@@ -38,8 +38,6 @@ class Order:
     """The order in which one data set is visited.
 
     Attributes:
-        size: Number of samples.
-        seed: Seed of the run.
         shuffle: False visits the samples as they are stored, in every epoch.
     """
 

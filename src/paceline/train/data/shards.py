@@ -49,7 +49,6 @@ class ShardedDataset:
     is indexed again.
 
     Args:
-        folder: Holds the shards.
         decode: Makes what the script trains on of a :data:`Sample`. Without it, a dictionary in
             which numbers (``cls``), texts (``txt``), ``json`` and arrays (``npy``) are decoded.
             What it draws from Python's, numpy's or torch's generators belongs to the sample.
@@ -109,7 +108,6 @@ class ShardedDataset:
         """The order in which disks like to read.
 
         Args:
-            seed: Of the run.
             shuffle: False keeps the order of the shards.
             ids: Some samples only, ascending; the order then counts in them, from 0.
         """
@@ -212,9 +210,6 @@ def write_shards(
             and all else as JSON. ``__key__`` names a sample, otherwise its number does.
         size: A shard is full after so many bytes.
 
-    Returns:
-        The shards.
-
     Raises:
         SettingError: There are shards already.
         DataError: There are no samples.
@@ -273,7 +268,6 @@ class _Index:
     """Where samples lie.
 
     Attributes:
-        files: The shards.
         shard_sizes: Samples of each, shape ``[shards]``.
         spans: Of each sample, shape ``[samples, 3]``: see ``scan`` of the format.
     """

@@ -46,9 +46,5 @@ def load(name: str) -> Check:
 
 def checks_up_to(level: Level) -> list[Check]:
     """Returns the checks of this level and of cheaper ones, in order of evaluation."""
-    max_level = LEVELS.index(level)
-    return [
-        load(name)
-        for name, (_, check_level) in CHECKS.items()
-        if LEVELS.index(check_level) <= max_level
-    ]
+    included = LEVELS[: LEVELS.index(level) + 1]
+    return [load(name) for name, (_, check_level) in CHECKS.items() if check_level in included]

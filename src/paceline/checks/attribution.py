@@ -31,7 +31,6 @@ class Fault:
         kind: ``no route``: the host cannot send to the peers. ``stranger``: another machine answers
             at its address. ``refused`` and ``dropped``: it rejects or drops the peers' packets.
             ``silent``: packets vanish in both directions.
-        host: The host at fault.
         peers: The peers concerned, in order.
         ports: The tried ports that failed.
         is_every_port: Whether all tried ports failed.

@@ -27,7 +27,6 @@ class Requirements:
     Attributes:
         pythons: Interpreter to use, by host.
         workdirs: Folder the job would run in, by host.
-        needs_torch: Whether the job uses torch.
         interface: Interface requested for all hosts.
         master_port: Rendezvous port requested; 0 for any.
         data: Paths that must have the same content on every host.
@@ -55,7 +54,6 @@ class Survey:
         facts: What the agent reported, by host that accepted the login.
         interpreters: Interpreter that runs the agent, by host.
         shell_output: What the shell start-up files printed, by host.
-        requirements: What the job needs.
         networks: Chosen address and interface, by host; empty if none could be chosen.
         evidence: Results of the probes, by check.
         failures: Why a probe failed, by check.
@@ -80,15 +78,21 @@ class Survey:
     def names(self) -> tuple[str, ...]:
         return tuple(host.name for host in self.present)
 
+    def interfaces(self, name: str) -> list[Mapping[str, Any]]:
+        """What the host reported of its network interfaces."""
+        return self.facts.get(name, {}).get("interfaces") or []
+
+    def addresses(self, name: str) -> list[str]:
+        """The host's addresses that other hosts may reach."""
+        links = [link for link in self.interfaces(name) if link["kind"] != "loopback"]
+        addresses = [address for link in links for address in link["addresses"]]
+        return [a["address"] for a in addresses if a["scope"] == "global" and a["usable"]]
+
     def address(self, name: str) -> str:
         """The host's chosen address, else its first routable one, else its name."""
         if name in self.networks:
             return self.networks[name].address
-        links = self.facts.get(name, {}).get("interfaces") or []
-        addresses = [
-            a["address"] for link in links for a in link["addresses"] if is_routable(link, a)
-        ]
-        return str(addresses[0]) if addresses else name
+        return next(iter(self.addresses(name)), name)
 
     def with_evidence(self, check: str, result: Any) -> Survey:
         return replace(self, evidence={**self.evidence, check: result})
@@ -114,11 +118,6 @@ class Survey:
 _JSON_KEYS = {"interpreters": "chosen", "shell_output": "noise", "requirements": "wishes"}
 
 
-def is_routable(link: Mapping[str, Any], address: Mapping[str, Any]) -> bool:
-    """Whether other hosts may reach this address of an interface."""
-    return bool(link["kind"] != "loopback" and address["scope"] == "global" and address["usable"])
-
-
 REPLY_TIMEOUT_S = 20.0  # for one answer of one node
 
 
@@ -128,7 +127,6 @@ class ProbeSession:
 
     Attributes:
         channels: Connections by host, in rank order.
-        survey: Everything found so far.
         candidates: Addresses that may carry the job's traffic, by host.
         networks: Chosen address and interface, by host; set by the probe of ``ports``.
     """

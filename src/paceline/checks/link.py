@@ -208,10 +208,9 @@ def peak_rates(survey: Survey, transfers: Sequence[Transfer]) -> dict[str, float
 
 def _interface_bits_per_s(survey: Survey, name: str) -> float:
     """Returns the speed that the interface reports; infinite without a report."""
-    links = survey.facts[name]["interfaces"] or []
     used = survey.networks[name].interface if name in survey.networks else ""
-    speeds = [link["speed"] for link in links if link["name"] == used and link["speed"] > 0]
-    return speeds[0] * 1e6 if speeds else float("inf")
+    speeds = [link["speed"] for link in survey.interfaces(name) if link["name"] == used]
+    return speeds[0] * 1e6 if speeds and speeds[0] > 0 else float("inf")
 
 
 def slow_hosts(survey: Survey, transfers: Sequence[Transfer]) -> list[str]:

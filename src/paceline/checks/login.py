@@ -23,8 +23,7 @@ def evaluate(survey: Survey) -> list[Finding]:
             message = f"cannot log in to {host.name}: {cause}: {line}"
             findings.append(failed("login", [host.name], message, refusal["remedy"]))
     if survey.names:
-        message = f"logged in to {join_names(survey.names)}"
-        findings.append(passed("login", survey.names, message))
+        findings.append(passed("login", survey.names, f"logged in to {join_names(survey.names)}"))
     return findings
 
 

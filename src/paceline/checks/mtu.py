@@ -23,9 +23,9 @@ def evaluate(survey: Survey) -> list[Finding]:
 
 
 def _mtu(survey: Survey, name: str) -> int:
-    interface = survey.networks[name].interface
-    links = survey.facts[name]["interfaces"] or []
-    return next((int(link["mtu"]) for link in links if link["name"] == interface), 0)
+    used = survey.networks[name].interface
+    links = survey.interfaces(name)
+    return next((int(link["mtu"]) for link in links if link["name"] == used), 0)
 
 
 check = Check("mtu", "MTU", "quick", evaluate, needs_several_hosts=True)

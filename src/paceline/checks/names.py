@@ -69,7 +69,7 @@ def _wrong_address(survey: Survey) -> list[Finding]:
     unreached = _unreached(attempts) if survey.networks else set()
     for name in survey.names:
         facts = survey.facts[name]["name"]
-        links = survey.facts[name]["interfaces"] or []
+        links = survey.interfaces(name)
         interfaces = {a["address"]: link["name"] for link in links for a in link["addresses"]}
         for address in facts["resolves_to"] or []:
             is_own = address in interfaces

@@ -79,16 +79,11 @@ async def _try_ports(session: ProbeSession, addresses: Mapping[str, str]) -> tup
     opened = dict(zip(names, await gather_all([listen(name) for name in names]), strict=True))
 
     async def attempt(name: str, peers: list[str]) -> list[dict[str, Any]]:
-        targets = [
-            {
-                "host": peer,
-                "address": addresses[peer],
-                "port": port,
-                "identity": session.channels[peer].identity,
-            }
-            for peer in peers
-            for port in opened[peer]
-        ]
+        targets = []
+        for peer in peers:
+            identity = session.channels[peer].identity
+            target = {"host": peer, "address": addresses[peer], "identity": identity}
+            targets += [{**target, "port": port} for port in opened[peer]]
         results = await _connect(session, name, targets)
         for _ in range(RETRIES):
             lost_connections = sporadic_losses(results)
@@ -181,7 +176,7 @@ def evaluate(survey: Survey) -> list[Finding]:
 def _missing_address(survey: Survey, name: str) -> Finding:
     addresses = [
         f"{link['name']} {a['address']}"
-        for link in survey.facts[name]["interfaces"] or []
+        for link in survey.interfaces(name)
         for a in link["addresses"]
         if link["kind"] != "loopback" and a["scope"] == "global"
     ]
@@ -241,7 +236,7 @@ def _address(survey: Survey, name: str) -> str:
 
 def _interface(survey: Survey, name: str) -> str:
     address = survey.evidence["ports"]["addresses"].get(name, name)
-    for link in survey.facts[name]["interfaces"] or []:
+    for link in survey.interfaces(name):
         if any(a["address"] == address for a in link["addresses"]):
             return f"{link['name']} {address}"
     return str(address)

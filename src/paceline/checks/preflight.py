@@ -51,7 +51,6 @@ def inspector(job: Job, run_dir: Path | None = None,
     """Returns a function that evaluates the facts of the logins and writes findings.json.
 
     Args:
-        job: The job.
         run_dir: Run directory; ``None`` for a plan, which has none.
         links: Rates of the links, if they were measured.
     """

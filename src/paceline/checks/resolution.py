@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.checks.check import (
-    Check,
-    ProbeSession,
-    Survey,
-    is_routable,
-    join_names,
-    passed,
-    warned,
-)
+from paceline.checks.check import Check, ProbeSession, Survey, join_names, passed, warned
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 
@@ -40,7 +32,7 @@ def evaluate(survey: Survey) -> list[Finding]:
 
 
 def _target_findings(survey: Survey, target: str) -> list[Finding]:
-    hostname, own_addresses = _host_name(survey, target), _addresses(survey, target)
+    hostname, own_addresses = _host_name(survey, target), set(survey.addresses(target))
     if sum(_host_name(survey, name) == hostname for name in survey.names) > 1:
         return []  # duplicate names are a finding of another check
     unresolved, findings = [], []
@@ -51,7 +43,7 @@ def _target_findings(survey: Survey, target: str) -> list[Finding]:
         if not addresses:
             unresolved.append(asker)
         elif not own_addresses & set(addresses):
-            owner = [name for name in survey.names if addresses[0] in _addresses(survey, name)]
+            owner = [name for name in survey.names if addresses[0] in survey.addresses(name)]
             owner_text = f" (that is {owner[0]})" if owner else ""
             message = f"on {asker}, {hostname} means {addresses[0]}{owner_text}, not {target}"
             script = f"/[[:space:]]{hostname}\\b/s/^[^[:space:]]*/{survey.address(target)}/"
@@ -67,11 +59,6 @@ def _target_findings(survey: Survey, target: str) -> list[Finding]:
         remedy += "\n(needed by mpirun and plain torchrun only)"
         findings.append(warned("resolution", [*unresolved, target], message, remedy))
     return findings
-
-
-def _addresses(survey: Survey, name: str) -> set[str]:
-    links = survey.facts[name]["interfaces"] or []
-    return {a["address"] for link in links for a in link["addresses"] if is_routable(link, a)}
 
 
 check = Check("resolution", "Names of others", "quick", evaluate, probe, needs_several_hosts=True)

@@ -31,9 +31,6 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
 
     Args:
         hosts: Hosts, in rank order.
-        ssh: How to log in.
-        requirements: What the job needs.
-        level: Which probes to run.
         progress: Called with the title of each step.
         only: Run the probes of these checks only; empty for all of the level.
     """
@@ -41,14 +38,10 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
     pythons = [requirements.pythons[host.name] for host in hosts]
     outcomes = await try_connect_hosts(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
+    refused = {o.host.name: o.refusal for o in outcomes if not isinstance(o, Channel)}
     refusals = {
-        o.host.name: {
-            "cause": o.refusal.cause,
-            "found": o.refusal.details,
-            "remedy": o.refusal.remedy,
-        }
-        for o in outcomes
-        if not isinstance(o, Channel)
+        name: {"cause": refusal.cause, "found": refusal.details, "remedy": refusal.remedy}
+        for name, refusal in refused.items()
     }
     survey = Survey(
         hosts=tuple(hosts),

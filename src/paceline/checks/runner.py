@@ -38,10 +38,10 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
     pythons = [requirements.pythons[host.name] for host in hosts]
     outcomes = await try_connect_hosts(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
-    refused = {o.host.name: o.refusal for o in outcomes if not isinstance(o, Channel)}
+    refusals_by_host = {o.host.name: o.refusal for o in outcomes if not isinstance(o, Channel)}
     refusals = {
         name: {"cause": refusal.cause, "found": refusal.details, "remedy": refusal.remedy}
-        for name, refusal in refused.items()
+        for name, refusal in refusals_by_host.items()
     }
     survey = Survey(
         hosts=tuple(hosts),

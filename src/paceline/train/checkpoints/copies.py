@@ -255,10 +255,12 @@ class _Sender:
     def _send_newest(self) -> None:
         checkpoints, _ = self._store.scan()
         best_checkpoint = self._store.best_of(checkpoints)
-        wanted = [found for found in checkpoints if found.path.name == self.in_progress]
-        wanted += checkpoints[:1]
-        wanted += [best_checkpoint] if best_checkpoint else []
-        steps = {checkpoint.path.name: checkpoint.step for checkpoint in wanted}
+        selected = [
+            checkpoint for checkpoint in checkpoints if checkpoint.path.name == self.in_progress
+        ]
+        selected += checkpoints[:1]
+        selected += [best_checkpoint] if best_checkpoint else []
+        steps = {checkpoint.path.name: checkpoint.step for checkpoint in selected}
         self._hosts_by_name = {name: self._hosts_by_name.get(name, set()) for name in steps}
         for name, step in steps.items():
             if not self._closed.is_set():

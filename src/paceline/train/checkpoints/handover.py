@@ -66,17 +66,17 @@ def send_training(
         for name, extra in training.extras.items()
     }
     is_taker, tensors = rank in receivers, dict[str, Tensor]()
-    is_new = is_taker and is_new
-    if rank == source or is_new:
+    run_alone = is_taker and is_new
+    if rank == source or run_alone:
         state, tensors = _local_state(training, extras)
     header = json.dumps(_header(training, state, tensors)) if rank == source else ""
     source_header = _received_header(comms.text_of(source, header, _HEADER_BYTES), source)
 
     def run(act: Callable[[], None]) -> None:
         """Runs a taker's action; a new one may fail alone."""
-        if is_new:
+        if run_alone:
             act()
-        comms.together(lambda: act() if is_taker and not is_new else None)
+        comms.together(lambda: act() if is_taker and not run_alone else None)
 
     run(lambda: _check_compatible(training, source_header))
     if is_taker and rank != source:
@@ -89,7 +89,7 @@ def send_training(
         _apply_state(training, source_header, tensors)
 
     run(apply)
-    if is_new:
+    if run_alone:
         seed_all(training.seed * 1_000_003 + training.progress.step * 4_001 + rank)
     if training.checksum is not None:
         training.checksum.align()

@@ -340,13 +340,13 @@ class CheckpointManager:
             self._report("stopped", step=step, reason=reason, **saved)
         launcher_folder = os.environ.get(jobenv.LAUNCHER_RUN_DIR)
         folder = launcher_folder or str(self._store.root.parent)
-        found = f"checkpoint of step {saved_step} in {folder}"
+        state_text = f"checkpoint of step {saved_step} in {folder}"
         if problem:
-            found = f"{problem}: {saved_text}"
+            state_text = f"{problem}: {saved_text}"
         remedy = ""
         if saved_step != 0 and not launcher_folder:  # the launcher tells its own command, once
             remedy = f"{jobenv.RUN_DIR}={shlex.quote(folder)} before the same command resumes it"
-        stopped = Stopped(f"stopped on {reason} after step {step}", found=found, remedy=remedy)
+        stopped = Stopped(f"stopped on {reason} after step {step}", found=state_text, remedy=remedy)
         stopped.origin_rank = origin_rank or 0
         if jobenv.EVENT_FD not in os.environ:  # nobody sorts what ranks say: one is enough
             if self._comms.world.rank == stopped.origin_rank:
@@ -369,11 +369,11 @@ class CheckpointManager:
             self.save()
             self._writer.wait()
             self.report_outcomes()
-        found = "this rank has saved nothing"
+        state_text = "this rank has saved nothing"
         if can_save and self._complete_step == step:
-            found = f"checkpoint of step {step} in {self._store.root.parent}"
+            state_text = f"checkpoint of step {step} in {self._store.root.parent}"
         message = f"stopped after step {step}: the launcher is gone, and other ranks with it"
-        raise Stopped(message, found=found)
+        raise Stopped(message, found=state_text)
 
     def save(self, is_best: bool = False) -> None:
         """Saves the current state; the training waits for the copy only."""

@@ -136,7 +136,8 @@ class Store:
             best_checkpoint = self.best_of(checkpoints)
             return ([best_checkpoint] if best_checkpoint else []), skipped
         if selector.isdecimal():
-            checkpoints = [found for found in checkpoints if found.step == int(selector)]
+            step = int(selector)
+            checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.step == step]
         return checkpoints, skipped
 
     def best_of(self, checkpoints: Iterable[StoredCheckpoint]) -> StoredCheckpoint | None:

@@ -130,8 +130,8 @@ class BatchDivision:
         if not self._hosts:
             self._rank_names = self._comms.texts(self._comms.rank_name)
             self._hosts = tuple(name.partition(" on ")[2] for name in self._rank_names)
-        wanted = _MIN_NORM_SAMPLES if has_batch_norm(models.module) else 1
-        min_share = min(wanted, max(1, global_batch // ranks))
+        min_samples = _MIN_NORM_SAMPLES if has_batch_norm(models.module) else 1
+        min_share = min(min_samples, max(1, global_batch // ranks))
         resting = self._resting()
         shares: Shares | None = None
         if not isinstance(mode, str):
@@ -232,7 +232,7 @@ class BatchDivision:
         by_host: dict[str, list[int]] = {}
         for host, share in zip(self._hosts, shares, strict=True):
             by_host.setdefault(host, []).append(share)
-        parts = [f"{host} {'+'.join(map(str, counts))}" for host, counts in by_host.items()]
+        parts = [f"{host} {'+'.join(map(str, sizes))}" for host, sizes in by_host.items()]
         omitted = f" and {len(parts) - 12} more hosts" if len(parts) > 12 else ""
         return ", ".join(parts[:12]) + omitted
 

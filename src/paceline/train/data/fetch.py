@@ -213,10 +213,10 @@ class Fetch:
                     raise batch.pop_error()
                 yield self._sampler.pending.get(), tuple(batch)
         except (RuntimeError, OSError, EOFError) as error:
-            is_cut_off = not isinstance(error, RuntimeError)
-            if is_cut_off or _WORKER_EXIT_MESSAGE in str(error):
+            is_disconnected = not isinstance(error, RuntimeError)
+            if is_disconnected or _WORKER_EXIT_MESSAGE in str(error):
                 workers = getattr(iterator, "_workers", ())
-                if message := _kill_message(workers, wait=is_cut_off):
+                if message := _kill_message(workers, wait=is_disconnected):
                     raise RuntimeError(message) from error
             raise
 

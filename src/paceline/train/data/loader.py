@@ -100,7 +100,7 @@ def rank_pieces(
         first, end = (start + bound for bound in share_bounds(total, weights, rank))
         largest = end - first
         if equal_pieces and limit:
-            shares = (share_bounds(total, weights, other) for other in range(len(weights)))
+            shares = (share_bounds(total, weights, index) for index in range(len(weights)))
             largest = max(share_end - share_start for share_start, share_end in shares)
     pieces = max(1, -(-largest // limit)) if limit else 1
     return [rank_range(first, end, piece, pieces) for piece in range(pieces)]

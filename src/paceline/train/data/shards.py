@@ -123,7 +123,7 @@ class ShardedDataset:
         Raises:
             DataError: A shard has changed or cannot be read; names it and the sample.
         """
-        samples = self._own_reader().read(np.unique(ids), self._shards(np.unique(ids)))
+        samples = self._process_reader().read(np.unique(ids), self._shards(np.unique(ids)))
         return [samples[number] for number in ids.tolist()]
 
     def made(self, number: int, sample: Sample) -> Any:
@@ -152,9 +152,9 @@ class ShardedDataset:
     def will_need(self, ids: Ids) -> None:
         """Has the system read these samples ahead, in their order on the disk."""
         ids = np.unique(ids)
-        self._own_reader().advise(ids, self._shards(ids))
+        self._process_reader().advise(ids, self._shards(ids))
 
-    def _own_reader(self) -> _Reader:
+    def _process_reader(self) -> _Reader:
         """Returns this process's reader: a fork must not share locks."""
         if self._reader is None or self._reader.process != os.getpid():
             self._reader = _Reader(self._index, self._together)

@@ -160,6 +160,8 @@ async def gather_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 Level = Literal["facts", "quick", "full"]
 LEVELS: tuple[Level, ...] = ("facts", "quick", "full")
+"""``facts`` needs only what the login returned; ``quick`` queries the nodes, normally in well under
+a second; ``full`` may take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,6 @@ class Check:
     Attributes:
         id: Name in findings.
         title: What it examines, in a few words.
-        level: ``facts`` needs only what the login returned; ``quick`` queries the nodes, normally
-            in well under a second; ``full`` may take longer.
         evaluate: Pure function from a survey to findings; called only after the probe succeeded.
         probe: Queries the nodes; its JSON result becomes ``survey.evidence[id]``.
         needs_several_hosts: Applies only if at least two hosts accepted the login.
@@ -179,7 +179,6 @@ class Check:
 
     id: str
     title: str
-    level: Level
     evaluate: Callable[[Survey], list[Finding]]
     probe: Callable[[ProbeSession], Awaitable[Any]] | None = None
     needs_several_hosts: bool = False

@@ -41,4 +41,4 @@ def evaluate(survey: Survey) -> list[Finding]:
     return findings or [passed("clock", survey.names, f"clocks agree within {largest:.2f} s")]
 
 
-check = Check("clock", "Clocks", "quick", evaluate, probe)
+check = Check("clock", "Clocks", evaluate, probe)

@@ -64,4 +64,4 @@ def _size(tree: Mapping[str, Any]) -> str:
     return f"{pluralize(tree['files'], 'file')}, {format_bytes(tree['bytes'])}"
 
 
-check = Check("data", "Data", "full", evaluate, probe)
+check = Check("data", "Data", evaluate, probe)

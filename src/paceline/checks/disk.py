@@ -110,4 +110,4 @@ def _disk_findings(name: str, path: str, disk: Disk, by_use: Mapping[str, Disk])
     return []
 
 
-check = Check("disk", "Disk", "facts", evaluate, probe)
+check = Check("disk", "Disk", evaluate, probe)

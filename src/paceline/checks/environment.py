@@ -80,4 +80,4 @@ def _noexec(survey: Survey) -> list[Finding]:
     return findings
 
 
-check = Check("environment", "Login environment", "facts", evaluate)
+check = Check("environment", "Login environment", evaluate)

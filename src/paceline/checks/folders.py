@@ -118,4 +118,4 @@ def storage_groups(places: Mapping[str, Any]) -> list[list[str]]:
     return groups
 
 
-check = Check("folders", "Folders", "full", evaluate, probe)
+check = Check("folders", "Folders", evaluate, probe)

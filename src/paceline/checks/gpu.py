@@ -95,4 +95,4 @@ def _busy_findings(name: str, cards: list[dict[str, str]], apps: str) -> list[Fi
     return [warned("gpu", [name], f"GPUs of {name} are in use{processes} ({usage})", remedy)]
 
 
-check = Check("gpu", "GPUs", "full", evaluate, probe)
+check = Check("gpu", "GPUs", evaluate, probe)

@@ -54,4 +54,4 @@ def _finding(survey: Survey, name: str, pairs: list[Mapping[str, Any]]) -> Findi
     return warned("interface", [name], message, remedy)
 
 
-check = Check("interface", "Interface", "full", evaluate, needs_several_hosts=True)
+check = Check("interface", "Interface", evaluate, needs_several_hosts=True)

@@ -35,4 +35,4 @@ def _versions(survey: Survey) -> list[Finding]:
     return [passed("interpreter", survey.names, f"Python {kinds}")]
 
 
-check = Check("interpreter", "Python", "facts", evaluate)
+check = Check("interpreter", "Python", evaluate)

@@ -44,4 +44,4 @@ def evaluate(survey: Survey) -> list[Finding]:
     return [passed("leftovers", survey.names, message)]
 
 
-check = Check("leftovers", "Left-overs", "full", evaluate, probe)
+check = Check("leftovers", "Left-overs", evaluate, probe)

@@ -33,4 +33,4 @@ def evaluate(survey: Survey) -> list[Finding]:
     return findings or [passed("limits", survey.names, "open files and /dev/shm suffice")]
 
 
-check = Check("limits", "Limits", "facts", evaluate)
+check = Check("limits", "Limits", evaluate)

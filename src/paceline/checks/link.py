@@ -268,4 +268,4 @@ def _hosts_at_fault(transfers: Sequence[Transfer], names: Sequence[str]) -> tupl
     return (frequent[0],) if len(names) > 2 and len(frequent) == 1 else tuple(concerned)
 
 
-check = Check("link", "Bandwidth", "full", evaluate, probe, needs_several_hosts=True)
+check = Check("link", "Bandwidth", evaluate, probe, needs_several_hosts=True)

@@ -35,4 +35,4 @@ def _decisive_line(cause: str, text: str) -> str:
     return (matching or lines or ["no word"])[-1]
 
 
-check = Check("login", "Login", "facts", evaluate)
+check = Check("login", "Login", evaluate)

@@ -25,4 +25,4 @@ def evaluate(survey: Survey) -> list[Finding]:
     return findings or [passed("memory", survey.names, "memory is left")]
 
 
-check = Check("memory", "Memory", "facts", evaluate)
+check = Check("memory", "Memory", evaluate)

@@ -59,4 +59,4 @@ def _inventory(parts: Mapping[str, Any]) -> str:
     return text
 
 
-check = Check("mpi", "MPI and oneAPI", "full", evaluate, probe)
+check = Check("mpi", "MPI and oneAPI", evaluate, probe)

@@ -28,4 +28,4 @@ def _mtu(survey: Survey, name: str) -> int:
     return next((int(link["mtu"]) for link in links if link["name"] == used), 0)
 
 
-check = Check("mtu", "MTU", "quick", evaluate, needs_several_hosts=True)
+check = Check("mtu", "MTU", evaluate, needs_several_hosts=True)

@@ -136,4 +136,4 @@ def _duplicate_names(survey: Survey) -> list[Finding]:
     return findings
 
 
-check = Check("names", "Own names", "facts", evaluate)
+check = Check("names", "Own names", evaluate)

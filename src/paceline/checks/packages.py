@@ -51,6 +51,4 @@ def differences(packages: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str
     return {p: versions for p, versions in table.items() if len(set(versions.values())) > 1}
 
 
-check = Check(
-    "packages", "Packages", "full", evaluate, probe, needs_several_hosts=True, needs_torch=True
-)
+check = Check("packages", "Packages", evaluate, probe, needs_several_hosts=True, needs_torch=True)

@@ -50,4 +50,4 @@ def _holder(pid: int, command: str, job_processes: list[dict[str, Any]]) -> str:
     return text
 
 
-check = Check("port", "Rendezvous port", "quick", evaluate, probe)
+check = Check("port", "Rendezvous port", evaluate, probe)

@@ -269,4 +269,4 @@ def _unreachable(survey: Survey, evidence: Mapping[str, Any]) -> Finding:
     return failed("ports", survey.names, message, remedy)
 
 
-check = Check("ports", "Addresses and ports", "quick", evaluate, probe, needs_several_hosts=True)
+check = Check("ports", "Addresses and ports", evaluate, probe, needs_several_hosts=True)

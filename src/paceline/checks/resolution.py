@@ -61,4 +61,4 @@ def _target_findings(survey: Survey, target: str) -> list[Finding]:
     return findings
 
 
-check = Check("resolution", "Names of others", "quick", evaluate, probe, needs_several_hosts=True)
+check = Check("resolution", "Names of others", evaluate, probe, needs_several_hosts=True)

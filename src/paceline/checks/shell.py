@@ -29,4 +29,4 @@ def evaluate(survey: Survey) -> list[Finding]:
     return findings or [passed("shell", survey.names, "shell start-up files are quiet")]
 
 
-check = Check("shell", "Shell start-up", "facts", evaluate)
+check = Check("shell", "Shell start-up", evaluate)

@@ -52,4 +52,4 @@ def _nccl(survey: Survey, names: list[str]) -> list[Finding]:
     return findings
 
 
-check = Check("torch", "torch", "facts", evaluate, needs_torch=True)
+check = Check("torch", "torch", evaluate, needs_torch=True)

@@ -66,4 +66,4 @@ def _job_finding(survey: Survey, result: Mapping[str, Any]) -> Finding:
     return passed("trial", survey.names, message)
 
 
-check = Check("trial", "Collectives", "full", evaluate, needs_several_hosts=True, needs_torch=True)
+check = Check("trial", "Collectives", evaluate, needs_several_hosts=True, needs_torch=True)

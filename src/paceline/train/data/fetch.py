@@ -137,6 +137,7 @@ class Fetch:
     ) -> None:
         _check_data(data, collate)
         self._data, self._device, self._workers = data, device, workers
+        self.kind = type(data).__name__  # class of the data set
         self._collate = _TupleCollate(collate or default_collate)
         self._make = _batch_maker(data, self._collate)
         self._sampler = _RequestSampler()
@@ -152,11 +153,6 @@ class Fetch:
         with closing(self._batches_on_device(hinted)) as batches:
             for request, tensors in batches:
                 yield request.tag, finish(tensors, request.draws) if finish else tensors
-
-    @property
-    def kind(self) -> str:
-        """Class of the data set."""
-        return type(self._data).__name__
 
     def close(self) -> None:
         """Ends the worker processes; they start again when needed."""

@@ -208,6 +208,7 @@ class Loader:
         unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         check_batch_size(global_batch, order.size, place()[1])
+        self.kind = fetch.kind  # class of the data set
         self._fetch, self.order, self._rank_and_size = fetch, order, place
         self.global_batch, self.limit, self.has_common_limit = global_batch, limit, True
         self.memory_fits: Sequence[tuple[str, int]] = ()
@@ -234,11 +235,6 @@ class Loader:
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
         return -(-self.order.size // self.global_batch)
-
-    @property
-    def kind(self) -> str:
-        """Class of the data set."""
-        return self._fetch.kind
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields batches from the current position to the end of epoch or training, or a pause."""

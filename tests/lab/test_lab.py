@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import launches
 import pytest
 
 import paceline.lab
@@ -749,15 +750,15 @@ def test_the_lab_stands_for_its_hosts(tmp_path: Path) -> None:
     """``-H lab`` is its host file and its ssh config, typed and in the settings."""
     (tmp_path / "paceline.toml").write_text('[run]\nhosts = "lab:settings"\n')
     with Lab(LabOptions(hosts=2, name="settings")) as lab:
-        shown = paceline("hosts", "--json", "-H", "lab:settings", cwd=tmp_path)
+        shown = launches.paceline("hosts", "--json", "-H", "lab:settings", cwd=tmp_path)
         assert [host["name"] for host in json.loads(shown.stdout)["hosts"]] == ["n1", "n2"]
-        checked = paceline("check", "--quick", cwd=tmp_path)
+        checked = launches.paceline("check", "--quick", cwd=tmp_path)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         assert "hosts: n1, n2 (paceline.toml: lab:settings)" in checked.stderr
-        ran = paceline("run", "--no-python", "hostname", cwd=tmp_path)
+        ran = launches.paceline("run", "--no-python", "hostname", cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
         assert {"[n1/0] n1", "[n2/1] n2"} == set(ran.stdout.splitlines())
         assert lab.name == "settings"
-    gone = paceline("hosts", cwd=tmp_path)
+    gone = launches.paceline("hosts", cwd=tmp_path)
     assert gone.returncode == 2
     assert "no lab called 'settings' is up" in gone.stderr

@@ -1,7 +1,7 @@
 """Named data sets, and how ``--data`` finds files, folders and data sets of Hugging Face.
 
 Needs neither numpy nor torch. A new named data set is an entry here. A new image format is a reader
-module with ``matches(folder) -> bool`` and ``read(folder, request) -> ImageData``.
+module with ``matches(folder) -> bool`` and ``read(folder, options) -> ImageData``.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ async def end(agent: Agent, serving: threading.Thread) -> None:
     """Ends an agent whose channel is closed, and what hands connections over."""
     agent.on_sigterm()
     await asyncio.to_thread(serving.join)
-    agent.stream._release_streams()
+    agent.stream.release()
     for fd in (agent._wake_read, agent._wake_write):
         os.close(fd)
     while HOLDERS:
@@ -392,7 +392,7 @@ def test_an_agent_that_cannot_greet_leaves_at_once(monkeypatch: pytest.MonkeyPat
     serving.join(60)
     assert not serving.is_alive()
     ours.close()
-    agent.stream._release_streams()
+    agent.stream.release()
     for fd in (agent._wake_read, agent._wake_write):
         os.close(fd)
 

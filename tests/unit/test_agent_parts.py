@@ -75,9 +75,9 @@ def test_a_false_frame_does_not_hide_the_next() -> None:
 
 
 def test_kept_noise_is_bounded() -> None:
-    decoder = Decoder(keep_noise=100)
+    decoder = Decoder()
     decoder.feed(b"x" * 10_000)
-    assert len(decoder.noise) == 100
+    assert len(decoder.noise) == frames.MAX_NOISE_BYTES
 
 
 # --- processes

@@ -40,7 +40,7 @@ AGENT_ENDED = b"paceline-call: the agent has ended"  # sent on the stream of sta
 LINE_LIMIT = 1 << 16
 CONNECT_S = 3.0
 TCP_TIMEOUT_MS = 4000  # after which unacknowledged data breaks the connection
-RETRY_S = 0.2  # between two attempts to reconnect
+RETRY_S = 0.2  # between two attempts to connect
 ANSWER_S = 5.0  # for the launcher's answer to a reconnection
 MAX_REFUSED_S = 2.0  # of refused connections, after which the launcher counts as ended
 EXIT_TIMEOUT_S = 2.0
@@ -68,7 +68,7 @@ def index_of(environ: Mapping[str, str], names: List[Any]) -> Optional[int]:
 
 
 def dial(
-    addresses: List[Any], key: bytes, caller: Dict[str, Any], deadline: float, pause: float = 0.2
+    addresses: List[Any], key: bytes, caller: Dict[str, Any], deadline: float
 ) -> ssl.SSLSocket:
     """Connects to the launcher at the first address that answers.
 
@@ -85,7 +85,7 @@ def dial(
                 problem = OSError("%s port %d: %s" % (host, port, error.strerror or error))
         if time.monotonic() > deadline:
             raise problem
-        time.sleep(pause)
+        time.sleep(RETRY_S)
 
 
 def call(
@@ -304,21 +304,17 @@ def read_available(fd: int) -> Optional[bytes]:
 
 
 def become_agent(config: Dict[str, Any], key: bytes) -> int:
-    """Connects twice, for frames and standard error, starts the agent and relays its streams.
+    """Connects twice, for frames and standard error; relays the agent's streams until its end.
 
-    Returns:
-        The agent's exit status.
+    Returns the agent's exit status.
     """
     caller = {
         "index": index_of(os.environ, config["places"]),
         "name": socket.gethostname(),
-        "node": next(
-            (os.environ[variable] for variable in config["names"] if variable in os.environ), ""
-        ),
+        "node": next((os.environ[name] for name in config["names"] if name in os.environ), ""),
         "session": os.urandom(8).hex(),
+        **config.get("about", {}),
     }
-    if "about" in config:
-        caller.update(config["about"])
     deadline = time.monotonic() + config["patience"]
     frames = dial(config["addresses"], key, dict(caller, stream="frames"), deadline)
     errors = dial([frames.getpeername()[:2]], key, dict(caller, stream="errors"), deadline)
@@ -329,14 +325,12 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     argv = [python if argument == "@" else argument for argument in config["agent"]]
     pipe = subprocess.PIPE
     agent = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
-    for variable in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(variable, lambda number, _: agent.send_signal(number))
-    for variable in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks
-        signal.signal(variable, signal.SIG_IGN)
-    connector, addresses = (
-        agent,
-        sorted(config["addresses"], key=lambda a: a[0] != frames.getpeername()[0]),
-    )
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: agent.send_signal(number))
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks
+        signal.signal(signum, signal.SIG_IGN)
+    addresses = sorted(config["addresses"], key=lambda a: a[0] != frames.getpeername()[0])
+    connector = agent
     while StreamRelay(connector, frames, errors).run() or not has_ended(agent):
         hang_up(connector, frames, errors)
         if config.get("once"):

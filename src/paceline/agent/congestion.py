@@ -61,9 +61,8 @@ class CongestionWindow:
 
     def sent(self, size: int, now: float, has_backlog: bool) -> None:
         """Records a frame; ``has_backlog``: more wait for room."""
-        self._sent.append(
-            _Sent(now, size, self._acked_bytes, has_backlog, self._is_probing and self.has_room)
-        )
+        is_probe = self._is_probing and self.has_room
+        self._sent.append(_Sent(now, size, self._acked_bytes, has_backlog, is_probe))
         self.in_flight += size
 
     def acknowledge(self, count: int, now: float) -> None:
@@ -80,12 +79,9 @@ class CongestionWindow:
         if message.is_probe and self._is_probing:  # the first of them
             self._probe_trips_s.append(trip_s)
             self._is_probing, self._probed_at, self._changed_at = False, now, now
-        elif (
-            message.has_backlog
-            and not self._is_probing
-            and not message.is_probe
-            and message.sent_at >= self._changed_at
-        ):
+        if message.is_probe or self._is_probing:
+            return
+        if message.has_backlog and message.sent_at >= self._changed_at:
             self._min_trip_s = min(trip_s, self._min_trip_s)
             self._max_rate = max((self._acked_bytes - message.acknowledge) / trip_s, self._max_rate)
             if now - self._changed_at >= max(INTERVAL_S, self._min_trip_s):
@@ -113,21 +109,17 @@ class CongestionWindow:
     @property
     def base_trip_s(self) -> float:
         """Round trip while nothing queues in front of the line."""
-        return (
-            sorted(self._probe_trips_s)[(len(self._probe_trips_s) - 1) // 2]
-            if self._probe_trips_s
-            else self._base_trip_s
-        )
+        if not self._probe_trips_s:
+            return self._base_trip_s
+        return sorted(self._probe_trips_s)[(len(self._probe_trips_s) - 1) // 2]
 
     @property
     def window(self) -> int:
         """Bytes that may be in flight."""
         if not self._is_probing:
             return self._window
-        return max(
-            MIN_WINDOW,
-            int(self._window * self.base_trip_s / (self.base_trip_s + TARGET_QUEUE_S) / 2),
-        )
+        base_trip_s = self.base_trip_s
+        return max(MIN_WINDOW, int(self._window * base_trip_s / (base_trip_s + TARGET_QUEUE_S) / 2))
 
     @property
     def has_room(self) -> bool:
@@ -142,6 +134,5 @@ class CongestionWindow:
     @property
     def is_narrow(self) -> bool:
         """Whether the line is slower than compression."""
-        return self.window < WIDE_WINDOW or (
-            self.rate is not None and self.rate < NARROW_BYTES_PER_S
-        )
+        is_slow = self.rate is not None and self.rate < NARROW_BYTES_PER_S
+        return is_slow or self.window < WIDE_WINDOW

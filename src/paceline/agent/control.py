@@ -33,15 +33,9 @@ def address(run_id: str) -> str:
 
 
 def request(run_id: str, message: Message, timeout_s: float = REPLY_TIMEOUT_S) -> Optional[Message]:
-    """Sends a message to the launcher of a run on this machine; returns its reply.
+    """Sends a message (``do`` and its arguments) to the launcher of a run on this machine.
 
-    Args:
-        run_id: Of the run.
-        message: ``do`` and its arguments.
-        timeout_s: For the whole reply.
-
-    Returns:
-        ``None`` if no launcher of this user listens.
+    Returns its reply; ``None`` if no launcher of this user listens.
 
     Raises:
         TimeoutError: The request may still be carried out.

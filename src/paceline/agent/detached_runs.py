@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -152,21 +153,17 @@ def run_changes(agent: Agent, request: Message, _: bytes) -> None:
 def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
     """Yields path, version and size of the launcher's files; a change changes the version."""
     for parent, folders, names in safe_paths.walk(str(root)):
-        is_top = not parent
-        folders[:] = [
-            folder
-            for folder in folders
-            if not (is_top and (folder in _FETCHED_AT_END or folder[0] == "."))
-        ]
+        if not parent:
+            folders[:] = [f for f in folders if f not in _FETCHED_AT_END and f[0] != "."]
+            names = [name for name in names if name[0] != "."]
         for name in names:
             path = os.path.join(str(root), parent, name)
             with contextlib.suppress(OSError, UnicodeEncodeError):
-                stat = os.lstat(path)
+                status = os.lstat(path)
                 name.encode()
-                if (is_top and name[0] == ".") or not os.path.isfile(path) or os.path.islink(path):
-                    continue
-                yield os.path.join(parent, name), "%x.%x" % (
-                    stat.st_ino, stat.st_mtime_ns), stat.st_size  # fmt: skip
+                if stat.S_ISREG(status.st_mode):
+                    mark = "%x.%x" % (status.st_ino, status.st_mtime_ns)
+                    yield os.path.join(parent, name), mark, status.st_size
 
 
 @in_thread
@@ -194,9 +191,9 @@ def request_run(agent: Agent, request: Message, _: bytes) -> None:
 def signal_run(agent: Agent, request: Message, _: bytes) -> None:
     """Sends the supervisor SIGTERM, ``times``; answers whether it lived."""
     process = supervisor(_read_record(run_folder(request["run_id"]))[1])
-    for _count in range(request["times"] if process is not None else 0):
-        assert process is not None
-        processes.send(process, signal.SIGTERM)
+    if process is not None:
+        for _count in range(request["times"]):
+            processes.send(process, signal.SIGTERM)
     agent.reply(request, sent=process is not None)
 
 

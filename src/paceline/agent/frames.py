@@ -36,6 +36,7 @@ MAX_DIGITS = 20  # of a whole number
 MAX_GARBAGE_BYTES = 64 * 1024 * 1024  # bytes of what looked like frames and was none
 HIGH_WATER_BYTES = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on, at most
 MIN_OUTPUT_BYTES = 64 * 1024  # bytes of it that are always read
+MAX_NOISE_BYTES = 8192  # kept of what is outside frames
 ACK_BYTES = 4 * 1024  # bytes heard, after which who has nothing to say says that it heard them
 WRITE_BYTES = 1 << 16  # bytes of one write
 WRITE_FRAMES = 64
@@ -48,9 +49,9 @@ class FrameError(ValueError):
 
 
 def encode(message: Message, blob: bytes = b"", max_bytes: int = MAX_JSON) -> bytes:
-    """One frame. ``message`` must be JSON; lone surrogates (undecodable bytes) survive.
+    """Encodes a frame; lone surrogates (undecodable bytes) survive.
 
-    ValueError when the JSON is longer than ``most`` bytes.
+    ValueError if the JSON is longer than ``max_bytes``.
     """
     body = json.dumps(message, separators=(",", ":")).encode("ascii")
     if len(body) > max_bytes:
@@ -80,17 +81,14 @@ class Decoder:
     """Turns a stream of bytes into frames.
 
     Args:
-        keep_noise: Size in bytes of :attr:`noise`.
         max_json, max_blob: Bytes above which something is no frame.
 
     Attributes:
         noise: The last bytes outside frames.
     """
 
-    def __init__(self, keep_noise: int = 8192, max_json: int = MAX_JSON,
-                 max_blob: int = MAX_BLOB) -> None:  # fmt: skip
+    def __init__(self, max_json: int = MAX_JSON, max_blob: int = MAX_BLOB) -> None:
         self._buffer = bytearray()
-        self._max_noise = keep_noise
         self._max_json, self._max_blob = max_json, max_blob
         self._garbage_bytes = 0
         self.noise = bytearray()
@@ -101,7 +99,6 @@ class Decoder:
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether a frame is incomplete."""
         return self._buffer.startswith(MAGIC)
 
     def feed(self, data: bytes) -> List[Tuple[Message, bytes]]:
@@ -148,8 +145,8 @@ class Decoder:
 
     def add_noise(self, data: bytes) -> None:
         """Keeps the last bytes outside frames."""
-        self.noise += data[-self._max_noise :]
-        del self.noise[: -self._max_noise]
+        self.noise += data[-MAX_NOISE_BYTES:]
+        del self.noise[:-MAX_NOISE_BYTES]
 
 
 class UnackedFrames:
@@ -170,9 +167,9 @@ class UnackedFrames:
         self.size += len(frame)
 
     def acknowledge(self, count: object) -> int:
-        """Lets go of the first ``count`` frames of the conversation; how many of these are new.
+        """Drops the first ``count`` frames of the conversation; returns how many of them are new.
 
-        What was known before is no news. ValueError when so many were never said.
+        ValueError if so many were never sent.
         """
         if not isinstance(count, int) or not 0 <= count <= self.num_sent:
             raise ValueError("so many messages were never sent")
@@ -244,13 +241,11 @@ class Outbox:
         frame = encode(dict(message, heard=self.num_received), blob, MAX_ANSWER)
         lane = multiplexing.lane_of(message, len(frame), blob)
         with self._lock:
-            if (self.broken and not self.retains) or (
-                self._is_closing and lane == multiplexing.FILES
-            ):
-                pass
-            elif lane == multiplexing.URGENT:
+            is_lost = self.broken and not self.retains
+            is_late = self._is_closing and lane == multiplexing.FILES
+            if lane == multiplexing.URGENT and not is_lost:
                 self._enqueue(frame)
-            else:
+            elif not (is_lost or is_late):
                 self._lanes.add(lane, frame)
                 self._fill()
         self._wake()
@@ -276,14 +271,11 @@ class Outbox:
     def flush(self) -> None:
         """Writes as much as the descriptor takes."""
         with self._lock:
-            while self._unsent and not self.broken:
-                written = self._write()
-                if written is None:
-                    break
-                self._offset += written
+            while self._unsent and not self.broken and self._write():
                 self._retire()
 
-    def _write(self) -> Optional[int]:
+    def _write(self) -> bool:
+        """Writes some bytes; returns whether the descriptor took any."""
         pieces = [memoryview(self._unsent[0])[self._offset : self._offset + WRITE_BYTES]]
         length = len(pieces[0])
         for frame in islice(self._unsent, 1, WRITE_FRAMES):
@@ -292,12 +284,13 @@ class Outbox:
             pieces.append(memoryview(frame)[: WRITE_BYTES - length])
             length += len(pieces[-1])
         try:
-            return os.writev(self.fd, pieces)
+            self._offset += os.writev(self.fd, pieces)
         except BlockingIOError:
-            return None
+            return False
         except OSError:
             self._break()
-            return None
+            return False
+        return True
 
     def _retire(self) -> None:
         """Moves frames that were written whole to the unacknowledged ones."""

@@ -36,7 +36,7 @@ class QueuedFrame:
 
     def __init__(self, frame: bytes) -> None:
         self.size = len(frame)
-        self._frame = frame
+        self.frame = frame
         self._offset = 0
         self._compressor: Any = None  # a compressor, whose type has no name
         self._is_compressible = True
@@ -51,14 +51,10 @@ class QueuedFrame:
         """Bytes not sent yet."""
         return self.size - self._offset
 
-    def as_whole(self) -> Optional[bytes]:
-        """Returns the frame if it needs no pieces."""
-        return self._frame if self.size <= WHOLE_BYTES and not self.is_started else None
-
     def next_piece(self, size: int, compress: bool) -> Tuple[Message, bytes]:
         """Returns header and bytes of the next piece, about ``size`` bytes on the line."""
         num_bytes = max(size, min(PIECE_BYTES[1], int(size / self._ratio)))
-        chunk = self._frame[self._offset : self._offset + num_bytes]
+        chunk = self.frame[self._offset : self._offset + num_bytes]
         self._offset += len(chunk)
         header: Message = {"more": self._offset < self.size}
         if self._compressor is None and not (compress and self._is_compressible):
@@ -117,11 +113,10 @@ class SendQueues:
         if lane is None:
             raise IndexError("nothing waits")
         first = lane[0]
-        frame = first.as_whole()
-        if frame is not None:
+        if first.size <= WHOLE_BYTES:
             lane.popleft()
             self._size[number] -= first.size
-            return frame, {}, b""
+            return first.frame, {}, b""
         remaining = first.remaining
         header, data = first.next_piece(window.piece, window.is_narrow)
         self._size[number] -= remaining - first.remaining
@@ -131,11 +126,7 @@ class SendQueues:
 
 
 class Reassembler:
-    """Joins pieces to frames.
-
-    Args:
-        max_bytes: Of one frame.
-    """
+    """Joins pieces to frames of at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -106,9 +106,7 @@ class ReconnectListener:
     def readable(self, fd: int, num_received: int) -> Optional[Visit]:
         """Reads from one of :meth:`readers`; returns the launcher once it has proven the key.
 
-        Args:
-            fd: The descriptor.
-            num_received: How many of the launcher's frames the agent has received.
+        ``num_received``: how many of the launcher's frames the agent has received.
         """
         if fd == self._listener.fileno():
             self._accept()
@@ -119,10 +117,10 @@ class ReconnectListener:
         try:
             return self._verify(visitor, num_received)
         except BlockingIOError:
-            return None
+            pass
         except (OSError, ValueError):
             self._dismiss(visitor)
-            return None
+        return None
 
     def _accept(self) -> None:
         try:

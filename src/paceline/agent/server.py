@@ -115,11 +115,8 @@ class Agent:
             self.in_thread(self._touch_folders)
 
     def _touch_folders(self) -> None:
-        for folder in [
-            Path(self._package),
-            *self.folders,
-            *map(snapshot.run_folder, self.run_keys),
-        ]:
+        run_folders = map(snapshot.run_folder, self.run_keys)
+        for folder in [Path(self._package), *self.folders, *run_folders]:
             with contextlib.suppress(OSError):
                 os.utime(str(folder))
         self.data_copies.touch()
@@ -139,22 +136,13 @@ class Agent:
         data.remove_old()
 
     def _send_hello(self) -> None:
+        hello: Message = {"event": "hello", "pid": os.getpid(), "identity": self.identity.hex()}
         try:
-            self._greet()
+            self.outbox.post(dict(hello, chosen_python=self.chosen_python, facts=facts.gather()))
         except Exception as error:  # the launcher must not wait in vain
             with contextlib.suppress(OSError):
                 sys.stderr.write("paceline agent: it cannot greet: %s\n" % describe_error(error))
             self._exit_deadline = time.monotonic()
-
-    def _greet(self) -> None:
-        hello = {
-            "event": "hello",
-            "pid": os.getpid(),
-            "identity": self.identity.hex(),
-            "chosen_python": self.chosen_python,
-            "facts": facts.gather(),
-        }
-        self.outbox.post(hello)
 
     def _may_exit(self) -> bool:
         if self._exit_deadline is None:
@@ -254,10 +242,7 @@ class Agent:
         """Begins to end: sends TERM to every rank, and KILL after a grace period.
 
         If the guard was killed, ranks get KILL at once: only this node ends, the others continue.
-
-        Args:
-            reason: A word for the launcher.
-            explanation: A sentence for the user.
+        ``reason`` is a word for the launcher, ``explanation`` a sentence for the user.
         """
         if os.getppid() != self._parent:  # the guard's death may also end the stream
             reason, explanation = "guard", GUARD_KILLED
@@ -306,11 +291,9 @@ class Agent:
         self.in_queue(RECEIVING, lambda: self._clean_up(is_clean), {})  # after queued requests
         for tasks in self._queues.values():
             tasks.put(None)
-        if (
-            is_clean.wait(CLEANUP_TIMEOUT_S)
-            and self.warm_wait is not None
-            and self._fork_server_stderr is not None
-        ):
+        can_resume = self.warm_wait is not None and self._fork_server_stderr is not None
+        if is_clean.wait(CLEANUP_TIMEOUT_S) and can_resume:
+            assert self._fork_server_stderr is not None
             wake = self._wake_read, self._wake_write
             stderr_pipe = self._fork_server_stderr, self.job.errors_fd
             self.resumable = warm.Resumable(wake, stderr_pipe, idle_server, self.folders)
@@ -322,9 +305,11 @@ class Agent:
             self.uploads.drop()
             self.data_copies.close()
             detached_runs.release_folders(self.run_locks)
-            for folder in [folder for folder in self.folders if not self._is_reused(folder)]:
-                snapshot.discard_job_folder(folder)
-                self.folders.remove(folder)
+            for folder in list(self.folders):
+                is_for_fork_server = folder.name.startswith(warm.FOLDER_PREFIX)
+                if self.warm_wait is None or not is_for_fork_server:  # which has imported from it
+                    snapshot.discard_job_folder(folder)
+                    self.folders.remove(folder)
             for key, names in self.run_keys.items():
                 with contextlib.suppress(OSError):
                     snapshot.discard_run_folder(key, names, self.identity.hex())
@@ -333,10 +318,6 @@ class Agent:
                 snapshot.remove_folder(self.private)
         finally:
             is_clean.set()
-
-    def _is_reused(self, folder: Path) -> bool:
-        """Whether the next conversation needs a folder: a fork server has imported from it."""
-        return self.warm_wait is not None and folder.name.startswith(warm.FOLDER_PREFIX)
 
     def _wake_guard(self) -> None:
         """Continues a stopped guard, so that it can end after the agent."""
@@ -459,7 +440,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
         agent = Agent(input_fd, output_fd, package, resumed)
         agent.forward_stderr(resumed.stderr_pipe if resumed is not None else os.pipe())
         agent.stream.errors, agent.stream.on_errors = 2, redirect_errors
-        agent.stream.set_holder(holder)
+        agent.stream.holder = holder
         agent.chosen_python = chosen_python
         if temporary:
             agent.private = Path(package).parent

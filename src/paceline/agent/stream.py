@@ -24,10 +24,6 @@ CLOSED_FD = -1
 Requests = List[Tuple[Message, bytes]]
 
 
-def _ignore(fd: int) -> None:
-    """For streams whose standard error nobody manages."""
-
-
 class Stream:
     """Requests in, frames out.
 
@@ -39,24 +35,21 @@ class Stream:
         outbox: Frames to the launcher.
         errors: Standard error, if it has the same peer as input and output.
         on_errors: Called with a new standard error's descriptor, which is closed afterwards.
+        holder: Connection to the process that owns the streams: it stays until they end.
     """
 
     def __init__(self, input_fd: int, output_fd: int, wake_fd: int) -> None:
         self.outbox = Outbox(output_fd, wake_fd)
         self.errors: Optional[int] = None
-        self.on_errors: Callable[[int], None] = _ignore
+        self.on_errors: Callable[[int], None] = lambda fd: None
+        self.holder: Optional[socket.socket] = None
         self._input: Optional[int] = input_fd
         self._decoder = Decoder()
         self._joiner = Reassembler(MAX_JSON + MAX_BLOB)
         self._unacked_bytes = 0  # bytes heard since we said so
         self._place: Optional[ReconnectListener] = None
-        self._holder: Optional[socket.socket] = None
         self._ended_at: Optional[float] = None
         self._disconnected_at: Optional[float] = None
-
-    def set_holder(self, holder: Optional[socket.socket]) -> None:
-        """Names the process that owned the first streams: it stays until they end."""
-        self._holder = holder
 
     def allow_reconnect(self, key: bytes) -> str:
         """Makes breaks recoverable; returns the socket's name. OSError if impossible."""
@@ -111,49 +104,42 @@ class Stream:
             self.outbox.post({})  # with what every frame tells
         return requests
 
-    @property
-    def _errors_fd(self) -> int:
-        return self.outbox.fd if self.errors is None else self.errors
-
     def _resume(self, visit: Visit) -> None:
-        self._release_streams()
+        self.release()
         self._input, self._decoder = visit.streams.input, Decoder()
         self._ended_at = self._disconnected_at = None
-        self._holder = visit.holder
+        self.holder = visit.holder
         self.on_errors(visit.streams.errors)
         os.close(visit.streams.errors)
         self.outbox.resume(visit.streams.output, visit.num_received)
 
-    def _release_streams(self) -> None:
-        """Closes the current streams."""
+    def release(self) -> None:
+        """Closes the current streams, which ends the login that brought them."""
         if self._input is not None:
             for fd in (self._input, self.outbox.fd):
                 with contextlib.suppress(OSError):
                     os.close(fd)
             self._input, self.outbox.fd = None, CLOSED_FD
-        if self._holder is not None:
-            self._holder.close()
-            self._holder = None
+        if self.holder is not None:
+            self.holder.close()
+            self.holder = None
 
     def end_reason(self, leased: bool) -> Optional[Tuple[str, str]]:
         """Why the stream's state ends the agent, as a word and a sentence; ``None`` if it does not.
 
-        Args:
-            leased: A lease limits the wait for the launcher.
+        ``leased``: a lease limits the wait for the launcher.
         """
         now = time.monotonic()
         if self._ended_at is None and self.outbox.broken:
             self._ended_at = now
         if self._ended_at is None:
             return None
-        if (
-            self._place is not None
-            and self._disconnected_at is None
-            and not has_reader(self._errors_fd)
-        ):
+        errors = self.outbox.fd if self.errors is None else self.errors
+        can_return = self._place is not None and self._disconnected_at is None
+        if can_return and not has_reader(errors):
             self._disconnected_at = now
             self.outbox.disconnect()
-            self._release_streams()
+            self.release()
         if self._disconnected_at is None:
             is_early = self._place is not None and now - self._ended_at < STDERR_GRACE_S
             return None if is_early else ("launcher", "the launcher went away")
@@ -165,7 +151,3 @@ class Stream:
         """Closes the socket; the streams end with the process."""
         if self._place is not None:
             self._place.close()
-
-    def release(self) -> None:
-        """Ends the streams and thereby the login that brought them."""
-        self._release_streams()

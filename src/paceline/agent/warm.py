@@ -105,8 +105,7 @@ def make_spec(request: Message, env: Mapping[str, str], libraries: Sequence[str]
 
     Args:
         request: As for :meth:`.NodeJob.prepare`.
-        env: Its whole environment.
-        libraries: Folders of this interpreter's packages.
+        env, libraries: Its whole environment, and the folders of this interpreter's packages.
     """
     paths = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
     has_relative = any(not path.startswith("/") for path in paths)
@@ -199,12 +198,7 @@ class Resumable(NamedTuple):
 
 
 class WarmWait:
-    """The time between two conversations.
-
-    Args:
-        place: Where the next launcher connects.
-        seconds: How long to wait.
-    """
+    """The time between two conversations; the next launcher connects to ``place``."""
 
     def __init__(self, place: "ReconnectListener", seconds: float) -> None:
         self.place = place
@@ -215,9 +209,7 @@ class WarmWait:
     ) -> "Optional[Tuple[Visit, Login]]":
         """Waits for the next launcher; ``None`` if the time is over or ``should_end()``.
 
-        Args:
-            resumable: Its fork server is dropped when it dies.
-            should_end: Called regularly.
+        The fork server of ``resumable`` is dropped when it dies.
         """
         former_name = _process_name()
         processes.set_name(PROCESS_NAME)
@@ -226,11 +218,8 @@ class WarmWait:
             while not should_end() and _boottime_s() < self._deadline:
                 poll = select.poll()
                 place_fds = self.place.readers()
-                for fd in [
-                    *place_fds,
-                    resumable.stderr_pipe[0],
-                    *([channel.fileno()] if channel else []),
-                ]:
+                server_fds = [channel.fileno()] if channel is not None else []
+                for fd in [*place_fds, resumable.stderr_pipe[0], *server_fds]:
                     poll.register(fd, select.POLLIN)
                 for fd, _ in poll.poll(POLL_S * 1000):
                     if fd == resumable.stderr_pipe[0]:

@@ -141,11 +141,7 @@ def _is_in_use(folder: Path) -> bool:
 
 
 class DataCopies:
-    """Holds the copies that this agent's job uses, and writes files that arrive for them.
-
-    Args:
-        identity: Identifies this agent, in hexadecimal.
-    """
+    """Holds the copies that this agent's job uses, and writes files that arrive for them."""
 
     def __init__(self, identity: str) -> None:
         self._sign_file = SIGN_PREFIX + identity
@@ -219,10 +215,7 @@ class DataCopies:
     def write_block(self, key: str, name: str, path: str, request: Message, data: bytes) -> None:
         """Appends a block of a large file; renames it after the last one.
 
-        Args:
-            key, name, path: The file.
-            request: ``offset`` and ``last``; for the last block also ``sha256`` and ``mtime``.
-            data: The block.
+        ``request`` has ``offset`` and ``last``; for the last block also ``sha256`` and ``mtime``.
 
         Raises:
             ValueError: The block is not the next one, or the file's hash differs.
@@ -246,7 +239,7 @@ class DataCopies:
         for key, used in self._lock_fds.items():
             os.close(used)
             with contextlib.suppress(OSError):
-                os.unlink(str(copy_folder(key) / self._sign_file))
+                (copy_folder(key) / self._sign_file).unlink()
         self._lock_fds = {}
 
 
@@ -336,13 +329,12 @@ class _PartialFile:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+            part = self._part_path
             with contextlib.suppress(OSError):
-                if self._part_path and self.size:
-                    safe_paths.rename(
-                        self._root, self._part_path, self._abandoned_path, durable=False
-                    )
-                elif self._part_path:
-                    os.unlink(os.path.join(self._root, self._part_path))
+                if part and self.size:
+                    safe_paths.rename(self._root, part, self._abandoned_path, durable=False)
+                elif part:
+                    os.unlink(os.path.join(self._root, part))
 
 
 def _open_locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:

@@ -102,8 +102,7 @@ def open_folder(root: str, path: str, make: bool = False) -> int:
     """Opens the folder ``path`` below ``root`` and returns its descriptor.
 
     Args:
-        root: Path of a folder, which may contain links.
-        path: Relative path; empty for ``root`` itself.
+        root, path: Path of a folder, which may contain links; relative path, which may be empty.
         make: Whether to make missing folders, which only the user can access.
 
     Raises:
@@ -226,18 +225,13 @@ def private_temp_folder(name: str, fallback: str) -> str:
     Any user could have made a folder of that name before.
     """
     path = os.path.join(tempfile.gettempdir(), name)
-    try:
+    with contextlib.suppress(OSError):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.lstat(path)
-        if (
-            stat.S_ISDIR(status.st_mode)
-            and status.st_uid == os.getuid()
-            and not (stat.S_IMODE(status.st_mode) & 0o022)
-        ):
+        is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_own_folder and not status.st_mode & 0o022:
             return path
-    except OSError:
-        pass
     os.makedirs(fallback, 0o700, exist_ok=True)
     return fallback
 
@@ -317,8 +311,7 @@ class IncomingFile:
     """A file that is received in blocks; it gets its name once it is complete and checked.
 
     Args:
-        root: The folder.
-        path: Path of the file below it.
+        root, path: The folder, and the file's path below it.
         durable: Whether to flush the file to disk before it gets its name.
 
     Attributes:
@@ -335,14 +328,12 @@ class IncomingFile:
         self._digest = hashlib.sha256()
 
     def _create(self) -> int:
-        flags, num_retries = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 5
-        while True:
-            try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        for _ in range(5):
+            with contextlib.suppress(FileNotFoundError):
                 return open_file(self._root, self._part, flags)
-            except FileNotFoundError:  # another receiver has just removed the empty folder
-                num_retries -= 1
-                if num_retries < 0:
-                    raise
+            # another receiver has just removed the empty folder
+        return open_file(self._root, self._part, flags)
 
     @property
     def sha256(self) -> str:
@@ -358,13 +349,9 @@ class IncomingFile:
         self.size += len(data)
 
     def finish(self, size: int = -1, sha256: str = "") -> None:
-        """Flushes the file and gives it its name.
+        """Flushes the file and gives it its name; ValueError if it differs from what is expected.
 
-        Args:
-            size, sha256: Expected values; -1 and empty if unknown.
-
-        Raises:
-            ValueError: The file differs from them, and gets no name.
+        ``size`` is -1 and ``sha256`` is empty if unknown.
         """
         if size not in (-1, self.size):
             raise ValueError("%d bytes came instead of %d" % (self.size, size))

@@ -105,32 +105,29 @@ def is_key(text: str) -> bool:
 
 
 def run_folder(key: str) -> Path:
-    """Returns this node's own folder for a run whose run directory it does not share.
-
-    Raises:
-        ValueError: The key is invalid.
-    """
+    """Returns this node's own folder for a run. ValueError for an invalid key."""
     if not is_key(key):
         raise ValueError("not the key of a run: %r" % key[:100])
     return cache_folder() / "runs" / key
 
 
 def make_run_folder(key: str, user: str = "") -> Path:
-    """Returns the folder of the run, created and marked if it is missing.
+    """Returns the folder of the run under ``key``, created and marked if it is missing.
 
-    Args:
-        key: Key of the run.
-        user: Name of an agent that uses the folder; empty for none.
+    ``user``: name of an agent that uses the folder; empty for none.
     """
     folder = _create_run_folder(key)
     if user:
         try:
-            os.close(
-                safe_paths.open_file(str(folder), SIGN_PREFIX + user, os.O_WRONLY | os.O_CREAT)
-            )
+            sign_folder(str(folder), user)
         except FileNotFoundError:  # another agent has just removed the folder
             return make_run_folder(key, user)
     return folder
+
+
+def sign_folder(folder: str, user: str) -> None:
+    """Writes the file by which an agent shows that it uses a run's folder."""
+    os.close(safe_paths.open_file(folder, SIGN_PREFIX + user, os.O_WRONLY | os.O_CREAT))
 
 
 def _create_run_folder(key: str) -> Path:
@@ -149,9 +146,8 @@ def _create_run_folder(key: str) -> Path:
 
 def _private_folder(folder: Path) -> Path:
     """Makes a uniquely named empty folder beside ``folder``: hosts and containers share disks."""
-    private = folder.with_name(
-        ".new-%s-%d-%s" % (_pid_namespace(), os.getpid(), secrets.token_hex(8))
-    )
+    name = ".new-%s-%d-%s" % (_pid_namespace(), os.getpid(), secrets.token_hex(8))
+    private = folder.with_name(name)
     private.mkdir(mode=0o700)
     return private
 
@@ -181,18 +177,17 @@ def _is_abandoned(path: Path) -> bool:
     if re.fullmatch(r"\.gone-[0-9a-f]{16}", path.name):
         return True
     match = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
-    return bool(
-        match and match[1] == _pid_namespace() and processes.read_stat(int(match[2])) is None
-    )
+    if match is None or match[1] != _pid_namespace():
+        return False
+    return processes.read_stat(int(match[2])) is None
 
 
 def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user: str = "") -> bool:
     """Removes the marked folder of a run; returns whether it was removed.
 
     Args:
-        key: Key of the run.
+        key, user: Key of the run, and name of the agent that no longer uses the folder.
         only: Keep the folder if it holds any other files than these, or another agent uses it.
-        user: Name of the agent that no longer uses the folder.
     """
     folder = run_folder(key)
     if not _is_marked(folder, key):
@@ -250,11 +245,9 @@ def discard_job_folder(folder: Path) -> None:
 
 
 def remove_old(keep: str, max_age_s: float = MAX_AGE_S) -> None:
-    """Removes unused cache entries, and incomplete ones of killed agents.
+    """Removes cache entries unused for ``max_age_s``, and incomplete ones of killed agents.
 
-    Args:
-        keep: Folder of this agent's own code.
-        max_age_s: Seconds without use after which an entry is removed.
+    ``keep``: folder of this agent's own code.
     """
     cutoff = time.time() - max_age_s
     for name, is_ours in _CACHE_FOLDERS.items():
@@ -313,12 +306,8 @@ def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
                 is_last: bool = True) -> List[str]:  # fmt: skip
     """Builds the tree at ``root`` from the cache; it gets its name once it is complete.
 
-    If several processes build the same tree, the last one's stays.
-
-    Args:
-        root: The tree's folder.
-        manifest: The tree's files, or a part of them.
-        is_first, is_last: Whether this is the first and the last part.
+    If several processes build the same tree, the last one's stays. A large manifest comes in parts,
+    of which one ``is_first`` and one ``is_last``.
 
     Returns:
         Hashes of damaged cache entries, which were removed. If there are any, the missing contents

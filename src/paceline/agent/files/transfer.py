@@ -28,8 +28,7 @@ class Uploads:
         """Receives the next block of a file, which gets its name after the last one.
 
         Args:
-            root: A folder.
-            path: Path of the file below it.
+            root, path: A folder, and the file's path below it.
             request: ``offset`` and ``last``; for the last block also ``sha256``, perhaps ``size``.
             data: The block.
             durable: Whether to flush the file before it gets its name.
@@ -158,10 +157,9 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
         snapshot.claim_job_folder(folder)
         agent.folders.append(folder)
     (name,) = safe_paths.split_path(request["name"])
-    damaged = snapshot.build_tree(
-        str(folder / name), request["manifest"], request["first"], request["last"]
-    )
-    agent.reply(request, root=str(folder / name), damaged=damaged)
+    root = str(folder / name)
+    damaged = snapshot.build_tree(root, request["manifest"], request["first"], request["last"])
+    agent.reply(request, root=root, damaged=damaged)
 
 
 @in_queue(RECEIVING)
@@ -203,8 +201,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
             os.listdir(request["path"])  # makes a network disk show new names at once
             token = (Path(request["path"]) / request["token_file"]).read_text()
             if token == request["token"]:
-                sign = snapshot.SIGN_PREFIX + agent.identity.hex()
-                os.close(safe_paths.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
+                snapshot.sign_folder(request["path"], agent.identity.hex())
                 agent.reply(request, shared=True, folder=request["path"])
                 return
     folder = snapshot.make_run_folder(request["key"], agent.identity.hex())

@@ -36,7 +36,6 @@ class StrangerError(RuntimeError):
             "gloo has a connection with %s, which is not one of this job's hosts: somebody pretends"
             " to be one of its ranks. Nothing was exchanged with it" % address
         )
-        self.address = address
 
 
 @dataclass
@@ -163,13 +162,11 @@ def job_address(interface: str) -> str:
     if ":" not in os.environ.get("MASTER_ADDR", ""):
         return ""
     criteria = {"interface": interface, "family": 6, "scope": "global", "usable": True}
-    try:
-        addresses = netlink.addresses()
-    except OSError:
-        return ""
-    return next(
-        (str(entry["address"]) for entry in addresses if criteria.items() <= entry.items()), ""
-    )
+    with contextlib.suppress(OSError):
+        for entry in netlink.addresses():
+            if criteria.items() <= entry.items():
+                return str(entry["address"])
+    return ""
 
 
 class GlooFilter:
@@ -248,12 +245,7 @@ class GlooFilter:
 
 
 def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters.Report) -> None:
-    """Restricts all gloo groups that this process will make.
-
-    Args:
-        c10d: The module ``torch.distributed.distributed_c10d``.
-        on_reject, on_stranger: As for :class:`GlooFilter`.
-    """
+    """Restricts all gloo groups of ``torch.distributed.distributed_c10d``: see GlooFilter."""
     gloo = getattr(c10d, "ProcessGroupGloo", None)
     if gloo is None or not all(hasattr(gloo, name) for name in ("_Options", "create_device")):
         return
@@ -278,11 +270,8 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
         rendezvous._create_c10d_store = _wrap_store(original_store, gloo_filter.rejects)
     for name in ("split_group", "merge_remote_group"):
         if hasattr(c10d.ProcessGroup, name):
-            setattr(
-                c10d.ProcessGroup,
-                name,
-                _wrap_group_method(getattr(c10d.ProcessGroup, name), gloo_filter),
-            )
+            method = getattr(c10d.ProcessGroup, name)
+            setattr(c10d.ProcessGroup, name, _wrap_group_method(method, gloo_filter))
 
 
 def _wrap_store(

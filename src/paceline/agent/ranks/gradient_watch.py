@@ -17,13 +17,9 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 EVENT = "gradient exchange"
-MIN_GRADIENT_ELEMENTS = (
-    32  # in one collective: metrics have fewer, gradients of real models have more
-)
+MIN_GRADIENT_ELEMENTS = 32  # of a collective: metrics have fewer, gradients of models have more
 OBJECT_DTYPES = ("Byte", "Long")  # pickled objects, sizes and counts
-LARGE_OBJECT_BYTES = (
-    1024  # bytes; one as large as the largest parameter may hold models or codes of them
-)
+LARGE_OBJECT_BYTES = 1024  # one as large as the largest parameter may hold models or codes of them
 # exchange gradients without c10d's groups; our sessions compare the ranks' weights themselves
 OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft", "paceline.train.session")
 FINALIZER_PRIORITY = -100  # priority: after those of the script
@@ -38,8 +34,8 @@ class GradientWatch:
     """Watches this process, and those that it forks or spawns with ``multiprocessing``.
 
     Args:
-        rank_pid: The rank's process.
-        events: The rank's descriptor for events; a process below it opens it by way of ``/proc``.
+        rank_pid, events: The rank's process, and its descriptor for events, which a process below
+            it opens by way of ``/proc``.
         source: Text of this module.
     """
 
@@ -120,10 +116,8 @@ class GradientWatch:
             self._hook = None
 
     def _read_recorder(self) -> None:
-        if self._exchanges:
-            return
         try:
-            self._exchanges = self._has_exchanged()
+            self._exchanges = self._exchanges or self._has_exchanged()
         except Exception:  # the recorder's form is torch's to change
             self._exchanges = True
 
@@ -154,34 +148,30 @@ class GradientWatch:
             return
         if not is_rank and not (self._steps or self._calls):
             return
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        own_cpu_s = time.process_time() - self._started_cpu_s
         message = {
             "kind": "event", "event": EVENT, "optimizer_steps": self._steps, "calls": self._calls,
             "largest_call": self._largest_call, "exchanges": self._exchanges,
-            "in_children": self._works_in_children(),
+            # programs that this process started have done most of its work
+            "in_children": usage.ru_utime + usage.ru_stime > own_cpu_s,
         }  # fmt: skip
         _write(self._rank_pid, self._events, message)
-
-    def _works_in_children(self) -> bool:
-        """Whether programs that this process started have done most of its work."""
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime > time.process_time() - self._started_cpu_s
 
 
 class _InSpawned:
     """Pickled into a spawned process, it installs a watch there."""
 
-    def __init__(self, rank_pid: int, events: int, source: Optional[str]) -> None:
-        self._arguments = (rank_pid, events)
-        self._source = source
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments  # of GradientWatch
 
     def __reduce__(self) -> Any:
-        if self._source is None:
+        source = self._arguments[-1]
+        if source is None:
             return (dict, ())
-        install = "\nGradientWatch(*ARGUMENTS, SOURCE_TEXT).install()\n"
-        names = {
-            "__name__": "gradient_watch", "ARGUMENTS": self._arguments, "SOURCE_TEXT": self._source,
-        }  # fmt: skip
-        return (exec, (self._source + install, names))
+        install = "\nGradientWatch(*ARGUMENTS).install()\n"
+        names = {"__name__": "gradient_watch", "ARGUMENTS": self._arguments}
+        return (exec, (source + install, names))
 
 
 class _ImportHook:

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import threading
-from typing import Callable, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
+from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple, Union
 
 VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
 MAX_REPORTED = 16  # addresses for each socket
@@ -43,23 +43,17 @@ def parse_address(text: str) -> Address:
 
 
 class HostSet:
-    """A set of addresses and networks from which connections are accepted.
-
-    Args:
-        networks: IPv4 and IPv6 networks.
-    """
+    """A set of IPv4 and IPv6 addresses and networks from which connections are accepted."""
 
     def __init__(self, networks: Iterable[Network]) -> None:
         self.networks = sorted(set(networks), key=lambda network: (network.version, network))
-        single = [
-            network for network in self.networks if network.prefixlen == network.max_prefixlen
-        ]
-        self._addresses: FrozenSet[Address] = frozenset(
-            network.network_address for network in single
-        )
-        self._networks = [
-            network for network in self.networks if network.prefixlen < network.max_prefixlen
-        ]
+        self._addresses: Set[Address] = set()
+        self._networks: List[Network] = []
+        for network in self.networks:
+            if network.prefixlen == network.max_prefixlen:
+                self._addresses.add(network.network_address)
+            else:
+                self._networks.append(network)
 
     def __contains__(self, text: str) -> bool:
         address = parse_address(text)
@@ -171,10 +165,6 @@ def detach_filter(connection: socket.socket) -> None:
 class PeerFilter:
     """Restricts a listening socket to some hosts and learns which other addresses try.
 
-    Args:
-        listener: TCP, listening.
-        hosts: From which connections are taken.
-
     Attributes:
         is_attached: Whether the kernel drops all other connections.
         reject_socket: Takes refused connections; ``None`` when there is none.
@@ -201,11 +191,7 @@ class PeerFilter:
             reject_socket.bind(listener.getsockname())
             reject_socket.listen(REJECT_BACKLOG)
             reject_socket.setblocking(False)
-            _attach(
-                listener,
-                SO_ATTACH_REUSEPORT_CBPF,
-                self._hosts.program(LISTENER_INDEX, REJECT_INDEX),
-            )
+            self._select_socket(listener)
         except OSError:
             reject_socket.close()
             raise
@@ -217,9 +203,12 @@ class PeerFilter:
         self.is_attached = attach_filter(listener, hosts)
         if self.reject_socket is not None:
             with contextlib.suppress(OSError):
-                _attach(
-                    listener, SO_ATTACH_REUSEPORT_CBPF, hosts.program(LISTENER_INDEX, REJECT_INDEX)
-                )
+                self._select_socket(listener)
+
+    def _select_socket(self, listener: socket.socket) -> None:
+        """Makes the kernel hand connections of other hosts to the reject socket."""
+        program = self._hosts.program(LISTENER_INDEX, REJECT_INDEX)
+        _attach(listener, SO_ATTACH_REUSEPORT_CBPF, program)
 
     def block(self, listener: socket.socket) -> None:
         """Drops connections until :meth:`admit`: the kernel repeats those that came too early."""
@@ -246,12 +235,9 @@ class PeerFilter:
         self._rejected.append(address)
         rejected_hosts = HostSet(map(ipaddress.ip_network, self._rejected))
         is_full = len(self._rejected) >= MAX_REPORTED
+        program = rejected_hosts.program(0, 0 if is_full else WHOLE_PACKET)
         with contextlib.suppress(OSError):
-            _attach(
-                self.reject_socket,
-                SO_ATTACH_FILTER,
-                rejected_hosts.program(0, 0 if is_full else WHOLE_PACKET),
-            )
+            _attach(self.reject_socket, SO_ATTACH_FILTER, program)
         return "" if address in self._hosts else address  # it came before strangers were told apart
 
     def close(self) -> None:
@@ -262,11 +248,7 @@ class PeerFilter:
 
 
 class RejectWatcher:
-    """Reports refused addresses at all reject sockets of this process, in a thread of its own.
-
-    Args:
-        report: Called with each stranger's address, once for each socket.
-    """
+    """Reports refused addresses, once for each reject socket of this process, in a thread."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -276,12 +258,7 @@ class RejectWatcher:
         self._filters: Dict[int, Tuple[PeerFilter, int, int]] = {}
 
     def watch(self, peer_filter: PeerFilter, listener: int) -> None:
-        """Watches one more reject socket until its listening socket is closed.
-
-        Args:
-            peer_filter: Owner of the reject socket.
-            listener: Descriptor of the listening socket.
-        """
+        """Watches the filter's reject socket until its listening socket is closed."""
         if peer_filter.reject_socket is None:
             return
         if self._epoll is None or self._pid != os.getpid():
@@ -290,12 +267,9 @@ class RejectWatcher:
             threading.Thread(target=self._watch_loop, args=state, name="paceline-rejects",
                              daemon=True).start()  # fmt: skip
         self._close_orphans(self._epoll)
-        self._filters[peer_filter.reject_socket.fileno()] = (
-            peer_filter,
-            listener,
-            os.fstat(listener).st_ino,
-        )
-        self._epoll.register(peer_filter.reject_socket.fileno(), select.EPOLLIN)
+        fd = peer_filter.reject_socket.fileno()
+        self._filters[fd] = peer_filter, listener, os.fstat(listener).st_ino
+        self._epoll.register(fd, select.EPOLLIN)
 
     def end(self) -> None:
         """Closes all reject sockets and ends the thread."""

@@ -6,6 +6,7 @@ checked before anything is loaded. Used by the launching machine and the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -78,7 +79,7 @@ def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> Writte
             index["tensors"].append(_write_tensor(target, tensor))
         footer = json.dumps(index).encode()
         target.write(footer + _LENGTH.pack(len(footer)))
-        return WrittenFile(target.size, target.sha256, starts)
+        return WrittenFile(target.size, target.digest.hexdigest(), starts)
 
 
 class _HashingWriter:
@@ -86,19 +87,15 @@ class _HashingWriter:
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()
         self.size = 0
         self.broken = False
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
 
     def write(self, data: Any) -> int:
         with memoryview(data) as view, view.cast("B") as remainder:
             for at in range(0, len(remainder), BLOCK_BYTES):
                 block = remainder[at : at + BLOCK_BYTES]
-                self._digest.update(block)
+                self.digest.update(block)
                 written = 0
                 while written < len(block):
                     try:
@@ -164,7 +161,7 @@ def open_objects(path: str, sha256: str) -> "_Unpickler":
     with os.fdopen(fd, "rb") as file:
         parts = _Sections(file, path)
         pickled, buffers, tensors = parts.read_sections()
-        if parts.sha256 != sha256:
+        if parts.digest.hexdigest() != sha256:
             raise DamagedError("%s does not have the hash that its writer told" % path)
     return _Unpickler(io.BytesIO(pickled), buffers, tensors)
 
@@ -175,11 +172,7 @@ class _Sections:
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file = file
         self._path = path
-        self._digest = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
+        self.digest = hashlib.sha256()
 
     def read_sections(self) -> Tuple[bytearray, List[bytearray], List[bytearray]]:
         index, length = self._index()
@@ -215,7 +208,7 @@ class _Sections:
                 count = self._file.readinto(view[filled : filled + BLOCK_BYTES])  # type: ignore[attr-defined]
                 if not count:
                     raise DamagedError("%s became shorter while it was read" % self._path)
-                self._digest.update(view[filled : filled + count])
+                self.digest.update(view[filled : filled + count])
                 filled += count
         return data
 
@@ -231,9 +224,9 @@ class _Unpickler(pickle.Unpickler):
         if index not in self._tensors:
             torch: Any = importlib.import_module("torch")
             memory, dtype = self._memory[index], getattr(torch, dtype_name)
-            tensor = (
-                torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
-            )
+            tensor = torch.empty(0, dtype=dtype)
+            if memory:
+                tensor = torch.frombuffer(memory, dtype=dtype)
             self._tensors[index] = tensor.reshape(shape).requires_grad_(requires_grad)
         return self._tensors[index]
 
@@ -264,16 +257,12 @@ def _not_picklable(value: Any, name: str, cloudpickle: Any, error: Exception) ->
                 break
         else:
             break
-    reason = "%s: %s" % (type(error).__name__, error)
-    return NotPicklableError(
-        "%s is %s, which cannot be pickled (%s)" % (name, _describe_type(value), reason)
-    )
-
-
-def _describe_type(value: Any) -> str:
     cls = type(value)
     module = "" if cls.__module__ in ("builtins", "__main__") else cls.__module__ + "."
-    return "a %s%s" % (module, cls.__qualname__)
+    reason = "%s: %s" % (type(error).__name__, error)
+    return NotPicklableError(
+        "%s is a %s%s, which cannot be pickled (%s)" % (name, module, cls.__qualname__, reason)
+    )
 
 
 def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
@@ -302,20 +291,15 @@ def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
 
 def _parts_of_function(function: Any) -> Iterator[Tuple[str, Any]]:
     """Yields the variables that a pickled function includes: of its closure and its module."""
-    function_name = "%s()" % getattr(function, "__qualname__", "function")
+    of_function = "of %s()" % getattr(function, "__qualname__", "function")
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            yield "the variable %s of %s" % (variable, function_name), cell.cell_contents
-        except ValueError:  # not set yet
-            continue
+        with contextlib.suppress(ValueError):  # not set yet
+            yield "the variable %s %s" % (variable, of_function), cell.cell_contents
     for variable in _names(function.__code__):
         if variable in function.__globals__:
-            yield (
-                "the variable %s of %s" % (variable, function_name),
-                function.__globals__[variable],
-            )
+            yield "the variable %s %s" % (variable, of_function), function.__globals__[variable]
     for index, part in enumerate(function.__defaults__ or ()):
-        yield "default %d of %s" % (index, function_name), part
+        yield "default %d %s" % (index, of_function), part
 
 
 def _names(code: Any) -> List[str]:

@@ -33,9 +33,7 @@ DEFAULT_SIGNALS = (  # what the agent, or the background of whoever started it, 
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1,
     signal.SIGUSR2,
 )  # fmt: skip
-_BENCH_MODULES = (
-    "paceline.bench."  # what check and bench start; nothing of a project's own is meant
-)
+_BENCH_MODULES = "paceline.bench."  # what check and bench start, in no project
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # folder of the package
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
@@ -253,8 +251,8 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
 
     gloo_peers.install(
         distributed.distributed_c10d,
-        on_reject=lambda address: _report(events, _stranger_event("stranger refused", address)),
-        on_stranger=lambda address: _report(events, _stranger_event("stranger", address)),
+        on_reject=functools.partial(_report_stranger, events, "stranger refused"),
+        on_stranger=functools.partial(_report_stranger, events, "stranger"),
     )
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
@@ -263,17 +261,19 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> Any:
         if distributed.is_initialized() and group in (None, distributed.group.WORLD):
-            _report(
-                events, {"kind": "event", "event": "world left", "rank": distributed.get_rank()}
-            )
+            _report_event(events, "world left", rank=distributed.get_rank())
         return destroy(group)
 
     distributed.destroy_process_group = destroy_process_group
     distributed.distributed_c10d.destroy_process_group = destroy_process_group
 
 
-def _stranger_event(event: str, address: str) -> Message:
-    return {"kind": "event", "event": event, "address": address, "time": time.monotonic()}
+def _report_stranger(events: int, event: str, address: str) -> None:
+    _report_event(events, event, address=address, time=time.monotonic())
+
+
+def _report_event(events: int, event: str, **fields: Any) -> None:
+    _report(events, {"kind": "event", "event": event, **fields})
 
 
 def _report_joined(distributed: Any, events: int, any_world: bool) -> None:
@@ -288,21 +288,17 @@ def _report_joined(distributed: Any, events: int, any_world: bool) -> None:
             "init_process_group; take them from RANK and WORLD_SIZE (or run with --any-world)."
             % (*actual, *planned)
         )
-    joined = {"rank": actual[0], "world_size": actual[1], "backend": distributed.get_backend()}
-    _report(events, dict(joined, kind="event", event="world joined"))
+    backend = distributed.get_backend()
+    _report_event(events, "world joined", rank=actual[0], world_size=actual[1], backend=backend)
 
 
 def _trim_traceback(error: BaseException) -> BaseException:
     """Removes the agent's and runpy's frames from the top of a traceback."""
+    internal = (_PACKAGE_FOLDER + os.sep, runpy.__file__, "<frozen runpy")
     step = error.__traceback__
-    while step is not None and _is_internal(step.tb_frame.f_code.co_filename):
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(internal):
         step = step.tb_next
     return error.with_traceback(step)
-
-
-def _is_internal(filename: str) -> bool:
-    is_agent = filename.startswith(_PACKAGE_FOLDER + os.sep)
-    return is_agent or filename == runpy.__file__ or filename.startswith("<frozen runpy")
 
 
 def _disarm_sigchld() -> None:
@@ -313,27 +309,20 @@ def _disarm_sigchld() -> None:
 
 
 def _report_exception(error: BaseException, events: int) -> None:
-    text = "".join(
-        traceback.format_exception(type(error), error, _trim_traceback(error).__traceback__)
-    )
-    _report(
-        events,
-        {
-            "kind": "exception",
-            "type": type(error).__name__,
-            "message": str(error)[:2000],
-            "traceback": text[-TRACEBACK_LIMIT:],
-            "hooked": _has_own_excepthook(),
-            "origin": getattr(error, "origin_rank", None),
-            "time": time.monotonic(),
-        },
-    )
-
-
-def _has_own_excepthook() -> bool:
-    """Whether the script replaced ``sys.excepthook``; torch's only adds the rank's number."""
-    module = str(getattr(sys.excepthook, "__module__", ""))
-    return sys.excepthook is not sys.__excepthook__ and not module.startswith("torch.")
+    trimmed = _trim_traceback(error).__traceback__
+    lines = traceback.format_exception(type(error), error, trimmed)
+    hook = sys.excepthook  # torch's only adds the rank's number
+    is_torch = str(getattr(hook, "__module__", "")).startswith("torch.")
+    report = {
+        "kind": "exception",
+        "type": type(error).__name__,
+        "message": str(error)[:2000],
+        "traceback": "".join(lines)[-TRACEBACK_LIMIT:],
+        "hooked": hook is not sys.__excepthook__ and not is_torch,
+        "origin": getattr(error, "origin_rank", None),
+        "time": time.monotonic(),
+    }
+    _report(events, report)
 
 
 def _report(events: int, message: Message) -> None:

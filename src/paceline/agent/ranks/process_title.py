@@ -17,11 +17,9 @@ _ELLIPSIS = " ..."
 
 
 def show(text: str, tail: str = "") -> bool:
-    """Shows ``text`` and ``tail`` as this process's command line; False where it cannot be done.
+    """Shows ``text``, cut if need be, and ``tail`` as this process's command line.
 
-    Args:
-        text: Is cut where the room is too small.
-        tail: Is not.
+    Returns False if that is impossible.
     """
     with contextlib.suppress(OSError, ValueError):
         start, end = _argument_memory()
@@ -62,10 +60,7 @@ def rank_title(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]
     """``python train.py --lr 0.1`` and `` [rank 1 of 4, n2]``."""
     args = entry.get("args") if entry["kind"] != "function" else []
     arguments = ["python", "-m"] if entry["kind"] == "module" else ["python"]
-    arguments += [
-        str(entry["target"]),
-        *(str(argument) for argument in (args if isinstance(args, list) else [])),
-    ]
+    arguments += map(str, [entry["target"], *(args if isinstance(args, list) else [])])
     host = env.get("PACELINE_HOST", os.uname().nodename)
     rank, world = env.get("RANK", "?"), env.get("WORLD_SIZE", "?")
     return " ".join(arguments), " [rank %s of %s, %s]" % (rank, world, host)

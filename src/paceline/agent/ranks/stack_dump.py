@@ -47,12 +47,8 @@ def request_stack(process: processes.Process) -> Tuple[str, bool]:
     stat = processes.read_stat(process.pid)
     if stat is None:
         return "", False
-    will_arrive = (
-        stat.state != "T"
-        and processes.has_handler(process.pid, STACK_SIGNAL)
-        and processes.send(process, STACK_SIGNAL)
-    )
-    return stat.state, will_arrive
+    can_answer = stat.state != "T" and processes.has_handler(process.pid, STACK_SIGNAL)
+    return stat.state, can_answer and processes.send(process, STACK_SIGNAL)
 
 
 class StackDump:
@@ -119,10 +115,8 @@ class StackDump:
 
     def is_perturbed(self, now_s: float) -> bool:
         """Whether the process may still use CPU time for a request."""
-        is_overdue = bool(
-            self._num_pending_stacks or (self._num_pending_calls and self._answers_calls)
-        )
-        return now_s < self._requested_at + (MAX_ANSWER_S if is_overdue else ANSWER_S)
+        is_pending = self._num_pending_stacks or (self._num_pending_calls and self._answers_calls)
+        return now_s < self._requested_at + (MAX_ANSWER_S if is_pending else ANSWER_S)
 
     def pop_cpu_s(self) -> float:
         """Returns the CPU seconds that requests have cost the process since the last call."""
@@ -139,12 +133,8 @@ class StackDump:
         elif text.startswith(_FIRST_LINE):
             del self._current[:]  # of a stack that came too late
         is_agent_code = CODE_FOLDER in text or '"<frozen runpy>"' in text
-        if (
-            self.is_requested
-            and text.startswith("File ")
-            and not is_agent_code
-            and len(self._current) < MAX_LINES
-        ):
+        is_wanted = self.is_requested and len(self._current) < MAX_LINES
+        if is_wanted and text.startswith("File ") and not is_agent_code:
             self._current.append(text)
         self._line_at = time.monotonic()
         if text.endswith(_FINAL_LINE) or text == "...":

@@ -69,14 +69,15 @@ def fork_agent(package: str) -> GuardErrors:
 def main(agent: int, errors: int) -> int:
     """Waits for the agent's end, kills the processes that it left, and exits with its status.
 
-    Args:
-        agent: Pid of the agent.
-        errors: Descriptor on which the agent passes new standard errors.
+    ``errors``: descriptor on which the agent passes new standard errors.
     """
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _forward_term(agent))
-    _close_streams([0, 1])
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):  # so that the stream ends when the agent ends
+        os.dup2(null, fd)
+    os.close(null)
     channel = socket.socket(fileno=errors)
 
     def take_errors(*_: object) -> None:
@@ -90,27 +91,15 @@ def main(agent: int, errors: int) -> int:
     take_errors()
     processes.kill_job("", roots=[os.getpid()], spared=[])
     if os.WIFSIGNALED(status):  # the agent could not report it
-        message = "paceline guard: the agent was killed by %s\n" % _signal_name(status)
+        name = signal.Signals(os.WTERMSIG(status)).name
         with contextlib.suppress(OSError):  # the reader may be gone
-            os.write(2, message.encode())
+            os.write(2, b"paceline guard: the agent was killed by %s\n" % name.encode())
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def _forward_term(agent: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.kill(agent, signal.SIGTERM)
-
-
-def _signal_name(status: int) -> str:
-    return signal.Signals(os.WTERMSIG(status)).name
-
-
-def _close_streams(fds: List[int]) -> None:
-    """Replaces descriptors with /dev/null, so that the stream ends when the agent ends."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in fds:
-        os.dup2(null, fd)
-    os.close(null)
 
 
 def _wait_for(agent: int) -> int:

@@ -34,8 +34,7 @@ class NodeJob:
 
     Args:
         post: Sends a message to the launcher.
-        package: Folder or archive of this agent's code.
-        idle_server: A fork server of an earlier job.
+        package, idle_server: Folder of this agent's code; a fork server of an earlier job.
     """
 
     def __init__(
@@ -143,8 +142,7 @@ class NodeJob:
                 null).
             store_listener: Reserved socket of the store if it is on this node.
         """
-        if self._channel is None:
-            raise RuntimeError("the fork server is gone")
+        self._require_server()
         processes.raise_descriptor_limit(forkserver.PIPES * len(request["ranks"]))
         self.ranks, self._had_recovery = [], False
         self._queued_ranks.clear()
@@ -156,11 +154,11 @@ class NodeJob:
 
     def add(self, request: Message) -> None:
         """Starts ranks in the running attempt; they replace ranks that have ended.
+
         Raises:
             RuntimeError: The fork server is gone, or a rank to be replaced still runs.
         """
-        if self._channel is None:
-            raise RuntimeError("the fork server is gone")
+        self._require_server()
         numbers = {spec["rank"] for spec in request["ranks"]}
         former_ranks = [rank for rank in self.ranks if rank.rank in numbers]
         if any(rank.status is None for rank in former_ranks):
@@ -173,6 +171,10 @@ class NodeJob:
         self.ranks = [rank for rank in self.ranks if rank.rank not in numbers]
         self._had_recovery = True
         self._order_ranks(request)
+
+    def _require_server(self) -> None:
+        if self._channel is None:
+            raise RuntimeError("the fork server is gone")
 
     def _order_ranks(self, request: Message) -> None:
         """Has the fork server start ranks beside the running ones."""
@@ -196,8 +198,7 @@ class NodeJob:
             listener: The store's listening socket, which the caller closes.
             addresses: The job's hosts, as in :data:`peer_filters.VARIABLE`.
         """
-        if self._channel is None:
-            raise RuntimeError("the fork server is gone")
+        self._require_server()
         self.store.restrict(listener, addresses)
         self._send_order({"store": endpoint}, [listener.fileno()])
 

@@ -21,15 +21,14 @@ RECENT_S = 10.0
 KILL_RECORD = re.compile(r"Killed process (\d+) \(([^)]*)\)|oom-kill:|oom_reaper")
 
 
-def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Path]:
+def group_folders() -> Iterator[Path]:
     """Returns the folders of the memory control group and its parents, nearest first."""
-    text = read_text(Path("/proc/self/cgroup")) if text is None else text
-    for line in text.splitlines():
+    for line in read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
-            base = root / "memory"
-        elif not controllers and (root / "cgroup.controllers").exists():
-            base = root
+            base = ROOT / "memory"
+        elif not controllers and (ROOT / "cgroup.controllers").exists():
+            base = ROOT
         else:
             continue
         folder = base / path.lstrip("/")
@@ -39,10 +38,10 @@ def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Pat
             folder = folder.parent
 
 
-def count_kills(root: Path = ROOT) -> Optional[int]:
+def count_kills() -> Optional[int]:
     """Counts kills for memory in this control group and its parents; ``None`` if unknown."""
     kills = []
-    for folder in group_folders(root=root):
+    for folder in group_folders():
         for name in ("memory.events", "memory.oom_control"):
             match = re.search(r"^oom_kill (\d+)", read_text(folder / name), re.MULTILINE)
             if match:
@@ -50,10 +49,10 @@ def count_kills(root: Path = ROOT) -> Optional[int]:
     return sum(kills) if kills else None
 
 
-def tightest_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
+def tightest_limit() -> Optional[Dict[str, Any]]:
     """Returns the smallest memory limit: ``bytes``, ``peak`` (bytes or ``None``), ``group``."""
     limits = []
-    for folder in group_folders(root=root):
+    for folder in group_folders():
         max_bytes = _number(folder, "memory.max", "memory.limit_in_bytes")
         if max_bytes is not None and max_bytes < MIN_UNLIMITED_BYTES:
             peak = _number(folder, "memory.peak", "memory.max_usage_in_bytes")
@@ -69,8 +68,8 @@ def _number(folder: Path, *names: str) -> Optional[int]:
     return None
 
 
-def kernel_lines(start_s: float, now: Optional[float] = None) -> List[str]:
-    """Returns lines of the kernel log about killed processes after ``since`` (seconds since boot).
+def kernel_lines(start_s: float) -> List[str]:
+    """Returns lines of the kernel log about killed processes since a time (seconds since boot).
 
     The list is empty if the log cannot be read.
     """
@@ -101,10 +100,6 @@ def _oom_lines(record: str, start_s: float) -> List[str]:
 def evidence(count_before: Optional[int]) -> Dict[str, Any]:
     """Returns what is known just after a rank was killed, and kills since ``count_before``."""
     count = count_kills()
-    uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     num_kills = None if count is None or count_before is None else count - count_before
-    return {
-        "kills": num_kills,
-        "limit": tightest_limit(),
-        "kernel": kernel_lines(uptime_s - RECENT_S),
-    }
+    recent = kernel_lines(time.clock_gettime(time.CLOCK_BOOTTIME) - RECENT_S)
+    return {"kills": num_kills, "limit": tightest_limit(), "kernel": recent}

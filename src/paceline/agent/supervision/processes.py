@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import resource
 import signal
 import time
@@ -19,6 +20,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 SPARE_DESCRIPTORS = 64  # for what else a process opens
+MAX_KILL_ROUNDS = 50
 
 
 class Process(NamedTuple):
@@ -81,10 +83,7 @@ def tcp_sockets(pid: Union[int, str] = "self") -> List[List[str]]:
 
 
 def bytes_moved(pid: int) -> int:
-    """Returns the bytes of a process's reads and writes, without ``send`` and ``recv``.
-
-    The result is 0 if unknown.
-    """
+    """Returns the bytes of a process's reads and writes, without ``send``, ``recv``; 0: unknown."""
     return sum(_io_bytes(pid))
 
 
@@ -182,12 +181,8 @@ def send(process: Process, signum: int) -> bool:
 
 def has_handler(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal."""
-    try:
-        with open("/proc/%d/status" % pid) as file:
-            masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]
-    except (OSError, IndexError):
-        return False
-    return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)
+    match = re.search(r"^SigCgt:\s*(\w+)", read_text("/proc/%d/status" % pid), re.MULTILINE)
+    return match is not None and bool(int(match.group(1), 16) >> (signum - 1) & 1)
 
 
 def is_session_alive(session: int) -> bool:
@@ -208,11 +203,11 @@ def wait_for_exit(process: Process, seconds: float) -> bool:
     return True
 
 
-def kill_job(token: str, roots: Iterable[int], spared: Iterable[int], max_rounds: int = 50) -> int:
+def kill_job(token: str, roots: Iterable[int], spared: Iterable[int]) -> int:
     """SIGKILLs a job's processes until none is left, for they may fork; returns how many."""
     roots, spared = list(roots), list(spared)
     killed = 0
-    for _ in range(max_rounds):
+    for _ in range(MAX_KILL_ROUNDS):
         alive = job_processes(token, roots, spared)
         if not alive:
             break
@@ -251,17 +246,14 @@ def raise_descriptor_limit(count: int) -> None:
     No further than that: children inherit it. OSError if the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _open_descriptors() + count + SPARE_DESCRIPTORS
+    try:
+        num_open = len(os.listdir("/dev/fd"))
+    except OSError:
+        num_open = SPARE_DESCRIPTORS
+    needed = num_open + count + SPARE_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         text = "%d open files are needed, and the hard limit is %d (ulimit -Hn)" % (needed, hard)
         raise OSError(errno.EMFILE, text)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def _open_descriptors() -> int:
-    try:
-        return len(os.listdir("/dev/fd"))
-    except OSError:
-        return SPARE_DESCRIPTORS

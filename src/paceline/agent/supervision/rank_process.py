@@ -152,12 +152,8 @@ class RankProcess:
     def signal(self, signum: int, is_program: bool) -> None:
         """Signals the rank, and its process group unless the rank handles the signal itself.
 
-        A rank that saves first still needs its data workers. A program may be a shell, whose
-        handler runs only after its child.
-
-        Args:
-            signum: The signal.
-            is_program: Whether the rank executes a program other than Python.
+        A rank that saves first still needs its data workers. A program other than Python may be a
+        shell, whose handler runs only after its child.
         """
         process = self.process
         if process is None or processes.identify(process.pid) != process:

@@ -111,9 +111,8 @@ def admit(agent: Agent, request: Message, _: bytes) -> None:
 
 def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
     """Asks every rank for its stack (``stacks``) and its collectives (``closely``)."""
-    inspection.request_dumps(
-        agent.job.running_ranks(), bool(request.get("closely")), bool(request.get("stacks", True))
-    )
+    closely, stacks = bool(request.get("closely")), bool(request.get("stacks", True))
+    inspection.request_dumps(agent.job.running_ranks(), closely, stacks)
     agent.reply(request)
 
 

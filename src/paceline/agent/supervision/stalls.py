@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat as modes
 from typing import Dict, List, Optional, Tuple, Union
 
@@ -65,11 +66,8 @@ def blocking_call(pid: int) -> Dict[str, str]:
 
 def context_switches(pid: int) -> int:
     """Number of the main thread's context switches: constant while it waits for one thing."""
-    return sum(
-        int(line.split()[1])
-        for line in read_text("/proc/%d/task/%d/status" % (pid, pid)).splitlines()
-        if "_ctxt_switches:" in line
-    )
+    status = read_text("/proc/%d/task/%d/status" % (pid, pid))
+    return sum(map(int, re.findall(r"_ctxt_switches:\s*(\d+)", status)))
 
 
 def find_mount(pid: Union[int, str], path: str) -> Tuple[str, str, str]:
@@ -81,9 +79,8 @@ def find_mount(pid: Union[int, str], path: str) -> Tuple[str, str, str]:
         if len(fields) < 5 or len(kind) < 2:
             continue
         point = fields[4].replace("\\040", " ")
-        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(
-            best[2]
-        ):
+        is_parent = path == point or path.startswith(point.rstrip("/") + "/")
+        if is_parent and len(point) >= len(best[2]):
             best = (kind[0], kind[1], point)
     return best
 
@@ -138,8 +135,7 @@ class StallDetector:
         """Updates the cause; call it regularly.
 
         Args:
-            now_s: Seconds of the monotonic clock.
-            stat: State of the process.
+            now_s, stat: Seconds of the monotonic clock, and state of the process.
             has_worked: Whether it has used a CPU since the last sample.
         """
         cause, count = self._find_cause(now_s, stat, has_worked), -1
@@ -153,10 +149,8 @@ class StallDetector:
         if stat.state in "Tt":
             return "stopped" if stat.state == "T" else "traced"
         faults = 0 if self._faults is None else stat.faults - self._faults
-        if (
-            faults > _MIN_FAULT_RATE * max(now_s - self._sampled_s, 0.1)
-            and memory_pressure() > _MIN_PRESSURE
-        ):
+        min_faults = _MIN_FAULT_RATE * max(now_s - self._sampled_s, 0.1)
+        if faults > min_faults and memory_pressure() > _MIN_PRESSURE:
             return "swapped"
         if has_worked or stat.state not in "DS":
             return ""
@@ -200,20 +194,16 @@ class StopTimer:
 
 def memory_pressure() -> float:
     """Returns the percentage of the last ten seconds with a wait for memory; 0 if unknown."""
-    for field in read_text("/proc/pressure/memory").split("\n", 1)[0].split():
-        if field.startswith("avg10="):
-            with contextlib.suppress(ValueError):
-                return float(field[6:])
-    return 0.0
+    match = re.match(r"some .*?avg10=([\d.]+)", read_text("/proc/pressure/memory"))
+    return float(match.group(1)) if match else 0.0
 
 
 def describe_cause(pid: int, cause: str) -> str:
     """Returns what blocks the process, in words; empty if unknown."""
     if cause == "traced":
-        tracer = [line for line in read_text("/proc/%d/status" % pid).splitlines()
-                  if line.startswith("TracerPid:")]  # fmt: skip
-        number = tracer[0].split()[1] if tracer else "0"
-        return "process %s" % number if number != "0" else ""
+        status = read_text("/proc/%d/status" % pid)
+        tracer = re.search(r"^TracerPid:\s*([1-9]\d*)", status, re.MULTILINE)
+        return "process %s" % tracer.group(1) if tracer else ""
     if cause == "swapped":
         return "memory pressure %.0f %%" % memory_pressure()
     if cause != "disk":

@@ -25,11 +25,9 @@ class Store:
         self._filter: Optional[peer_filters.PeerFilter] = None
 
     def restrict(self, listener: socket.socket, addresses: str) -> None:
-        """Lets only the job's hosts connect to the listening socket of the next store.
+        """Lets only the job's hosts connect to the caller's listening socket, for the next store.
 
-        Args:
-            listener: Stays the caller's.
-            addresses: The hosts, as in :data:`peer_filters.VARIABLE`; empty for all.
+        ``addresses``: the hosts, as in :data:`peer_filters.VARIABLE`; empty for all.
         """
         self._listener = listener.dup()
         self._filter = peer_filters.PeerFilter(listener, _parse_hosts(addresses))

@@ -32,9 +32,8 @@ def nvidia(root: Path = ROOT) -> List[Gpu]:
         match = re.search(r"^Device Minor:\s*(\d+)", read_text(file), re.MULTILINE)
         if match:
             places["nvidia%s" % match.group(1)] = file.parent.name.lower()
-    names = [
-        path.name for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
-    ]
+    files = [path.name for path in root.glob("dev/nvidia*")]
+    names = [name for name in files if re.fullmatch(r"nvidia\d+", name)]
     gpus = [_gpu(root, "nvidia", name, places.get(name, "")) for name in names]
     return sorted(gpus, key=lambda gpu: (gpu["pci"], int(gpu["device"][len("nvidia") :])))
 
@@ -46,14 +45,10 @@ def amd(root: Path = ROOT) -> List[Gpu]:
         for folder in root.glob("sys/class/kfd/kfd/topology/nodes/*"):
             properties = _properties(folder / "properties")
             device = "renderD%s" % properties.get("drm_render_minor", "")
-            computes = int(properties.get("simd_count", 0)) and not int(
-                properties.get("cpu_cores_count", 0)
-            )
-            if (
-                computes
-                and _kfd_memory(folder) >= MIN_AMD_BYTES
-                and (root / "dev/dri" / device).exists()
-            ):
+            has_cpus = bool(int(properties.get("cpu_cores_count", 0)))
+            computes = int(properties.get("simd_count", 0)) and not has_cpus
+            is_accessible = (root / "dev/dri" / device).exists()
+            if computes and is_accessible and _kfd_memory(folder) >= MIN_AMD_BYTES:
                 gpus.append((int(folder.name), _gpu(root, "amd", device, _kfd_place(properties))))
     return [gpu for _, gpu in sorted(gpus, key=lambda numbered: numbered[0])]
 
@@ -79,11 +74,8 @@ def intel(root: Path = ROOT) -> List[Gpu]:
         driver = (device / "driver").resolve().name
         place = device.resolve().name
         is_supported = read_text(device / "vendor") == INTEL_VENDOR and driver in ("i915", "xe")
-        if (
-            is_supported
-            and place != INTEL_PROCESSOR_GRAPHICS
-            and (root / "dev/dri" / folder.name).exists()
-        ):
+        is_accessible = (root / "dev/dri" / folder.name).exists()
+        if is_supported and is_accessible and place != INTEL_PROCESSOR_GRAPHICS:
             gpu = _gpu(root, "intel", folder.name, place)
             gpus += [gpu] * max(1, _tiles(device, driver))
     return sorted(gpus, key=lambda gpu: str(gpu["pci"]))

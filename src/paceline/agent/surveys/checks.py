@@ -31,6 +31,8 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 SYN_RECV = "03"  # state in /proc/net/tcp
 RTF_REJECT = 0x200
 MAX_OUTPUT_BYTES = 1 << 16  # of a command, from its end
+MAX_HASHED_FILES, MAX_HASHED_BYTES = 64, 1 << 20  # of a tree, and of each of its files
+NVIDIA_SMI_TIMEOUT_S = 10.0
 SO_MAX_PACING_RATE = 47
 
 
@@ -40,12 +42,11 @@ SO_MAX_PACING_RATE = 47
 def resolve_names(names: List[str]) -> Dict[str, Optional[List[str]]]:
     """Resolves names in parallel; ``None`` for a name if the name server does not answer."""
     addresses: Dict[str, Optional[List[str]]] = {}
-    threads = [
-        threading.Thread(
-            target=lambda n=name: addresses.update({n: facts.resolve_name(n)}), daemon=True
-        )
-        for name in names
-    ]
+
+    def resolve(name: str) -> None:
+        addresses[name] = facts.resolve_name(name)
+
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,17 +210,17 @@ def remove_token(folder: str, name: str) -> Message:
     return {}
 
 
-def digest_tree(path: str, hashed: int = 64, largest: int = 1 << 20) -> Message:
-    """Hashes names and sizes below ``path`` and the content of up to ``hashed`` small files."""
+def digest_tree(path: str) -> Message:
+    """Hashes names and sizes below ``path`` and the content of some small files."""
     root = Path(path)
     if not root.exists():
         return {"exists": False}
     entries = sorted(_entries(root))
     digest = hashlib.sha256()
-    interval = max(1, len(entries) // hashed)
+    interval = max(1, len(entries) // MAX_HASHED_FILES)
     for at, (name, size) in enumerate(entries):
         digest.update(("%s\0%d\n" % (name, size)).encode("utf-8", "surrogateescape"))
-        if at % interval == 0 and size <= largest:
+        if at % interval == 0 and size <= MAX_HASHED_BYTES:
             with contextlib.suppress(OSError):
                 digest.update(snapshot.hash_file(root / name if name else root).encode())
     total = sum(size for _, size in entries)
@@ -254,29 +255,24 @@ def token_processes() -> List[Message]:
         if run is None or stat.state in "ZX":
             continue
         agent = _agent_of(stat, stats)
-        reports.append(
-            {
-                "pid": pid,
-                "run": run,
-                "owned": agent is not None,
-                "warm": agent is not None and agent.name == warm.PROCESS_NAME,
-                "age": max(0.0, uptime - stat.start / CLOCK_TICKS),
-                "command": probe.command_line(pid)[:200],
-            }
-        )
+        reports.append({
+            "pid": pid,
+            "run": run,
+            "owned": agent is not None,
+            "warm": agent is not None and agent.name == warm.PROCESS_NAME,
+            "age": max(0.0, uptime - stat.start / CLOCK_TICKS),
+            "command": probe.command_line(pid)[:200],
+        })  # fmt: skip
     return reports
 
 
 def _token_of(pid: int) -> Optional[str]:
     """Returns the run id in a process's environment; ``None`` if it belongs to no job."""
     with contextlib.suppress(OSError):
-        variables = Path("/proc/%d/environ" % pid).read_bytes().split(b"\0")
-        if any(variable.startswith(b"PACELINE_JOB_TOKEN=") for variable in variables):
-            prefix = b"PACELINE_RUN_ID="
-            runs = [
-                variable[len(prefix) :] for variable in variables if variable.startswith(prefix)
-            ]
-            return runs[0].decode(errors="replace") if runs else ""
+        entries = Path("/proc/%d/environ" % pid).read_bytes().split(b"\0")
+        variables = dict(entry.split(b"=", 1) for entry in reversed(entries) if b"=" in entry)
+        if b"PACELINE_JOB_TOKEN" in variables:
+            return variables.get(b"PACELINE_RUN_ID", b"").decode(errors="replace")
     return None
 
 
@@ -284,8 +280,7 @@ def _agent_of(stat: processes.Stat, stats: Dict[int, processes.Stat]) -> Optiona
     """Returns the ancestor that is an agent; ``None`` if there is none."""
     parent = stat.parent
     while parent > 1 and parent in stats:
-        line = probe.command_line(parent)
-        if "sys.stdin.buffer.raw.readline" in line:
+        if "sys.stdin.buffer.raw.readline" in probe.command_line(parent):
             return stats[parent]
         parent = stats[parent].parent
     return None
@@ -299,7 +294,7 @@ GPU_FIELDS = (
 )
 
 
-def query_nvidia_smi(timeout_s: float = 10.0) -> Message:
+def query_nvidia_smi() -> Message:
     """Returns nvidia-smi's output, ``missing`` if there is none, or ``broken`` if it fails.
 
     A key ``error`` would make the whole request fail.
@@ -307,18 +302,18 @@ def query_nvidia_smi(timeout_s: float = 10.0) -> Message:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {"missing": True}
-    query = [tool, "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"]
-    apps = [tool, "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
+    queries = ("--query-gpu=" + GPU_FIELDS, "--query-compute-apps=gpu_uuid,pid,used_memory")
     try:
-        gpu_query = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=timeout_s)  # fmt: skip
-        app_query = subprocess.run(apps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=timeout_s)  # fmt: skip
+        gpus, apps = (
+            subprocess.run([tool, query, "--format=csv,noheader,nounits"], stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, timeout=NVIDIA_SMI_TIMEOUT_S)
+            for query in queries
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"broken": "nvidia-smi did not answer within %g s" % timeout_s}
-    if gpu_query.returncode:
-        return {"broken": gpu_query.stdout.decode(errors="replace").strip()}
-    return {"gpus": gpu_query.stdout.decode(errors="replace"), "apps": app_query.stdout.decode()}
+        return {"broken": "nvidia-smi did not answer within %g s" % NVIDIA_SMI_TIMEOUT_S}
+    if gpus.returncode:
+        return {"broken": gpus.stdout.decode(errors="replace").strip()}
+    return {"gpus": gpus.stdout.decode(errors="replace"), "apps": apps.stdout.decode()}
 
 
 def list_packages() -> Dict[str, str]:

@@ -22,6 +22,7 @@ from ..supervision.processes import read_text
 from . import accelerators, host_load, netlink
 
 Facts = Dict[str, Any]
+RESOLVE_TIMEOUT_S = 1.0
 
 
 def python_facts() -> Facts:
@@ -105,16 +106,12 @@ def _link_kind(name: str, folder: Path) -> str:
 def name_facts() -> Facts:
     """Returns the host name and its addresses here, with the lines of /etc/hosts for it."""
     name = socket.gethostname()
-    hosts = read_text(Path("/etc/hosts"))
-    return {
-        "hostname": name,
-        "resolves_to": resolve_name(name),
-        "hosts_lines": hosts_lines(hosts, name),
-    }
+    lines = hosts_lines(read_text("/etc/hosts"), name)
+    return {"hostname": name, "resolves_to": resolve_name(name), "hosts_lines": lines}
 
 
-def resolve_name(name: str, timeout_s: float = 1.0) -> Optional[List[str]]:
-    """Resolves a name to addresses; ``None`` if that takes longer than ``patience_s``."""
+def resolve_name(name: str) -> Optional[List[str]]:
+    """Resolves a name to addresses; ``None`` if the name server does not answer in time."""
     addresses: List[str] = []
 
     def query() -> None:
@@ -124,7 +121,7 @@ def resolve_name(name: str, timeout_s: float = 1.0) -> Optional[List[str]]:
 
     thread = threading.Thread(target=query, daemon=True)  # a dead name server blocks for long
     thread.start()
-    thread.join(timeout_s)
+    thread.join(RESOLVE_TIMEOUT_S)
     return None if thread.is_alive() else addresses
 
 
@@ -197,10 +194,8 @@ def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
         base = root / ("sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/cpu")
         folder = base / path.lstrip("/")
         while (is_v2 or is_v1) and ".." not in folder.parts:
-            fields = read_text(folder / "cpu.max").split()
-            fields = fields or [
-                read_text(folder / ("cpu.cfs_%s_us" % w)) for w in ("quota", "period")
-            ]
+            v1_files = (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+            fields = read_text(folder / "cpu.max").split() or [*map(read_text, v1_files)]
             if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
                 limits.append(int(fields[0]) / int(fields[1]))
             if folder == base:
@@ -218,10 +213,8 @@ def memory_facts() -> Facts:
 def device_facts() -> Facts:
     """Returns GPUs from the kernel's files, and the version of NVIDIA's driver."""
     version = re.search(r"Kernel Module\D*([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
-    return {
-        "gpus": accelerators.find_gpus(),
-        "nvidia_driver": version.group(1) if version else None,
-    }
+    driver = version.group(1) if version else None
+    return {"gpus": accelerators.find_gpus(), "nvidia_driver": driver}
 
 
 def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
@@ -233,15 +226,13 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
     for port in sorted(Path(folder).glob("*/ports/*")):
         card = port.parent.parent
         rate = re.match(r"([\d.]+) Gb/sec", read_text(port / "rate"))
-        ports.append(
-            {
-                "name": card.name,
-                "port": int(port.name),
-                "active": read_text(port / "state").endswith("ACTIVE"),
-                "speed": int(float(rate.group(1)) * 1000) if rate else -1,
-                "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
-            }
-        )
+        ports.append({
+            "name": card.name,
+            "port": int(port.name),
+            "active": read_text(port / "state").endswith("ACTIVE"),
+            "speed": int(float(rate.group(1)) * 1000) if rate else -1,
+            "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
+        })  # fmt: skip
     return ports
 
 
@@ -305,9 +296,7 @@ _REPORTED_VARIABLES = re.compile(
 
 def environment_facts() -> Facts:
     """Returns the login's variables that change how jobs communicate or what they load."""
-    return {
-        name: value for name, value in os.environ.items() if _REPORTED_VARIABLES.fullmatch(name)
-    }
+    return {name: os.environ[name] for name in filter(_REPORTED_VARIABLES.fullmatch, os.environ)}
 
 
 def disks_facts() -> Facts:

@@ -76,10 +76,8 @@ def _amd(root: Path) -> Optional[LoadReader]:
     files = [place / "device/gpu_busy_percent" for place in places]
 
     def load() -> List[float]:
-        percentages = [read_text(file).strip() for file in files]
-        return [
-            min(1.0, int(percentage) / 100) for percentage in percentages if percentage.isdigit()
-        ]
+        percentages = filter(str.isdigit, map(read_text, files))
+        return [min(1.0, int(percentage) / 100) for percentage in percentages]
 
     return load if files else None
 

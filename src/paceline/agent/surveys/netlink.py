@@ -34,7 +34,7 @@ def read_dump() -> bytes:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as netlink:
         netlink.settimeout(2)
         netlink.send(request + _ADDRESS.pack(0, 0, 0, 0, 0))
-        while not any(kind == NLMSG_DONE for kind, _ in _messages(data)):
+        while not any(kind == NLMSG_DONE for kind, _ in _records(data, _MESSAGE)):
             data += netlink.recv(1 << 18)
     return data
 
@@ -47,48 +47,38 @@ def parse_dump(data: bytes, names: Dict[int, str]) -> List[Address]:
         names: Interface names by index.
     """
     addresses: List[Address] = []
-    for kind, body in _messages(data):
+    for kind, body in _records(data, _MESSAGE):
         if kind != RTM_NEWADDR:
             continue
         family, prefix, flags, scope, index = _ADDRESS.unpack_from(body)
         if family not in (socket.AF_INET, socket.AF_INET6):
             continue
-        attributes = dict(_attributes(body[_ADDRESS.size :]))
+        attributes = {kind & 0x3FFF: value for kind, value in
+                      _records(body[_ADDRESS.size :], _ATTRIBUTE)}  # fmt: skip
         raw = attributes.get(IFA_LOCAL) or attributes.get(IFA_ADDRESS)
         if raw is None:
             continue
         if IFA_FLAGS in attributes:
             flags = struct.unpack("=L", attributes[IFA_FLAGS])[0]
-        addresses.append(
-            {
-                "interface": names.get(index, "if%d" % index),
-                "address": socket.inet_ntop(family, raw),
-                "prefix": prefix,
-                "family": 4 if family == socket.AF_INET else 6,
-                "scope": {0: "global", 253: "link", 254: "host"}.get(scope, str(scope)),
-                "usable": not flags & (TENTATIVE | DADFAILED | DEPRECATED),
-            }
-        )
+        addresses.append({
+            "interface": names.get(index, "if%d" % index),
+            "address": socket.inet_ntop(family, raw),
+            "prefix": prefix,
+            "family": 4 if family == socket.AF_INET else 6,
+            "scope": {0: "global", 253: "link", 254: "host"}.get(scope, str(scope)),
+            "usable": not flags & (TENTATIVE | DADFAILED | DEPRECATED),
+        })  # fmt: skip
     return addresses
 
 
-def _messages(data: bytes) -> Iterator[Tuple[int, bytes]]:
+def _records(data: bytes, header: struct.Struct) -> Iterator[Tuple[int, bytes]]:
+    """Yields kind and content of records whose header begins with their length and kind."""
     at = 0
-    while at + _MESSAGE.size <= len(data):
-        length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
-        if length < _MESSAGE.size:
+    while at + header.size <= len(data):
+        length, kind = header.unpack_from(data, at)[:2]
+        if length < header.size:
             return
-        yield kind, data[at + _MESSAGE.size : at + length]
-        at += (length + 3) & ~3
-
-
-def _attributes(data: bytes) -> Iterator[Tuple[int, bytes]]:
-    at = 0
-    while at + _ATTRIBUTE.size <= len(data):
-        length, kind = _ATTRIBUTE.unpack_from(data, at)
-        if length < _ATTRIBUTE.size:
-            return
-        yield kind & 0x3FFF, data[at + _ATTRIBUTE.size : at + length]
+        yield kind, data[at + header.size : at + length]
         at += (length + 3) & ~3
 
 

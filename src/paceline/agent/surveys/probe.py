@@ -6,6 +6,7 @@ container bridge.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
@@ -18,6 +19,7 @@ from ..supervision import processes
 
 IDENTITY_BYTES = 16
 MAX_ATTEMPTS = 512  # connections being tried
+MAX_PORT_TRIES = 64
 IDENTITY_TIMEOUT_S = 10.0  # how long a peer that took the connection may take to say who it is
 LISTEN = "0A"  # state in /proc/net/tcp
 Result = Dict[str, Any]
@@ -27,7 +29,7 @@ def family_of(address: str) -> int:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
+def listen(address: str, port: int = 0) -> socket.socket:
     """Opens a listening socket on exactly this address. OSError if that is impossible."""
     listener = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
@@ -35,7 +37,7 @@ def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        listener.listen(backlog)
+        listener.listen(128)
         listener.setblocking(False)
     except OSError:
         listener.close()
@@ -43,9 +45,7 @@ def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def listen_outside_ephemeral(
-    address: str, ephemeral: List[int], max_tries: int = 64
-) -> socket.socket:
+def listen_outside_ephemeral(address: str, ephemeral: List[int]) -> socket.socket:
     """Opens a listener on a free port outside the kernel's ephemeral range.
 
     A port inside the ephemeral range can be taken by any outgoing connection between the moment
@@ -54,7 +54,7 @@ def listen_outside_ephemeral(
     low, high = ephemeral
     lower_ports, upper_ports = range(20000, min(low, 65000)), range(max(high + 1, 20000), 65000)
     choices = [port for port in (*lower_ports, *upper_ports) if port not in range(low, high + 1)]
-    for _ in range(max_tries if choices else 0):
+    for _ in range(MAX_PORT_TRIES if choices else 0):
         port = choices[int.from_bytes(os.urandom(4), "big") % len(choices)]
         try:
             return listen(address, port)
@@ -70,11 +70,8 @@ def answer(listener: socket.socket, identity: bytes) -> None:
         connection, _ = listener.accept()
     except OSError:
         return
-    with connection:
-        try:
-            connection.send(identity)
-        except OSError:
-            return
+    with connection, contextlib.suppress(OSError):
+        connection.send(identity)
 
 
 class _Attempt:

@@ -22,10 +22,8 @@ def find_local_host(
     a container or a tunnel). Loopback addresses of this machine never identify it. Of several
     hosts at one address only the one on the standard port can be this machine.
 
-    ``names`` are this machine's, short or full.
-
-    Raises:
-        HostsError: A loopback name is listed together with another name of this machine.
+    ``names`` are this machine's, short or full. Raises HostsError if a loopback name is listed
+    together with another name of this machine.
     """
     own_addresses = {canonical_address(a) for a in addresses if not _is_loopback(a)}
     own_names = {canonical_address(name) for name in names if not _is_loopback(name)}

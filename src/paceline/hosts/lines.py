@@ -40,37 +40,16 @@ from paceline.spec.hosts import Host
 MAX_SLOTS = 4096
 """More processes on one host are taken for a mistake."""
 
-KEYS = {
-    "slots": "slots",
-    "slot": "slots",
-    "count": "slots",
-    "cpu": "slots",
-    "cpus": "slots",
-    "gpu": "slots",
-    "gpus": "slots",
-    "num_gpus": "slots",
-    "user": "user",
-    "username": "user",
-    "user_name": "user",
-    "port": "port",
-    "interface": "interface",
-    "ifname": "interface",
-    "address": "address",
-    "ip": "address",
-    "key": "identity_file",
-    "ansible_host": "address",
-    "ansible_ssh_host": "address",
-    "ansible_user": "user",
-    "ansible_ssh_user": "user",
-    "ansible_port": "port",
-    "ansible_ssh_port": "port",
-    "ansible_private_key_file": "identity_file",
-    "ansible_ssh_private_key_file": "identity_file",
-    "max_slots": "",
-    "slots_max": "",
-    "binding": "",
-}  # key of another program → field of Mention; "" is accepted, noted and not used
-_FIELDS = frozenset(KEYS.values())
+_FIELD_KEYS = {
+    "slots": "slots slot count cpu cpus gpu gpus num_gpus",
+    "user": "user username user_name ansible_user ansible_ssh_user",
+    "port": "port ansible_port ansible_ssh_port",
+    "interface": "interface ifname",
+    "address": "address ip ansible_host ansible_ssh_host",
+    "identity_file": "key ansible_private_key_file ansible_ssh_private_key_file",
+    "": "max_slots slots_max binding",
+}  # field of Mention → keys of other programs; those of "" are accepted, noted and not used
+KEYS = {key: field for field, keys in _FIELD_KEYS.items() for key in keys.split()}
 _DOCUMENTED_KEYS = ("slots", "max_slots", "user", "port", "interface", "address", "key")
 _EXPECTED_FORM = "a list with commas (`n1,n2`) or a line `[user@]host[:n] [slots=n]`"
 
@@ -257,7 +236,7 @@ def _mention(token: HostToken, settings: dict[str, str]) -> Mention:
         port=None if port is None else parse_integer(port, "a port", 65535),
         interface=settings.get("interface"),
         identity_file=settings.get("identity_file"),
-        unused=tuple(key for key in settings if key not in _FIELDS),
+        unused=tuple(key for key in settings if key not in _FIELD_KEYS),
     )
 
 

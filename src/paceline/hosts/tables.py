@@ -161,10 +161,8 @@ def apply_overrides(cluster: Cluster, toml: Mapping[str, Any]) -> Cluster:
     """Returns the cluster with the values of each ``[hosts.NAME]`` table over its host's own.
 
     A table belongs to the host of that name, else of that address. Tables of hosts that are not in
-    the cluster change nothing; a note reports those that look like misspellings.
-
-    Raises:
-        HostsError: A table has an unknown key or an unusable value.
+    the cluster change nothing; a note reports those that look like misspellings. Raises HostsError
+    if a table has an unknown key or an unusable value.
     """
     try:
         tables = host_tables(toml)
@@ -189,9 +187,8 @@ def _overridden(host: Host, tables: Mapping[str, Mapping[str, Any]]) -> Host:
 
 
 def _misspelling_notes(cluster: Cluster, tables: Mapping[str, Any]) -> list[str]:
-    cluster_names = {
-        canonical_address(text) for host in cluster.hosts for text in (host.name, host.address)
-    }
+    texts = [text for host in cluster.hosts for text in (host.name, host.address)]
+    cluster_names = set(map(canonical_address, texts))
     unknown_names = [name for name in tables if canonical_address(name) not in cluster_names]
     hosts_without_table = [host.name for host in cluster.hosts if host.name not in tables]
     suggestions = {name: _intended_host(name, hosts_without_table) for name in unknown_names}

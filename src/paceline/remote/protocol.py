@@ -126,7 +126,6 @@ EVENTS: dict[str, Schema] = {
 
 # --- answers ------------------------------------------------------------------------------------
 
-_EMPTY = record()
 _ACTIVITY: dict[str, Schema] = {
     "pid": PROCESS, "stack": STACK, "call": SHORT_TEXT, "on": text(),
     "readers": list_of(PROCESS, 10_000),
@@ -143,37 +142,29 @@ _DETACHED_RUN = record(run_id=RUN_ID, about=_OUTPUT, alive=optional(boolean), re
                metrics=_OUTPUT)  # fmt: skip
 _CHANGED = record(path=relative_path, mark=SHORT_TEXT, size=SIZE)
 
+_EMPTY_ANSWERS = (
+    "prepare", "stop_listening", "start", "add_ranks", "tell_ranks", "admit", "dump_stacks",
+    "stop", "put_blob", "put_blobs", "put_file", "place", "discard_run_folder", "keep_folder",
+    "read_part", "settle_data", "put_data_files", "put_data", "rest", "bye", "take_token",
+)  # fmt: skip
 ANSWERS: dict[str, Schema] = {
+    **dict.fromkeys(_EMPTY_ANSWERS, record()),
     "lease": record({"quiet_s": optional(number)}, monotonic=number, time=number),
-    "prepare": _EMPTY,
     "listen": record(ports=dict_of(PORT, address), errors=dict_of(text(), address)),
-    "stop_listening": _EMPTY,
     "connect": record(results=list_of(_PROBE)),
     "reserve_port": record(port=PORT),
-    "start": _EMPTY,
-    "add_ranks": _EMPTY,
-    "tell_ranks": _EMPTY,
     "kill_ranks": record(killed=SIZE),
     "open_store": record(port=PORT),
-    "admit": _EMPTY,
-    "dump_stacks": _EMPTY,
     "seen": record(ranks=list_of(
         record(None, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
                state=SHORT_TEXT, calls=list_of(text(), 100),
                children=list_of(record(None, name=SHORT_TEXT, **_ACTIVITY), 100), **_ACTIVITY)
     )),
-    "stop": _EMPTY,
     "kill": record(killed=SIZE),
     "compare_tree": record(exists=boolean, missing=list_of(text()), different=list_of(text())),
     "lacking_blobs": record(hashes=list_of(SHA256)),
-    "put_blob": _EMPTY,
-    "put_blobs": _EMPTY,
-    "put_file": _EMPTY,
-    "place": _EMPTY,
     "build_tree": record(root=text(), damaged=list_of(SHA256)),
     "run_folder": record(shared=boolean, folder=text()),
-    "discard_run_folder": _EMPTY,
-    "keep_folder": _EMPTY,
     "look": record(paths=list_of(_PATH_STATE)),
     "which": record(path=optional(text())),
     "disk": record(disks=list_of(_DISK)),
@@ -182,7 +173,6 @@ ANSWERS: dict[str, Schema] = {
     "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
     "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=text(),
                           files=list_of(_CHANGED), gone=list_of(relative_path)),
-    "read_part": _EMPTY,
     "ask_run": record(answer=optional(_OUTPUT)),
     "signal_run": record(sent=boolean),
     "discard_run": record(gone=boolean),
@@ -191,14 +181,9 @@ ANSWERS: dict[str, Schema] = {
     "list_data": record(files=list_of(tuple_of(relative_path, SIZE, integer(-MAX_INTEGER)), 2000),
                         last=boolean),
     "hash_data": record(hashes=list_of(regex("([0-9a-f]{64})?", "a SHA-256"), 200)),
-    "settle_data": _EMPTY,
-    "put_data_files": _EMPTY,
     "have_data": record(size=SIZE, sha256=SHA256),
-    "put_data": _EMPTY,
     "job_processes": record(pids=list_of(PROCESS)),
     "stay": record(place=regex("paceline-[0-9a-f]{32}", "a place to connect to again")),
-    "rest": _EMPTY,
-    "bye": _EMPTY,
     "clock": record(time=number, monotonic=number),
     "resolve": record(names=dict_of(optional(list_of(address, 1000)))),
     "open_ports": record(opened=list_of(PORT), taken=dict_of(
@@ -212,7 +197,6 @@ ANSWERS: dict[str, Schema] = {
     "leave_token": record({"step": SHORT_TEXT, "why": optional(text()),
                            "errno": optional(integer())}, ok=boolean),
     "see_tokens": record(exists=boolean, seen=dict_of(text(MAX_LONG_TEXT)), type=SHORT_TEXT),
-    "take_token": _EMPTY,
     "digest_tree": record({"files": SIZE, "bytes": SIZE, "digest": SHA256}, exists=boolean),
     "token_processes": record(processes=list_of(
         record({"warm": boolean}, pid=PROCESS, run=text(), owned=boolean, age=number,

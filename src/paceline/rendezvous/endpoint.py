@@ -76,8 +76,7 @@ def endpoint(address: str, name: str | None, key_file: Path | None, place: int |
 def read_token(file: Path | None) -> str | None:
     """The token from a file, or from the environment, which loses it; ``None`` for neither.
 
-    Raises:
-        SettingError: The file cannot be read, or other users can read it.
+    Raises SettingError if the file cannot be read, or other users can read it.
     """
     environment = os.environ.pop(KEY_VARIABLE, None)  # so that ranks do not get it
     if file is None:
@@ -109,8 +108,7 @@ def prompt_token() -> str:
 def derive_key(text: str) -> bytes:
     """The key of a token; blanks and dashes are ignored.
 
-    Raises:
-        SettingError: The token is not long enough, or not hexadecimal.
+    Raises SettingError if the token is not long enough, or not hexadecimal.
     """
     digits = re.sub(r"[-\s]", "", text).lower()
     if not re.fullmatch(rf"[0-9a-f]{{{TOKEN_DIGITS},256}}", digits):
@@ -175,8 +173,7 @@ def listening_addresses(endpoint: Endpoint) -> list[str]:
 def local_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
     """This machine's addresses for agents: loopback if all agents are local.
 
-    Raises:
-        SettingError: There is no usable address on the interface.
+    Raises SettingError if there is no usable address on the interface.
     """
     if all(host.local for host in hosts) and interface is None:
         return ["127.0.0.1"]

@@ -330,8 +330,7 @@ def caller_command(config: Mapping[str, Any]) -> list[str]:
 def identity() -> tuple[ssl.SSLContext, str]:
     """This process's TLS context as a server, and its certificate's SHA-256 in hexadecimal.
 
-    Raises:
-        SettingError: There is no ``openssl`` to make one, or it cannot.
+    Raises SettingError if there is no ``openssl`` to make one, or it cannot.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-tls-") as folder:
         key, certificate = _make_certificate(Path(folder))

@@ -139,8 +139,7 @@ def _print(text: str) -> None:
 def serve(endpoint: Endpoint, command: Sequence[str], python: str) -> int:
     """Serves the first node until the job ends; returns the job's exit status.
 
-    Raises:
-        ConnectError: The first node does not answer, rejects this node, or went away.
+    Raises ConnectError if the first node does not answer, rejects this node, or went away.
     """
     info = {
         "rendezvous": endpoint.name,

@@ -160,8 +160,7 @@ class ContainerTransport(SshTransport):
                    on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Checks the image on all hosts, then starts the agents.
 
-        Raises:
-            NodeError: The image is missing or differs, or a lost container cannot be removed.
+        Raises NodeError if the image is missing or differs, or a lost container cannot be removed.
         """
         self._local_hosts |= {host.name for host in hosts if host.local}
         hosts = [replace(host, local=host.name in self._local_hosts) for host in hosts]

@@ -70,8 +70,7 @@ def parse_version(text: str) -> tuple[str, str] | None:
 def find_mpi(requested: str | None) -> Mpi:
     """Returns the MPI of the user's mpiexec; ``None`` searches ``PATH``.
 
-    Raises:
-        SettingError: There is none, or two different ones are mixed.
+    Raises SettingError if there is none, or two different ones are mixed.
     """
     if requested is not None:
         mpi = _read_version(shutil.which(requested) or requested)

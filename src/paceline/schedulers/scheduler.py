@@ -159,24 +159,21 @@ class Scheduler:
     def start(self, options: Options) -> Transport:
         """Returns the transport that starts one agent on each node when it is opened.
 
-        Raises:
-            SettingError: Nothing can be started here.
+        Raises SettingError if nothing can be started here.
         """
         raise self._cannot("starts no nodes from here")
 
     def render(self, request: BatchRequest) -> str:
         """Returns the script to submit. Pure.
 
-        Raises:
-            SettingError: Part of the request cannot be expressed.
+        Raises SettingError if part of the request cannot be expressed.
         """
         raise self._cannot("takes no scripts")
 
     def submit(self, script: Path) -> str:
         """Submits a script; returns the job's id.
 
-        Raises:
-            SettingError: The command is missing, or the scheduler refuses the script.
+        Raises SettingError if the command is missing, or the scheduler refuses the script.
         """
         raise self._cannot(f"is submitted to by a person: {self.submit_command}")
 

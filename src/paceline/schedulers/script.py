@@ -102,8 +102,7 @@ def check_request(request: BatchRequest) -> None:
 def gpus_per_node(request: BatchRequest) -> list[tuple[str, int]]:
     """Returns kinds of GPUs (empty for any) with their numbers on each node; empty for none.
 
-    Raises:
-        SettingError: The request is unreadable, not divisible, or given by two options.
+    Raises SettingError if the request is unreadable, not divisible, or given by two options.
     """
     # ``gpu:2``, or ``nvidia.com/gpu:2`` on Kubernetes
     entries = [entry.partition(":") for entry in request.gres.split(",")]
@@ -135,8 +134,7 @@ def gpus_per_node(request: BatchRequest) -> list[tuple[str, int]]:
 def plain_gpus_per_node(request: BatchRequest) -> int:
     """Returns GPUs of each node, for batch systems without kinds of GPUs and other ``--gres``.
 
-    Raises:
-        SettingError: More than a number of GPUs was requested.
+    Raises SettingError if more than a number of GPUs was requested.
     """
     gpus = gpus_per_node(request)
     if any(kind for kind, _ in gpus) or not re.fullmatch(r"(gpu:\d+)?", request.gres):

@@ -63,16 +63,13 @@ def fingerprints(path: str) -> List[str]:
     for name in names:
         with contextlib.suppress(OSError):
             stats.append(os.lstat(os.path.join(path, name)))
-    return [
-        "%d %d %d" % (status.st_ino, status.st_ctime_ns, status.st_mtime_ns) for status in stats
-    ]
+    return ["%d %d %d" % (s.st_ino, s.st_ctime_ns, s.st_mtime_ns) for s in stats]
 
 
 def walk(root: str) -> Iterator[Item]:
     """Yields the items of all files, links followed, in the order of :func:`sort_key`.
 
-    Raises:
-        OSError: The tree is nested too deeply, or too many links lead to one folder.
+    Raises OSError if the tree is nested too deeply, or too many links lead to one folder.
     """
     waiting = [("", (), False)] if os.path.isdir(root) else []  # type: List[Tuple[str, _Ancestors, bool]]
     num_visits = {}  # type: Dict[Tuple[int, int], int]
@@ -216,9 +213,7 @@ class DataCopies:
         """Appends a block of a large file; renames it after the last one.
 
         ``request`` has ``offset`` and ``last``; for the last block also ``sha256`` and ``mtime``.
-
-        Raises:
-            ValueError: The block is not the next one, or the file's hash differs.
+        Raises ValueError if the block is not the next one, or the file's hash differs.
         """
         growing = self._open.pop((key, path), None) or _PartialFile(key, inner(name, path))
         try:

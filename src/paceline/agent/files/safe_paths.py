@@ -194,10 +194,8 @@ class FolderCache:
 def open_file(root: str, path: str, flags: int) -> int:
     """Opens the regular file ``path`` below ``root`` and returns its descriptor.
 
-    With ``O_CREAT`` in ``flags``, missing parent folders are made.
-
-    Raises:
-        OSError: The file cannot be opened, or is a link or not a regular file.
+    With ``O_CREAT`` in ``flags``, missing parent folders are made. Raises OSError if the file
+    cannot be opened, or is a link or not a regular file.
     """
     *parents, name = split_path(path)
     folder = open_folder(root, "/".join(parents), make=bool(flags & os.O_CREAT))
@@ -292,10 +290,7 @@ def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
 def remove(root: str, path: str) -> None:
     """Removes a file or folder, moved aside first so that its name never has partial content.
 
-    Content that cannot be removed stays aside.
-
-    Raises:
-        OSError: It cannot be moved.
+    Content that cannot be removed stays aside. Raises OSError if it cannot be moved.
     """
     os.close(open_folder(root, INCOMING, make=True))
     aside = "%s/%s" % (INCOMING, secrets.token_hex(8))

@@ -386,8 +386,7 @@ def _copy_content(cache: safe_paths.FolderCache, blob: str, target: int) -> str:
 def store(contents: Iterable[Tuple[str, bytes]]) -> None:
     """Adds contents to the cache, each under its SHA-256.
 
-    Raises:
-        ValueError: A content does not have its hash; the earlier ones were added.
+    Raises ValueError if a content does not have its hash; the earlier ones were added.
     """
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)

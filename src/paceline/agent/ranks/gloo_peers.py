@@ -216,8 +216,7 @@ class GlooFilter:
     def verify(self, devices: List[_Device], hosts: peer_filters.HostSet, ranks: int) -> None:
         """Checks the connections of a group of ``ranks`` ranks; then blocks its devices.
 
-        Raises:
-            StrangerError: A connection leads to none of ``hosts``.
+        Raises StrangerError if a connection leads to none of ``hosts``.
         """
         for device in devices:
             connections = list(device.connections(hosts))

@@ -35,8 +35,7 @@ Report = Callable[[str], None]
 def parse_address(text: str) -> Address:
     """Parses an address without its zone; maps an IPv4-mapped IPv6 address to IPv4.
 
-    Raises:
-        ValueError: It is no address.
+    Raises ValueError if it is no address.
     """
     address = ipaddress.ip_address(text.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address

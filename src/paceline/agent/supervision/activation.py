@@ -28,8 +28,7 @@ class ActivationError(Exception):
 def activate(scripts: Sequence[str], base: Mapping[str, str]) -> Dict[str, str]:
     """Sources the scripts in a shell with the environment ``base``; returns the environment.
 
-    Raises:
-        ActivationError: A script is missing, fails, or does not end in time.
+    Raises ActivationError if a script is missing, fails, or does not end in time.
     """
     env = dict(base)
     for script in scripts:

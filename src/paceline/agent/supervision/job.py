@@ -75,8 +75,7 @@ class NodeJob:
     def activate(self, request: Message) -> None:
         """Sources the job's activation scripts, which may take long.
 
-        Raises:
-            ActivationError: A script fails.
+        Raises ActivationError if a script fails.
         """
         environ = {n: v for n, v in os.environ.items() if n not in request.get("unset", ())}
         self._activated_env = activation.activate(request.get("activate", ()), environ)
@@ -155,8 +154,7 @@ class NodeJob:
     def add(self, request: Message) -> None:
         """Starts ranks in the running attempt; they replace ranks that have ended.
 
-        Raises:
-            RuntimeError: The fork server is gone, or a rank to be replaced still runs.
+        Raises RuntimeError if the fork server is gone, or a rank to be replaced still runs.
         """
         self._require_server()
         numbers = {spec["rank"] for spec in request["ranks"]}
@@ -372,9 +370,8 @@ class NodeJob:
 
     def idle_report(self, now_s: float) -> Message:
         """Returns ``quiet_s``: seconds since a rank here was last active; ``None`` if none runs."""
-        return {
-            "quiet_s": min((now_s - rank.active_at for rank in self.running_ranks()), default=None)
-        }
+        idle_s = [now_s - rank.active_at for rank in self.running_ranks()]
+        return {"quiet_s": min(idle_s, default=None)}
 
     def running_ranks(self) -> List[RankProcess]:
         return [rank for rank in self.ranks if rank.status is None]

@@ -94,8 +94,7 @@ _UNREPORTED_FIELDS = frozenset({"name", "address", "local", "slots_yield", "gpus
 def write_hosts(cluster: Cluster, dialect: str) -> str:
     """Returns the cluster as a description in the dialect, ending in a newline.
 
-    Raises:
-        SettingError: There is no such dialect, or it cannot be written.
+    Raises SettingError if there is no such dialect, or it cannot be written.
     """
     return _writable(dialect)[1](cluster)
 

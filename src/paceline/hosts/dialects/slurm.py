@@ -78,9 +78,8 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[str, Sequence[int | 
 def _has_requested_tasks(environ: Mapping[str, str]) -> bool:
     """Whether ``--ntasks`` or ``--ntasks-per-node`` was given; a step sets its own number."""
     is_step = bool(environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"))
-    return bool(
-        environ.get("SLURM_NTASKS_PER_NODE") or (environ.get("SLURM_NTASKS") and not is_step)
-    )
+    num_tasks = "" if is_step else environ.get("SLURM_NTASKS")
+    return bool(num_tasks or environ.get("SLURM_NTASKS_PER_NODE"))
 
 
 def _gpus(environ: Mapping[str, str], nodes: int) -> tuple[int | None, list[str]]:

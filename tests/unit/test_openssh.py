@@ -90,9 +90,10 @@ RECORDED = [
     ("You are required to change your password immediately (administrator enforced).\n",
      "password expired", "new password"),
     ("Unable to negotiate with 10.30.1.14 port 22: no matching host key type found. Their offer: "
-     "ssh-rsa,ssh-dss\n", "no common algorithm", "HostKeyAlgorithms"),
+     "ssh-rsa,ssh-dss\n", "only old host keys", "HostKeyAlgorithms +ssh-rsa`"),
     ("Unable to negotiate with 10.30.1.14 port 22: no matching key exchange method found. Their "
-     "offer: diffie-hellman-group1-sha1\n", "no common algorithm", "KexAlgorithms"),
+     "offer: diffie-hellman-group1-sha1\n", "no common algorithm",
+     "KexAlgorithms +diffie-hellman-group1-sha1"),
     ("sign_and_send_pubkey: signing failed for ED25519 \"/home/u/.ssh/id_ed25519\" from agent: "
      "agent refused operation\nu@10.30.1.14: Permission denied (publickey).\n",
      "the ssh agent refuses to sign", "ssh-add"),

@@ -70,6 +70,20 @@ _SSH_ROUTE_FLAGS = ("-b", "-F", "-I", "-J", "-o", "-W")
 
 _FOREIGN_SYNTAX = (
     (
+        re.compile(r"rank\s*\d+\s*="),
+        "one host a line with its number of processes, `n1 slots=2`: "
+        "this is a rankfile, which binds Open MPI's ranks to cores",
+    ),
+    (
+        re.compile(r"\^|-[xwga]\s"),
+        "hosts only, one a line or `node[01-04]`: `^FILE`, `-w`, `-x` and `-g` are options of "
+        "pdsh. Give FILE to -H, and leave out the hosts that `-x` excludes",
+    ),
+    (
+        re.compile(r"@[\w*:.-]+(\s|$)"),
+        "a login name before the `@`; of a group its hosts, which `nodeset -e @gpu` prints",
+    ),
+    (
         re.compile(r"[^#]*\{[^{}]*(,|\.\.)[^{}]*\}"),
         "`node[01-04,07]`: ranges in braces are the shell's",
     ),
@@ -82,6 +96,7 @@ _FOREIGN_SYNTAX = (
         "a host before the first `key=value` (`n1 slots=2`), or a list (`n1,n2`)",
     ),
     (re.compile(r"[A-Za-z]+://"), "a host: `n1`, `me@n1:2222` or `ssh://me@n1:2222`"),
+    (re.compile(r"<[?!A-Za-z]"), "one host a line: this is XML or a web page"),
 )
 """Lines of other programs' files, and what to write instead."""
 

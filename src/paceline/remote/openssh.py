@@ -195,12 +195,25 @@ CAUSES: tuple[_Cause, ...] = (
         "--accept-new-host-keys to this command once",
     ),
     _Cause(
+        "only old host keys",
+        r"no matching host key type found",
+        "Its sshd offers only key types that ssh no longer takes. Renew its keys (ssh-keygen -A "
+        "on {name}), or allow them in ~/.ssh/config: `Host {name}`, `HostKeyAlgorithms +{offer}`, "
+        "`PubkeyAcceptedAlgorithms +{offer}`",
+    ),
+    _Cause(
         "no common algorithm",
-        r"Unable to negotiate with|no matching .{1,40} found|Invalid key length|"
+        r"Unable to negotiate with|no matching .{1,40} found|"
         r"ssh_dispatch_run_fatal.{1,200}error in libcrypto",
-        "sshd on {name} is much older or newer than this ssh. Renew its keys (ssh-keygen -A "
-        "there), update the older of the two, or allow what the words above name in ~/.ssh/config "
-        "under `Host {name}`: HostKeyAlgorithms, KexAlgorithms, Ciphers, MACs or RequiredRSASize",
+        "sshd on {name} is much older or newer than this ssh: update the older of the two, or "
+        "allow what it offers in ~/.ssh/config under `Host {name}`: `KexAlgorithms +{offer}` for a "
+        "key exchange method, `Ciphers +{offer}` for a cipher, `MACs +{offer}` for a MAC",
+    ),
+    _Cause(
+        "host key too short",
+        r"Invalid key length",
+        "Renew the keys of its sshd (ssh-keygen -A on {name}), or allow short ones in "
+        "~/.ssh/config: `Host {name}`, `RequiredRSASize 1024`",
     ),
     _Cause(
         "the ssh config is wrong",
@@ -424,6 +437,9 @@ def _summary(text: str) -> str:
     return "\n".join(lines if len(lines) <= 12 else [*lines[:4], "…", *lines[-7:]])
 
 
+_OFFER = re.compile(r"Their offer: ([\w@.-]{1,100})")
+
+
 def _fill(remedy: str, host: Host, text: str) -> str:
     offending = offending_line(text)
     key_name = re.search(r"Host key for (\S{1,300}) has changed", text)  # as known_hosts calls it
@@ -432,8 +448,11 @@ def _fill(remedy: str, host: Host, text: str) -> str:
         "target": _target(host),
         "known": shell_text([key_name.group(1) if key_name else host.address]),
         "file": f" -f {shell_text([offending[0]])}" if offending else "",
+        "offer": offer.group(1) if (offer := _OFFER.search(text)) else "ALGORITHM",
     }
-    return re.sub(r"\{(name|target|known|file)\}", lambda match: values[match.group(1)], remedy)
+    return re.sub(
+        r"\{(name|target|known|file|offer)\}", lambda match: values[match.group(1)], remedy
+    )
 
 
 def offending_line(text: str) -> tuple[str, int] | None:

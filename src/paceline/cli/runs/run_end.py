@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.measure.forecasts import find_forecasts
 from paceline.cli.verb import say
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
@@ -40,10 +39,10 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
         on_success(outcome.display_path)
     else:
         say(report_success(outcome), err=True)
-    if not text and find_forecasts(outcome.path)[1]:
-        from paceline.cli.measure.forecasts import compare_at_end
+    if not text:
+        from paceline.cli.measure.forecasts import compare_at_end, find_forecasts
 
-        if comparison := compare_at_end(outcome.path):
+        if find_forecasts(outcome.path)[1] and (comparison := compare_at_end(outcome.path)):
             say(comparison, err=True)
     report_run(job, outcome.path)
 

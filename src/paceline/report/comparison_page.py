@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.report.curves import Curve, Point, mean_rate
 from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Section, Status, Table
-from paceline.report.record import object_in
 from paceline.report.run import Run
 from paceline.report.run_page import (
     MAX_ROWS,
@@ -22,7 +21,7 @@ from paceline.report.run_page import (
     stride_of,
     versions_of,
 )
-from paceline.rundir.records import as_text
+from paceline.rundir.records import as_text, object_in
 from paceline.spec.formatting import format_duration
 
 _TIME_AXIS_NOTE = "The same over the seconds since each run began, its start included."

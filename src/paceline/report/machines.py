@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.report.page import Figure, Paragraph, Part, Table
-from paceline.report.record import Record, object_in, objects_in
-from paceline.rundir.records import as_float, as_int, as_text
+from paceline.report.record import Record
+from paceline.rundir.records import as_float, as_int, as_text, object_in, objects_in
 from paceline.spec.formatting import format_bit_rate, pluralize
 
 MAX_HOSTS = 512  # in the table

@@ -18,6 +18,8 @@ from paceline.rundir.records import (
     as_int,
     as_text,
     is_regular,
+    object_in,
+    objects_in,
     read_object,
     sampled_records,
 )
@@ -131,16 +133,3 @@ def read(path: Path) -> Record:
 def _describe_missing(path: Path, name: str) -> str:
     state = "cannot be read" if is_regular(path / name) else "is missing"
     return f"{name} {state}, so this page does not show {_CONTENTS[name]}"
-
-
-def objects_in(value: Any, limit: int = 10_000) -> list[_Object]:
-    """The objects in a list; an empty list for anything else."""
-    if not isinstance(value, list):
-        return []
-    return [entry for entry in value[:limit] if isinstance(entry, dict)]
-
-
-def object_in(value: _Object, name: str) -> _Object:
-    """The object in a field; an empty one for anything else."""
-    entry = value.get(name)
-    return entry if isinstance(entry, dict) else {}

@@ -10,10 +10,10 @@ from paceline.report import curves
 from paceline.report.curves import Curve, Point, StepDivision
 from paceline.report.machines import hosts_parts, links_parts, ranks_of
 from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Section, Status, Table
-from paceline.report.record import Record, object_in, objects_in
+from paceline.report.record import Record
 from paceline.report.run import Run
 from paceline.report.timeline import ACTIVITY_LABELS, Row, Timeline
-from paceline.rundir.records import as_float, as_text
+from paceline.rundir.records import as_float, as_text, object_in, objects_in
 from paceline.spec import rundir as names
 from paceline.spec.events import PART_NAMES, PARTS, Event
 from paceline.spec.failure import UNKNOWN, format_location, signal_name

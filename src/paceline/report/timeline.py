@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from paceline.report.record import Record, objects_in
-from paceline.rundir.records import as_float, as_int, as_text
+from paceline.report.record import Record
+from paceline.rundir.records import as_float, as_int, as_text, objects_in
 from paceline.spec.events import PARTS, Event
 from paceline.spec.failure import Failure, format_location
 from paceline.spec.formatting import format_duration

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -147,3 +147,16 @@ def as_float(value: Any) -> float:
 def as_text(value: Any, limit: int = 1 << 20) -> str:
     """A text; empty for anything else."""
     return value[:limit] if isinstance(value, str) else ""
+
+
+def objects_in(value: Any, limit: int = 10_000) -> list[Mapping[str, Any]]:
+    """The objects in a list; an empty list for anything else."""
+    if not isinstance(value, list):
+        return []
+    return [entry for entry in value[:limit] if isinstance(entry, dict)]
+
+
+def object_in(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in a field; an empty one for anything else."""
+    entry = value.get(name)
+    return entry if isinstance(entry, dict) else {}

@@ -12,8 +12,14 @@ from typing import Any
 
 from paceline.recipes import RECIPES
 from paceline.recipes.argv import parse, to_argv
-from paceline.report.record import objects_in
-from paceline.rundir.records import as_float, as_text, is_regular, read_object, read_records
+from paceline.rundir.records import (
+    as_float,
+    as_text,
+    is_regular,
+    objects_in,
+    read_object,
+    read_records,
+)
 from paceline.spec import rundir, schema
 from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.formatting import format_duration, pluralize

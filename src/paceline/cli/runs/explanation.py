@@ -11,9 +11,8 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_result
 from paceline.explain.rules import load_all
 from paceline.report import explanation
-from paceline.report.record import objects_in
 from paceline.rundir.directory import write_text
-from paceline.rundir.records import read_object
+from paceline.rundir.records import objects_in, read_object
 from paceline.spec import rundir as names
 from paceline.spec.events import Event
 from paceline.spec.failure import Result

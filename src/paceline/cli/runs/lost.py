@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.report.record import object_in, objects_in
 from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.rundir.ownership import lost, read_owner
@@ -56,7 +55,7 @@ def read_lost_run(path: Path) -> LostRun:
         role, host = "supervisor", supervisor.host
     versions = (names.parse_version(item.name) for item in names.checkpoints(path))
     checkpoint = next((version[1] for version in versions if version), None)
-    first = next((node.get("host") for node in objects_in(plan.get("nodes"))), "")
+    first = next((node.get("host") for node in records.objects_in(plan.get("nodes"))), "")
     events = [*records.read_records(path / names.EVENTS, TAIL_BYTES)]
     saves = checkpoint is not None or any(item.get("event") == "checkpoint" for item in events)
     command, folder = _resume_command(path, plan)
@@ -83,14 +82,14 @@ def _last_sign_of_life(path: Path, events: list[dict[str, Any]]) -> float:
 
 
 def lease_s(plan: Mapping[str, Any]) -> float:
-    lease = object_in(object_in(plan, "settings"), "lease_s")
+    lease = records.object_in(records.object_in(plan, "settings"), "lease_s")
     return records.as_float(lease.get("value")) or LEASE_S
 
 
 def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
     from paceline.launch.results.summary import resume_command
 
-    command = object_in(plan, "typed")
+    command = records.object_in(plan, "typed")
     folder = records.as_text(command.get("folder"), 4096)
     try:
         arguments = shlex.split(records.as_text(command.get("command"), 1 << 16))

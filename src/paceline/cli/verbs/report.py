@@ -93,8 +93,7 @@ def explain_if_missing(path: Path) -> None:
     from paceline.explain.conclusion import conclude
     from paceline.explain.evidence_reader import from_run
     from paceline.explain.rules import load_all
-    from paceline.report.record import objects_in
-    from paceline.rundir.records import read_object
+    from paceline.rundir.records import objects_in, read_object
 
     findings = objects_in((read_object(path / names.FINDINGS) or {}).get("findings"))
     if any(str(finding.get("check", "")).startswith("explain/") for finding in findings):

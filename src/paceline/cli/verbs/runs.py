@@ -19,7 +19,6 @@ from paceline.cli.runs.run_lookup import is_run
 from paceline.cli.runs.state import read_state, started_at
 from paceline.cli.verb import Verb, say
 from paceline.remote.openssh import SshOptions
-from paceline.report.record import object_in, objects_in
 from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of
 from paceline.spec import rundir as names
@@ -181,7 +180,9 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
     if supervisor is not None and supervisor.run_id in detached_runs:
         return replace(row_of_detached(detached_runs[supervisor.run_id]), run=path.name, here=True)
     row_state = "waiting" if state.waiting else state.word
-    hosts = [records.as_text(node.get("host"), 255) for node in objects_in(plan.get("nodes"))]
+    hosts = [
+        records.as_text(node.get("host"), 255) for node in records.objects_in(plan.get("nodes"))
+    ]
     recorded = _recorded(path / names.METRICS)
     step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
     record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
@@ -214,7 +215,7 @@ def row_of_detached(run: DetachedRun) -> Row:
 
 
 def _command(plan: Mapping[str, Any]) -> str:
-    typed, entry = object_in(plan, "typed").get("command"), object_in(plan, "entry")
+    typed, entry = records.object_in(plan, "typed").get("command"), records.object_in(plan, "entry")
     if isinstance(typed, str):
         return typed
     if not entry:
@@ -229,7 +230,7 @@ def _command(plan: Mapping[str, Any]) -> str:
 
 def _steps(ranks: Mapping[str, Any],
            recorded: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:  # fmt: skip
-    progress = object_in(ranks, "progress")
+    progress = records.object_in(ranks, "progress")
     candidates = [record.get("step") for record in (*recorded[-20:], progress)]
     steps = [step for step in map(records.as_int, candidates) if step is not None]
     return max(steps, default=None), records.as_int(progress.get("steps"))

@@ -19,10 +19,13 @@ from click.testing import CliRunner
 from each_case import each_case
 from paceline.cli import VERBS, options, program, settings_file, trust, variables
 from paceline.cli.cluster import read_chosen_cluster, read_cluster
+from paceline.cli.job_options import build_job
+from paceline.cli.recipe_job import parse_recipe_options
 from paceline.cli.settings import TABLES_ARE_HOSTS
 from paceline.cli.verbs.trust import command as trust_command
 from paceline.spec.errors import HostsError, PacelineError, SettingError
 from paceline.spec.hosts import Host
+from paceline.spec.job import Entry
 
 # what has to be typed besides, by verb
 ARGUMENTS = {"run": ["script.py"], "train": ["image"], "evaluate": ["here"],
@@ -334,6 +337,29 @@ def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
     CliRunner().invoke(trust_command, ["--revoke"])
     with pytest.raises(SettingError, match="not trusted"):
         taken("run")
+
+
+def test_a_run_directory_in_the_file_needs_trust_where_a_run_starts() -> None:
+    Path("paceline.toml").write_text('[run]\nrun-dir = "runs/one"\n')
+    ctx = taken("run")  # other verbs only read there
+    with pytest.raises(SettingError, match="run-dir, which can replace the results"):
+        build_job(ctx, Entry("script", "job.py"), "job")
+    build_job(taken("run", "--run-dir", "mine"), Entry("script", "job.py"), "job")
+    CliRunner().invoke(trust_command)
+    build_job(taken("run"), Entry("script", "job.py"), "job")
+
+
+def test_files_of_a_recipe_in_the_file_need_trust() -> None:
+    Path("private.csv").write_text("a,b\n")
+    Path("paceline.toml").write_text('[train.text]\ndata = "private.csv"\nlr = 0.1\n')
+    with pytest.raises(SettingError, match="data, which sends it to the hosts") as caught:
+        parse_recipe_options(taken("train"), "text", [])
+    assert caught.value.found == '[train.text] data = "private.csv"'
+    assert parse_recipe_options(taken("train"), "text", ["--data", "ag-news"]).data == "ag-news"
+    CliRunner().invoke(trust_command)
+    assert parse_recipe_options(taken("train"), "text", []).data == "private.csv"
+    Path("paceline.toml").write_text('[train.text]\ndata = "ag-news"\n')  # the name of a set
+    assert parse_recipe_options(taken("train"), "text", []).data == "ag-news"
 
 
 def test_trust_ends_when_the_setting_changes() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Served, agent_in_thread
 
+from agents import Served, agent_in_thread
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.ownership import detached_of

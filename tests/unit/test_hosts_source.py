@@ -160,6 +160,17 @@ def test_utf16_from_a_windows_editor(tmp_path: Path) -> None:
     assert slots(read("hosts", tmp_path)) == {"n1": None, "n2": None}
 
 
+def test_yaml_that_grows_is_refused(tmp_path: Path) -> None:
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    lists = "\n".join(["a0: &a0 [x]", *levels, "hosts: *a11", ""])
+    groups = [f"g{n}: &g{n} {{children: {{a: *g{n - 1}, b: *g{n - 1}}}}}" for n in range(1, 40)]
+    nested = "\n".join(["g0: &g0 {hosts: [n1]}", *groups, ""])
+    for text in (lists, nested, "hosts: &a [*a]\n"):
+        (tmp_path / "hosts.yaml").write_text(text)
+        with pytest.raises(HostsError):
+            read("hosts.yaml", tmp_path)
+
+
 def test_named_pipes_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(HostsError, match="is a named pipe"):

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agents import agent_in_thread
 
+from agents import agent_in_thread
 from paceline.agent.supervision.processes import sockets_of
 from paceline.agent.surveys.retransmissions import unacked_connections
 from paceline.launch.health import links

@@ -16,6 +16,7 @@ from paceline.agent.supervision import processes
 from paceline.launch.results.summary import log_tail
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
+from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.rundir import log_file, safe_name
 
@@ -36,6 +37,23 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     first.close()
     RunDirectory(tmp_path / "run").close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".paceline-brought"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json", "model", "plan.json"])
+def test_files_that_no_run_brought_are_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(SettingError, match="holds files of something else") as caught:
+        RunDirectory(tmp_path)
+    assert name in caught.value.found
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / "events.jsonl").touch()  # of a run
+    RunDirectory(tmp_path).close()
+
+
+def test_a_project_may_be_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "config.json").touch()  # its own, which is never replaced
+    RunDirectory(tmp_path).close()
 
 
 def test_an_owner_that_died_is_followed(tmp_path: Path) -> None:
@@ -158,6 +176,8 @@ def test_links_in_a_run_directory_are_not_followed(tmp_path: Path, name: str) ->
     (run / name).parent.mkdir(parents=True)
     other.mkdir()
     (other / "0.log").write_text("theirs")
+    (run / names.METRICS).touch()  # of an earlier run
+    (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(other / "0.log" if "." in name else other)
     directory = RunDirectory(run)
     if name == "plan.json":

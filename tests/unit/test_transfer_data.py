@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import ENDLESS, Served, agent_in_thread
 
+from agents import ENDLESS, Served, agent_in_thread
 from paceline.agent.files import data as agent_data
 from paceline.agent.files import snapshot
 from paceline.spec.errors import NodeError, PacelineError

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from agents import ENDLESS, Served, agent_in_thread
 
+from agents import ENDLESS, Served, agent_in_thread
 from paceline.agent.files import safe_paths, snapshot
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node

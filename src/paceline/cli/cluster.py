@@ -37,9 +37,14 @@ def read_chosen_cluster(ctx: click.Context) -> Cluster:
 
 
 def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
-    """Names hosts that were not typed with the command, and where they come from."""
-    source = setting(ctx, "hosts").source
-    if source is not Source.COMMAND_LINE and not all(host.local for host in cluster.hosts):
+    """Names hosts that were not typed, and addresses of typed ones that paceline.toml gives."""
+    if setting(ctx, "hosts").source is Source.COMMAND_LINE:
+        tables = toml_of(ctx).get("hosts", {})
+        moved = [f"{host.name} is {host.address}" for host in cluster.hosts
+                 if "address" in tables.get(host.name, {})]  # fmt: skip
+        if moved:
+            say(f"paceline: {', '.join(moved)} ({TOML_NAME})", err=True)
+    elif not all(host.local for host in cluster.hosts):
         say(
             f"paceline: hosts: {abbreviated_names(cluster)} ({hosts_origin(ctx, cluster)})",
             err=True,

@@ -9,13 +9,14 @@ from typing import Any
 
 import click
 
+from paceline.cli import trust
 from paceline.cli.cluster import hosts_setting
-from paceline.cli.settings import setting
+from paceline.cli.settings import setting, toml_of
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.settings import Setting
+from paceline.spec.settings import TOML_NAME, Setting, Source
 
 _SETTINGS = {  # field of the job: option
     **{name: name for name in ("nproc_per_node", "nnodes", "master_port", "ship", "bind", "debug",
@@ -34,6 +35,8 @@ def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job
         from paceline.launch import notify
 
         notify.check(ctx.params["notify"])
+    if setting(ctx, "run_dir").source is Source.FILE:
+        trust.require_trust(Path.cwd() / TOML_NAME, toml_of(ctx), "run-dir")
     public, forwarded = parse_env(ctx.params["env"])
     for hidden in ctx.params["unset"]:
         reject_reserved("--unset", hidden)

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from paceline.cli import trust
 from paceline.cli.dispatch import Dispatch
 from paceline.cli.job_options import build_job
 from paceline.cli.settings import toml_of
@@ -27,6 +28,7 @@ from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
 from paceline.spec.rundir import model_paths
+from paceline.spec.settings import TOML_NAME
 from paceline.spec.training.balance import parse_weights, validate_limits, validate_weights
 
 GATHERED_PREFIX = "paceline-data-"  # begins the name of a folder that goes with this command
@@ -81,6 +83,7 @@ def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> 
     typed_names = explicit_options(name, argv)
     file_values = {key: value for key, value in table.items() if (field := key.replace("-", "_"))
               not in typed_names and has_effect(field, options)}  # fmt: skip
+    trust.require_trust_of_recipe(Path.cwd() / TOML_NAME, toml_of(ctx), name, file_values)
     parameter = "options" if "options" in ctx.params else "args"
     ctx.params[parameter] = (*table_to_flags(name, file_values), *argv)
     return options

@@ -121,7 +121,8 @@ class FromFile(Mapping[str, Any]):
         option = self._options[name]
         dashed, table = key_of(option), self.toml[RUN_TABLE]
         key = dashed if dashed in table else dashed.replace("-", "_")
-        trust.require_trust(self._cwd / TOML_NAME, self.toml, dashed)
+        if dashed in trust.GUARDED:
+            trust.require_trust(self._cwd / TOML_NAME, self.toml, dashed)
         return convert_value(option, key, table[key])
 
     def __contains__(self, name: object) -> bool:

@@ -43,23 +43,55 @@ HOST_GUARDED = {  # the same for [hosts.NAME]
     "python": "is started",
     "env": "can make programs load other code",
 }
+START_GUARDED = {  # the same where a run is started; other commands only read there
+    "run-dir": "can replace the results of an earlier run",
+}
+RECIPE_GUARDED = {  # the same for [train.RECIPE], if the value is a file or folder of this machine
+    "data": "sends it to the hosts",
+    "test-data": "sends it to the hosts",
+    "target": "sends it to the hosts",
+    "weights": "sends it to the hosts",
+    "resume": "reads a checkpoint from it",
+    "run-dir": "can replace the results of an earlier run",
+}
 
 
 def guarded_settings(toml: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a file's settings that need trust: ``[run] KEY`` or ``[hosts.NAME] KEY`` → value."""
     run = toml.get("run", {})
-    keys = {*GUARDED, "hosts"}  # what a description of hosts says may be a program, too
+    keys = {
+        *GUARDED,
+        *START_GUARDED,
+        "hosts",
+    }  # a description of hosts may name programs
     settings = {f"[run] {key}": v for key, v in run.items() if key.replace("_", "-") in keys}
     for name, table in toml.get("hosts", {}).items():
         settings |= {f"[hosts.{name}] {k}": v for k, v in table.items() if k in HOST_GUARDED}
+    for name, table in toml.get("train", {}).items():
+        guarded = {k: v for k, v in table.items() if k.replace("_", "-") in RECIPE_GUARDED}
+        settings |= {f"[train.{name}] {key}": value for key, value in guarded.items()}
     return settings
 
 
 def require_trust(path: Path, toml: Mapping[str, Any], key: str) -> None:
     """Raises SettingError if a key of ``[run]`` (with dashes) needs trust and the file has none."""
-    if key in GUARDED:
+    if effect := {**GUARDED, **START_GUARDED}.get(key):
         value = toml["run"].get(key, toml["run"].get(key.replace("-", "_")))
-        _check_trust(path, toml, {f"[run] {key}": value}, key, GUARDED[key])
+        _check_trust(path, toml, {f"[run] {key}": value}, key, effect)
+
+
+def require_trust_of_recipe(
+    path: Path, toml: Mapping[str, Any], name: str, used: Mapping[str, Any]
+) -> None:
+    """Raises SettingError if settings of ``[train.NAME]`` need trust and the file has none.
+
+    Args:
+        used: The settings that were not typed. Names of data sets need no trust.
+    """
+    for key, value in used.items():
+        effect = RECIPE_GUARDED.get(key.replace("_", "-"))
+        if effect and isinstance(value, str) and Path(value).expanduser().exists():
+            _check_trust(path, toml, {f"[train.{name}] {key}": value}, key, effect)
 
 
 def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:

@@ -48,9 +48,20 @@ class RunDirectory:
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
+            self._require_own_files()
             self._read_key()
             self._claim()
             Arrivals(self.path)  # before the run writes other files
+
+    def _require_own_files(self) -> None:
+        """Raises SettingError if files that a run would replace are not those of a run."""
+        foreign = names.replaced_files(self.path)
+        if foreign:
+            raise SettingError(
+                f"the run directory {self.path} holds files of something else",
+                found=f"{', '.join(foreign)}, and no run was here",
+                remedy="Give another --run-dir, or move those files away",
+            )
 
     @property
     def key(self) -> str:

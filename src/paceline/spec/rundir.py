@@ -64,6 +64,20 @@ def is_run(folder: Path) -> bool:
     return is_marked or ((folder / EVENTS).exists() and (folder / RESULT).exists())
 
 
+def replaced_files(folder: Path) -> list[str]:
+    """The files that a first run in this folder would replace; none if a run was there before.
+
+    A project's own ``config.json`` or ``model`` is not replaced: see ``rundir/arrivals.py``.
+    """
+    present = {path.name for path in folder.iterdir()}
+    if is_run(folder) or present & {EVENTS, METRICS, OWNER, CHECKPOINTS, FETCHED_LIST, DETACHED}:
+        return []
+    replaced = {PLAN, HOSTS, RESULT, FINDINGS, REPORT, "index.html"}
+    if all(name in {MODEL, *PRODUCTS} or is_launcher_file(name) for name in present):
+        replaced |= PRODUCTS | {MODEL}  # nothing says that it is a project
+    return sorted(present & replaced)
+
+
 def safe_name(name: str) -> str:
     """A host's name as a folder's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"

@@ -5,6 +5,7 @@ If it names a DeepSpeed host file, that file has all hosts and is read instead.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ MARK = re.compile(
     r"^(compute_environment|num_machines|main_process_ip|machine_rank|deepspeed_\w+)\s*:", re.M
 )
 DEFAULT_PORT = 29500
+_MAX_YAML_NODES = 1_000_000
 
 
 def detect(reading: Reading) -> bool:
@@ -73,12 +75,33 @@ def load_yaml(reading: Reading, text: str, expected: str) -> Any:
     import yaml  # costs 20 ms; only two dialects need it
 
     try:
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is not None and _expanded_size(node, {}) > _MAX_YAML_NODES:
+            raise ValueError("anchors repeat too much")
+        return None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: a date 2026-99-99
         mark = getattr(problem, "problem_mark", None)
         lines = split_lines(reading.text.rstrip())
         number = min(mark.line + 1 if mark else 1, len(lines))
         raise line_error(reading.label, number, lines[number - 1], expected) from None
+
+
+def _expanded_size(node: Any, sizes: dict[Any, float]) -> float:
+    """Returns how many nodes a YAML node has if each alias is replaced by what it names.
+
+    Args:
+        node: A scalar, whose value is text; a sequence of nodes; or a mapping of pairs of nodes.
+        sizes: Sizes of nodes that were counted before.
+    """
+    if node not in sizes:
+        sizes[node] = math.inf  # for a node that contains itself
+        children = () if isinstance(node.value, str) else node.value
+        parts = [
+            part for child in children for part in (child if type(child) is tuple else [child])
+        ]
+        sizes[node] = 1 + sum(_expanded_size(part, sizes) for part in parts)
+    return sizes[node]
 
 
 def _settings(reading: Reading) -> Mapping[str, Any]:

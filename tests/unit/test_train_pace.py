@@ -175,7 +175,7 @@ def test_a_pause_costs_neither_its_own_time_nor_that_before_it(
             now[0] += 10.0
             rate.restart()
     assert rate.measure() == 8.0
-    assert (rate.samples, rate.seconds) == (32, 4.0)
+    assert (rate.measured_samples, rate.measured_s) == (32, 4.0)
 
 
 def test_numbers_in_a_batch() -> None:
@@ -323,7 +323,7 @@ def test_ranks_that_have_done_fewer_steps_sum_up_alike() -> None:
     comms = SimpleNamespace(
         max=lambda _: [40_000.0], texts=asked.append, is_alone=False, rank_name=""
     )
-    rate = SimpleNamespace(samples=1, seconds=1.0)
+    rate = SimpleNamespace(measured_samples=1, measured_s=1.0)
     pace = SimpleNamespace(finish=list, totals=None, rate=rate)
     member = SimpleNamespace(comms=comms, world=World(1, 2), say=lambda text: None)
     for steps in (40_000, 80):

@@ -69,7 +69,7 @@ class Recorder:
         run_state: The present state of all ranks and hosts.
         metrics: The last reported value of every metric.
         get_reconnects: Returns the status of the hosts that are being reconnected, by name.
-        get_wait: Returns what running ranks wait for; ``None`` if they do not.
+        get_node_wait: Returns what running ranks wait for; ``None`` if they do not.
     """
 
     def __init__(self, directory: RunDirectory, screen: Screen, debug: bool = False) -> None:
@@ -83,7 +83,7 @@ class Recorder:
         self._first_events: list[Mapping[str, Any]] = []
         self._last_events: deque[Mapping[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
-        self.get_wait: Callable[[], NodeWait | None] = lambda: None
+        self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
         self._waiting: NodeWait | None = None  # while no ranks run
         self._ticker: asyncio.Task[None] | None = None
 
@@ -119,7 +119,7 @@ class Recorder:
     def write_state(self) -> None:
         """Writes ``ranks.json``, the state of the run for other processes."""
         self.run_state.set_reconnects(self.get_reconnects())
-        self.run_state.waiting = self._waiting or self.get_wait()
+        self.run_state.waiting = self._waiting or self.get_node_wait()
         with contextlib.suppress(NodeError):  # a full disk is reported by required files
             state = self.run_state.to_json(time.monotonic(), time.time())
             self._directory.write_json(names.RANKS, state, durable=False)

@@ -116,16 +116,16 @@ def _read_version(path: str) -> Mpi | None:
 
 
 def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str,
-            callback: str | None = None) -> list[str]:  # fmt: skip
+            callback_interface: str | None = None) -> list[str]:  # fmt: skip
     """Returns the mpiexec call that starts one process on each host; append its command.
 
     Args:
         mpi, hosts, options: The MPI, the hosts, and the user's options.
         ssh_config: Path of the ssh config for MPI's own logins.
-        callback: Interface of this machine that the hosts reach; ``None`` if unknown.
+        callback_interface: Interface of this machine that the hosts reach; ``None`` if unknown.
     """
     render = _RENDERERS[mpi.flavour]
-    return [mpi.path, *render(hosts, options, ssh_config, callback), *options.arguments]
+    return [mpi.path, *render(hosts, options, ssh_config, callback_interface), *options.arguments]
 
 
 _Renderer = Callable[[Sequence[Host], Options, str, "str | None"], list[str]]
@@ -135,10 +135,10 @@ def _hydra(launcher: str) -> _Renderer:
     """Returns the renderer for Hydra; without an interface, its proxies call this host's name."""
 
     def render(hosts: Sequence[Host], options: Options, ssh_config: str,
-               callback: str | None) -> list[str]:  # fmt: skip
+               callback_interface: str | None) -> list[str]:  # fmt: skip
         names = ",".join(host.address for host in hosts)
         user_interface = {"-iface", "-localhost"} & set(options.arguments)
-        interface = options.interface or (None if user_interface else callback)
+        interface = options.interface or (None if user_interface else callback_interface)
         iface = ["-iface", interface] if interface else []
         return [launcher, "ssh", *iface, "-hosts", names, "-ppn", "1", "-n", str(len(hosts))]
 
@@ -146,7 +146,7 @@ def _hydra(launcher: str) -> _Renderer:
 
 
 def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str,
-             callback: str | None) -> list[str]:  # fmt: skip
+             callback_interface: str | None) -> list[str]:  # fmt: skip
     """Renders Open MPI's options; its daemons call back by all addresses of this machine."""
     names = ",".join(f"{host.address}:1" for host in hosts)
     # the end of one agent must not end the others; the launcher decides
@@ -319,8 +319,8 @@ class MpiStarter:
         return Start(tuple(argv), self._environment(), RANK_VARIABLES, PROCESS_VARIABLES)
 
     async def _command(self, hosts: Sequence[Host]) -> list[str]:
-        callback = await interface_towards(hosts, self._options.ssh)
-        return command(self._mpi, hosts, self._options, self._config, callback)
+        callback_interface = await interface_towards(hosts, self._options.ssh)
+        return command(self._mpi, hosts, self._options, self._config, callback_interface)
 
     def _write_config(self, hosts: Sequence[Host]) -> None:
         """Adds hosts to the ssh config; replaces it atomically, because ssh may be reading it."""

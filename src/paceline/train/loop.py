@@ -18,7 +18,7 @@ from paceline.train.journal import Journal
 from paceline.train.measure.pace import StepTimer, StepTimings, format_count
 from paceline.train.measure.probe import Probe
 from paceline.train.measure.straggler_reporter import StragglerMonitor
-from paceline.train.measure.watch import Watch
+from paceline.train.measure.watch import NormAndLoadWatch
 from paceline.train.member import Member
 from paceline.train.reduce.bucket_size import BucketTrial
 from paceline.train.step import StepRunner
@@ -56,7 +56,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         member, journal, models = self._member, self._journal, self._training.models
         self.stragglers = StragglerMonitor(member)
-        self.watch = Watch(journal.record)
+        self.watch = NormAndLoadWatch(journal.record)
         self.pace = StepTimer(member.comms, models.module, member.device)
         self.steps = StepRunner(member, journal, models, self._membership, self.pace, self.watch)
 
@@ -172,7 +172,7 @@ class TrainingLoop:
             self._record()
         if progress.step % self._check_every == 0:
             self._membership.verify()
-        self._journal.stepped(self.pace.rate.value)
+        self._journal.stepped(self.pace.rate.samples_per_s)
         if self._member.comms.start is not None:  # the first step ends the start
             self._membership.publish_start()
         pauses = loader.pauses_now()

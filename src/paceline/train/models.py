@@ -126,7 +126,7 @@ class Models:
         return [message for message in messages if message]
 
     def record_commit(self) -> None:
-        """Records the models after a step that counts, for :meth:`as_committed`."""
+        """Records the models after a step that counts, for :meth:`at_last_commit`."""
         if self.is_diverged:
             self._committed = None  # nobody takes the model of a rank that steps alone
             return
@@ -154,7 +154,7 @@ class Models:
         if self._committed is not None:
             self._committed.buffers.restore()
 
-    def as_committed(self, is_needed: bool = True) -> AbstractContextManager[bool]:
+    def at_last_commit(self, is_needed: bool = True) -> AbstractContextManager[bool]:
         """Context in which models are as last committed; yields ``False`` if that is unknown."""
         if self._committed is None or not is_needed:
             return nullcontext(True)

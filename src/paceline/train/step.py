@@ -16,7 +16,7 @@ from paceline.train.elastic.membership import Membership
 from paceline.train.elastic.recovery import ExchangeResult
 from paceline.train.journal import Journal
 from paceline.train.measure.pace import StepTimer
-from paceline.train.measure.watch import Watch
+from paceline.train.measure.watch import NormAndLoadWatch
 from paceline.train.member import Member
 from paceline.train.models import UNNAMED, Models
 from paceline.train.update import loss_of, per_sample_losses
@@ -35,7 +35,7 @@ class StepRunner:
     _models: Models
     _membership: Membership
     _pace: StepTimer
-    _watch: Watch
+    _watch: NormAndLoadWatch
     loader: Loader | None = None
     _measured: dict[str, Tensor] = field(default_factory=dict)  # values of the running step
     _updates: int = 0  # within the step, on this pass over its batch

@@ -110,7 +110,10 @@ def _redirect(out: int, err: int) -> None:
 
 
 def run(entry: Message, workdir: str, events: int) -> int:
-    """Runs the entry to the process's end; returns the status of an ordinary end."""
+    """Runs the entry to the process's end; returns the status of an ordinary end.
+
+    ``events`` is the descriptor of the rank's events.
+    """
     try:
         status = run_entry(entry, workdir, events)
     except SystemExit as exit_request:

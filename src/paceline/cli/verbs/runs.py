@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 HIGHER_IS_BETTER = ("accuracy", "top1", "top5", "bleu", "chrf", "f1", "auc")
 LOWER_IS_BETTER = ("loss", "perplexity", "error")
-NO_FIGURES = ("pace", "norms", "usage")  # splits of records that tell of the training's course
+SPLITS_WITHOUT_METRICS = (
+    "pace",
+    "norms",
+    "usage",
+)  # splits of records that tell of the training's course
 TRAINING = b'"split": "train"'  # in most lines of metrics.jsonl
 TAIL_BYTES = 16 << 10  # of metrics.jsonl: where a run is, and its loss without evaluations
 MAX_WIDTHS = {"run": 26, "state": 12, "hosts": 14, "best": 21}  # columns of characters
@@ -241,7 +245,7 @@ def best_metric(recorded: Iterable[Mapping[str, Any]]) -> str:
     values: dict[tuple[str, str], list[float]] = {}
     for record in recorded:
         split = record.get("split")
-        if not isinstance(split, str) or split in NO_FIGURES:
+        if not isinstance(split, str) or split in SPLITS_WITHOUT_METRICS:
             continue
         for name in (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
             value = record.get(name)

@@ -102,7 +102,9 @@ class ElasticDriver:
         self._had_ranks: set[str] = set()
         self._announced = False
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
-        recorder.get_wait = lambda: None if self.attempt is None else self.attempt.recovery.waiting
+        recorder.get_node_wait = lambda: (
+            None if self.attempt is None else self.attempt.recovery.waiting
+        )
 
     def take_over(self, fleet: Fleet, missing: dict[str, str]) -> None:
         """Sets the nodes, and follows their events and losses."""

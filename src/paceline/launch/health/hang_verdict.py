@@ -27,7 +27,7 @@ MIN_SENT_BYTES_PER_S = 2 * 1024  # a waiting rank that sends more is on a slow n
 MAX_SWITCHES_PER_S = 2.0  # a rank that waits for one thing makes none, one that polls many
 _LOADER = "/torch/utils/data/"
 _FETCHES = f"{_LOADER}dataloader.py"
-_IDLE = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
+_IDLE_FILES = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
 
 # "frozen": a signal or a disk holds it; "still": it waits for something else; "busy": it works;
 # "ended": it has left; "last": it alone has not, and stands still; "apart": ranks wait in different
@@ -374,7 +374,7 @@ def _describe_workers(children: Sequence[Child]) -> str:
     for child in children:
         frame = RankStack("", 0, "", child.frames).script_frame
         is_worker = any(_LOADER in frame.file for frame in child.frames)
-        if is_worker and frame is not None and not child.frames[0].file.endswith(_IDLE):
+        if is_worker and frame is not None and not child.frames[0].file.endswith(_IDLE_FILES):
             cause = _describe_call(child.blocking_call, child.pid)
             return (f": its data loader's worker, process {child.pid}, stands still at"
                     f" {describe_frame(frame)}{cause and f' ({cause})'}")  # fmt: skip

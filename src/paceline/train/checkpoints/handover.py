@@ -49,13 +49,13 @@ def send_training(
         training: Its extras are asked for their states on every rank, as for a checkpoint.
         source: Whose state it is.
         receivers: The ranks that take it; the others keep theirs, and pass pieces on.
-        is_new: This rank is a taker that has no state to lose: it receives into its own tensors,
+        is_new: This rank is a receiver that has no state to lose: it receives into its own tensors,
             and gets generators that are its own.
 
     Raises:
         JobError: A rank received something else than was sent, or cannot take it: on every rank,
             but only on that one where it takes afresh; it is missed by nobody.
-        SettingError: The same of a taker that has another training.
+        SettingError: The same of a receiver that has another training.
     """
     rank = comms.world.rank
     for extra in training.extras.values():
@@ -65,21 +65,21 @@ def send_training(
         name: extra.state_of_gathered() if isinstance(extra, Journal) else extra.state_dict()
         for name, extra in training.extras.items()
     }
-    is_taker, tensors = rank in receivers, dict[str, Tensor]()
-    run_alone = is_taker and is_new
+    is_receiver, tensors = rank in receivers, dict[str, Tensor]()
+    run_alone = is_receiver and is_new
     if rank == source or run_alone:
         state, tensors = _local_state(training, extras)
     header = json.dumps(_header(training, state, tensors)) if rank == source else ""
     source_header = _received_header(comms.text_of(source, header, _HEADER_BYTES), source)
 
     def run(act: Callable[[], None]) -> None:
-        """Runs a taker's action; a new one may fail alone."""
+        """Runs a receiver's action; a new one may fail alone."""
         if run_alone:
             act()
-        comms.together(lambda: act() if is_taker and not run_alone else None)
+        comms.together(lambda: act() if is_receiver and not run_alone else None)
 
     run(lambda: _check_compatible(training, source_header))
-    if is_taker and rank != source:
+    if is_receiver and rank != source:
         tensors = _receive_buffers(source_header, tensors)
     digest = _transfer(comms, source, source_header, list(tensors.values()))
     sent = comms.text_of(source, digest)
@@ -98,18 +98,18 @@ def send_training(
 def send_models(models: Models, comms: Comms, source: int, receivers: Collection[int]) -> None:
     """Puts the models of receivers into the state of another rank's; a collective.
 
-    Everything else of a training stays as each rank has it: the takers' is as far as the source's
-    was when its models had that state, right after their last step.
+    It is the state right after the source's last step, which the receivers have not done. They keep
+    everything else of their training, which is where the source's was at that moment.
 
     Raises:
         JobError: On every rank: a rank received something else than was sent, or the source has
-            changed its parameters since, for the first time.
+            changed its parameters since, so that this state is unknown.
     """
     rank = comms.world.rank
     tensors: dict[str, Tensor] = {}
     header = "{}"
-    with models.without_averages(), models.as_committed(rank == source) as is_known:
-        if rank == source and is_known:
+    with models.without_averages(), models.at_last_commit(rank == source) as is_commit_known:
+        if rank == source and is_commit_known:
             packed = pack(dict(models.state(replicated_only=True)), tensors, "training")
             unique, tied = _unique_weights(parallel.full_state(models.module))
             tensors |= unique

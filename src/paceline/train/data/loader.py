@@ -107,7 +107,7 @@ def rank_pieces(
 
 
 def check_batch_size(global_batch: int, samples: int, ranks: int) -> None:
-    """Refuses a batch or a data set that cannot be shared among the ranks."""
+    """Refuses fewer samples than ranks, and an empty global batch."""
     if samples < ranks:
         raise DataError(
             "there are more ranks than training samples",

@@ -94,9 +94,9 @@ class GlooConnections:
             return self._earlier is None and not self._closing
 
     def _disarm(self, closing: dict[int, str]) -> None:
-        """Disarms those connections that gloo does not close, so that its thread can sleep.
+        """Has epoll ignore connections that gloo leaves open, and counts them as closed.
 
-        It counts checks, not seconds: also in a process that was stopped for a while, gloo's
+        This counts checks, not seconds: also in a process that was stopped for a while, gloo's
         thread runs between them. A connection that gloo closes gives a waiting rank an error.
         """
         for _ in range(_CLOSE_CHECKS):

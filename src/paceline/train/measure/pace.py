@@ -496,9 +496,10 @@ class Rate:
     """Global samples a second of training time."""
 
     def __init__(self) -> None:
-        self.value, self.seconds, self.samples = 0.0, 0.0, 0
+        self.samples_per_s = 0.0  # at the last measurement; 0 before the first
+        self.measured_s, self.measured_samples = 0.0, 0  # in all, up to it
         self._start: float | None = time.perf_counter()
-        self._unmeasured_samples, self._elapsed_s = 0, 0.0  # since then; seconds before a pause
+        self._unmeasured_samples, self._elapsed_s = 0, 0.0  # since it; until the last pause
 
     def add(self, samples: int) -> None:
         self._unmeasured_samples += samples
@@ -509,11 +510,11 @@ class Rate:
         if was_running:
             self.restart()
         elapsed_s = max(self._elapsed_s, 1e-9)
-        self.value = self._unmeasured_samples / elapsed_s
-        self.seconds += elapsed_s
-        self.samples += self._unmeasured_samples
+        self.samples_per_s = self._unmeasured_samples / elapsed_s
+        self.measured_s += elapsed_s
+        self.measured_samples += self._unmeasured_samples
         self._unmeasured_samples, self._elapsed_s = 0, 0.0
-        return self.value
+        return self.samples_per_s
 
     def pause(self) -> None:
         """Stops the clock until :meth:`restart`."""

@@ -58,10 +58,16 @@ class StragglerMonitor:
             straggler_details = {**_rank_and_host(rank_name), "cause": costliest.cause}
         shares, rate = timer.totals.shares() if timer.totals is not None else None, timer.rate
         shown_shares = None if self._member.comms.is_alone else shares
-        text = summary(steps, rate.samples, rate.seconds, data_s, shown_shares, slowest_text)
+        text = summary(
+            steps, rate.measured_samples, rate.measured_s, data_s, shown_shares, slowest_text
+        )
         self._member.say(text)
         parts = {name: round(part, 4) for name, part in (shares or {}).items()}
-        totals = {"samples": rate.samples, "seconds": round(rate.seconds, 4), "parts": parts}
+        totals = {
+            "samples": rate.measured_samples,
+            "seconds": round(rate.measured_s, 4),
+            "parts": parts,
+        }
         self._record("trained", steps=steps, **totals, **straggler_details)
 
     def _name_of(self, rank: int) -> str:

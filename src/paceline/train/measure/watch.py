@@ -20,7 +20,7 @@ _GIB = float(1 << 30)
 
 
 @dataclass(eq=False)
-class Watch:
+class NormAndLoadWatch:
     """Records norms and load, if it is switched on.
 
     Attributes:

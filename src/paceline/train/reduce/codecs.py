@@ -125,7 +125,7 @@ class ScaledCodec:
 
 
 def _clear_blocks(blocks: Tensor, mask: Tensor) -> None:
-    """Clears the error of blocks that were not finite; all ranks have got them as such."""
+    """Clears the quantisation error of blocks that were not finite, as every rank decodes them."""
     if blocks.device.type != "cpu":  # without synchronising with the accelerator
         blocks.masked_fill_(mask, 0.0)
     elif bool(mask.any()):

@@ -33,4 +33,8 @@ def _exit(signum: int, _: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if __package__ and not getattr(sys.flags, "safe_path", False):  # the flag is of Python 3.11
+        # `python -m` imports from the current folder first, which may be a run directory with files
+        # of hosts
+        del sys.path[0]
     main()

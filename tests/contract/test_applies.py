@@ -160,7 +160,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, {}))  # what it tries follows
     monkeypatch.setattr(leave, "detach", lambda leaving, _: done.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
-    monkeypatch.setattr(evaluate, "exec_script", lambda *words: done.is_done("here", words))
+    monkeypatch.setattr(evaluate, "run_script", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "submit_job", written)
     monkeypatch.setattr(this_machine, "local_names", lambda: set[str]())
     monkeypatch.setattr(

@@ -88,6 +88,21 @@ def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["torch.py", "Torch.PY", "torch/__init__.py", "typing.cpython-311-x86_64-linux-gnu.so",
+     "model/cfg.py", "model/cfg.pyc"],
+)  # fmt: skip
+def test_code_that_would_shadow_a_library_goes_to_a_folder_of_its_host(
+    tmp_path: Path, name: str
+) -> None:
+    home, there = tmp_path / "run", tmp_path / "node"
+    RunDirectory(home).close()
+    (note,) = bring(home, {name: b"evil", "wandb/code/train.py": b"1"}, there)
+    assert content(home) == {f"files/n1/{name}": b"evil", "wandb/code/train.py": b"1"}
+    assert f"{name} as files/n1/{name}" in note
+
+
 REPOSITORIES = [".git/config", "a/.git/hooks/pre-commit", ".GIT/config", "a/.g\u200cit/config",
                 "HEAD", "a/b/HEAD", "a/head", ".git"]  # fmt: skip
 NAMES = ["a\nb", "a\x1b[2Jb", "a/\x7f", "x" * 256, "/".join("x" * 65), "a\u2028b", "\ud800"]

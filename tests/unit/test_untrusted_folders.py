@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,26 @@ def trap(tmp_path: Path) -> tuple[Path, Path]:
     program.write_text(f"#!/bin/sh\ntouch '{sign}'\nexit 1\n")
     program.chmod(0o755)
     return program, sign
+
+
+# --- modules in a run directory
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["paceline predict . x.png", "paceline evaluate . -p 2", "python -m paceline evaluate ."],
+)
+def test_no_module_of_a_run_directory_is_imported(tmp_path: Path, words: str) -> None:
+    program, *arguments = words.split()
+    sign = tmp_path / "it ran"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"task": "image"}))
+    for name in ("torch", "numpy", "safetensors", "PIL", "click", "asyncio"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(sign)!r}, 'a').write({name!r})\n")
+    command = [str(Path(sys.executable).parent / program), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert "holds no model of the image recipe" in done.stdout + done.stderr
+    assert not sign.exists()
 
 
 # --- git

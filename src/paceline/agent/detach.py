@@ -119,7 +119,9 @@ def detach_supervisor():
             shutil.move(path, os.path.join(folder, name))
         control = os.path.join(folder, "control")
         code = ["-I", "-c", RUN, control] if "control" in told["trees"] else [
-            "-c", "from paceline.cli.supervise import main; raise SystemExit(main())"]
+            # without the current folder, which may be a run directory with files of hosts
+            "-c", "import sys; sys.path[:] = filter(None, sys.path)\n"
+            "from paceline.cli.supervise import main; raise SystemExit(main())"]
         alone, needed = os.pipe()
         os.set_inheritable(needed, True)
         child = subprocess.Popen([python] + code + [folder, str(needed)], close_fds=True,

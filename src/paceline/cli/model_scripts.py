@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import importlib
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from paceline.cli.verb import say
 from paceline.spec.errors import SettingError
@@ -28,8 +29,10 @@ def model_folder(run: Path) -> Path:
     )
 
 
-def exec_script(script: str, argv: list[str]) -> None:
-    """Becomes a fresh Python process that runs a script of ``recipes.use``."""
-    sys.stdout.flush()
-    module = f"{SCRIPTS}.{script}"
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])  # noqa: S606 - a list
+def run_script(script: str, argv: list[str]) -> NoReturn:
+    """Runs a script of ``recipes.use`` and exits with its status.
+
+    It runs in this process: ``python -m`` would import from the current folder, which may be a run
+    directory with files of hosts.
+    """
+    sys.exit(importlib.import_module(f"{SCRIPTS}.{script}").main(argv=argv))

@@ -1,7 +1,8 @@
 """Chooses the path in a run directory for a file from another machine.
 
 Only files of runs are replaced. If the run directory is somebody's project (``--run-dir .``), new
-files of ranks are put below ``files/HOST``, where no program looks for code.
+files of ranks are put below ``files/HOST``, where no program looks for code. So are, in every run
+directory, files that Python would import if it were started there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paceline.rundir import records
 from paceline.spec import rundir as names
 
 _INPUT = re.compile(r"input[0-9]+")  # files that a detached run was given
+_CODE_SUFFIXES = (".py", ".pyc", ".so")
 _MAX_RECORD_BYTES = 64 << 20
 
 
@@ -59,7 +61,9 @@ class Arrivals:
         is_free = not self._is_foreign(path)
         if names.is_product(path) and (self._is_exclusive or is_free):
             return path
-        if is_free and (self._is_exclusive or path.startswith(f"{names.FETCHED}/")):
+        if path.startswith(f"{names.FETCHED}/") and is_free:
+            return path
+        if self._is_exclusive and is_free and not _is_importable(path):
             return path
         relative = path.removeprefix(f"{names.FETCHED}/")
         folders = (names.safe_name(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
@@ -82,3 +86,10 @@ class Arrivals:
             safe_paths.write_fully(file, json.dumps(line).encode() + b"\n")
         finally:
             os.close(file)
+
+
+def _is_importable(path: str) -> bool:
+    """Whether Python imports the file if it is started in the run directory or its ``model``."""
+    *folders, name = path.casefold().split("/")
+    is_package = len(folders) == 1 and name.startswith("__init__.")
+    return name.endswith(_CODE_SUFFIXES) and (folders in ([], [names.MODEL]) or is_package)

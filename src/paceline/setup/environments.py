@@ -22,6 +22,11 @@ from paceline.transfer.files import send_tree
 STAMP = ".paceline-environment"
 INSTALL_TIMEOUT_S = 3600.0
 TAIL_LINES = 12
+# without the current folder, which may be a run directory with files of hosts
+_PIP = (
+    "import sys; sys.path[:] = filter(None, sys.path)\n"
+    "from pip._internal.cli.main import main; sys.exit(main())"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,9 @@ async def make_environment(channel: Channel, spec: EnvironmentSpec, wheels: Path
     stamp = await _execute(channel, ["cat", f"{folder}/{STAMP}"], check=False)
     if stamp["output"].strip() == spec.digest:
         return f"{name}: {folder} is up to date"
-    await _execute(channel, [spec.python, "-m", "venv", folder])
+    await _execute(channel, [spec.python, "-I", "-m", "venv", folder])
     python = f"{folder}/bin/python"
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    pip = [python, "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     shipped = await _ship(channel, spec.requirements, wheels)
     source = ["--no-index", "--find-links", f"{shipped}/wheels"] if wheels else []
     await _execute(channel, [*pip, *source, "-r", f"{shipped}/requirements.txt"])
@@ -147,7 +152,7 @@ def _remedy(output: str) -> str:
 def download_wheels(requirements: Path) -> Path:
     """Downloads wheels into a fresh local folder; SettingError with pip's output if that fails."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-wheels-"))
-    argv = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "-q"]
+    argv = [sys.executable, "-c", _PIP, "wheel", "--disable-pip-version-check", "-q"]
     argv += ["-w", str(folder), "-r", str(requirements)]
     result = subprocess.run(argv, capture_output=True, text=True, check=False)
     if result.returncode:

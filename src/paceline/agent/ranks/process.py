@@ -33,7 +33,6 @@ DEFAULT_SIGNALS = (  # what the agent, or the background of whoever started it, 
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1,
     signal.SIGUSR2,
 )  # fmt: skip
-_BENCH_MODULES = "paceline.bench."  # what check and bench start, in no project
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # folder of the package
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
@@ -187,7 +186,7 @@ def _run_python(entry: Message, call: Any = None) -> None:
     if call is not None:
         call.run()
     elif entry["kind"] == "module":
-        if not target.startswith(_BENCH_MODULES):
+        if not target.startswith("paceline."):  # the folder may be a run directory
             sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif os.path.isdir(target) or zipfile.is_zipfile(target):

@@ -12,7 +12,7 @@ from paceline.cli.applicability import specified_options
 from paceline.cli.dispatch import Dispatch, prepare
 from paceline.cli.job_options import build_job
 from paceline.cli.launch import launch_job
-from paceline.cli.model_scripts import SCRIPTS, exec_script, model_folder
+from paceline.cli.model_scripts import SCRIPTS, model_folder, run_script
 from paceline.cli.options import launch_options
 from paceline.cli.recipe_job import (
     RECIPE_MODULES,
@@ -40,7 +40,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
     folder = model_folder(run)
     cluster, dispatch = prepare(ctx)
     if needs_no_launcher(ctx, dispatch):
-        exec_script("evaluate", ["--run", str(folder), *options])
+        run_script("evaluate", ["--run", str(folder), *options])
     with gather_files(data_files(folder, parsed)) as files:
         job = build_job(
             ctx,

@@ -1,6 +1,6 @@
 """The verbs that use the model of a run in one process: predict, translate, export and others.
 
-Each becomes a script of ``recipes.use`` in a process of its own.
+Each runs a script of ``recipes.use``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.model_scripts import SCRIPTS, exec_script, model_folder
+from paceline.cli.model_scripts import SCRIPTS, model_folder, run_script
 from paceline.cli.verb import Verb
 
 
@@ -22,7 +22,7 @@ def _verb(name: str, options: str, words: str, text: str) -> Verb:
     """
 
     def use(run: Path, words: tuple[str, ...]) -> None:
-        exec_script(name, ["--run", str(model_folder(run)), *words])
+        run_script(name, ["--run", str(model_folder(run)), *words])
 
     needed = not words.startswith("[")
     arguments = [

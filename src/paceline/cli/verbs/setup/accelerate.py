@@ -98,7 +98,7 @@ async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
             answer = await run_on_host(host, ssh, [host.python or "python3", "-"], program)
             return answer.status, answer.output, answer.messages
         process = await asyncio.create_subprocess_exec(
-            this_machine.default_python(), "-c", program,
+            this_machine.default_python(), "-I", "-c", program,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         out, err = await process.communicate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.recipes.data.texts import TextData, load_texts
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
+from paceline.recipes.tokens import saved_encoding
 from paceline.recipes.use import evaluate, predict
 from paceline.spec.errors import DataError, SettingError
 
@@ -220,6 +222,38 @@ def test_a_part_that_the_weights_lack_is_not_frozen(tmp_path: Path) -> None:
     labels = bert(tmp_path / "other")
     same = pretrained.load_model(pretrained.HubModel("text", str(labels)), ("LABEL_0", "LABEL_1"))
     assert not same[1].head_is_reset
+
+
+def test_code_that_comes_with_a_model_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if standard input answers the question of transformers with yes."""
+    sign, folder = tmp_path / "it ran", tmp_path / "model"
+    monkeypatch.setattr("builtins.input", lambda _: "yes")
+    folder.mkdir()
+    classes = {
+        name: f"cfg.{name}"
+        for name in ("AutoConfig", "AutoTokenizer", "AutoModelForSequenceClassification")
+    }
+    (folder / "cfg.py").write_text(
+        f"open({str(sign)!r}, 'w')\n" + "".join(f"class {name}: pass\n" for name in classes)
+    )
+    classes["AutoTokenizer"] = ["cfg.AutoTokenizer", None]  # type: ignore[assignment]
+    description = json.dumps({"model_type": "evil", "auto_map": classes})
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text(description)
+    hub_model = pretrained.HubModel("text", str(folder))
+    for load in (
+        lambda: saved_encoding(tmp_path, hub=True),
+        lambda: pretrained.load_tokenizer(hub_model),
+        lambda: pretrained.load_model(hub_model, ("a", "b")),
+        lambda: pretrained.load_model(replace(hub_model, from_scratch=True), ("a", "b")),
+    ):
+        with pytest.raises(DataError, match="code that comes with it, which Paceline does not run"):
+            load()
+    known = {"model_type": "bert", "auto_map": classes, "hidden_size": 12}
+    assert pretrained.build_from_description("text", known)
+    assert not sign.exists()
 
 
 def test_stages_of_a_list_of_layers() -> None:

@@ -39,6 +39,10 @@ _CLASSES = {
     "image": "AutoModelForImageClassification",
 }
 
+_NO_CODE = {"trust_remote_code": False}
+"""For every loader of transformers, which otherwise asks on standard input whether to run the code
+that a model brings."""
+
 _ZIP_MAGIC = b"PK\x03\x04"
 _NUM_LEGACY_PICKLES = 5  # magic number, version, system, content, names of storages
 
@@ -142,10 +146,11 @@ def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, 
     }
 
     def get() -> tuple[Any, dict[str, Any], tuple[str, ...]]:
-        location = {"local_files_only": hub_model.local}
+        location = {"local_files_only": hub_model.local, **_NO_CODE}
         load_config = transformers.AutoConfig.from_pretrained
         if hub_model.from_scratch:
-            return kind.from_config(load_config(hub_model.source, **location, **names)), {}, ()
+            config = load_config(hub_model.source, **location, **names)
+            return kind.from_config(config, **_NO_CODE), {}, ()
         old_classes = getattr(load_config(hub_model.source, **location), "id2label", None) or {}
         arguments = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, report = kind.from_pretrained(hub_model.source, **location, **names, **arguments)
@@ -184,7 +189,9 @@ def build_from_description(kind: Kind, description: dict[str, Any]) -> nn.Module
     count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
     kind_of_config = type(transformers.AutoConfig.for_model(description["model_type"]))
     config = kind_of_config.from_dict(dict(description), **count)
-    model: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config)
+    # timm would unpickle the file of that name
+    (getattr(config, "model_args", None) or {}).pop("checkpoint_path", None)
+    model: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config, **_NO_CODE)
     return model.float()
 
 
@@ -202,7 +209,7 @@ def load_tokenizer(hub_model: HubModel) -> Any:
     load = transformers.AutoTokenizer.from_pretrained
     return fetch(
         f"the tokenizer of --model {hub_model.name}",
-        lambda: load(hub_model.source, local_files_only=hub_model.local),
+        lambda: load(hub_model.source, local_files_only=hub_model.local, **_NO_CODE),
     )
 
 

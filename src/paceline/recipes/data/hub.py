@@ -185,6 +185,11 @@ def explain_error(label: str, error: Exception) -> DataError:
         )
     status = next((code for cause in _chain(error) if (code := _status(cause))), 0)
     names = {type(cause).__name__ for cause in _chain(error)}
+    if "trust_remote_code" in str(error):
+        return DataError(
+            f"{label} needs code that comes with it, which Paceline does not run",
+            remedy="choose a model whose architecture transformers has itself",
+        )
     message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return DataError(f"{label} could not be loaded", found=message, remedy=_remedy(status, names))
 

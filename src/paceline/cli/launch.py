@@ -18,7 +18,7 @@ import click
 from paceline.cli.batch import submit
 from paceline.cli.dispatch import Dispatch, ssh_options
 from paceline.cli.runs.run_end import explain_run, report_end, report_run
-from paceline.cli.verb import say
+from paceline.cli.verb import NAMED_PATHS, say
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Result
 from paceline.spec.hosts import Cluster
@@ -51,6 +51,7 @@ def launch_job(
         parent: Folder of run directories when the user named none.
         on_success: Called with the run directory once the job has ended well.
     """
+    from paceline.rundir import named_paths
     from paceline.rundir.directory import claimed, fresh_path
 
     if dispatch.kind == "submit":
@@ -75,6 +76,7 @@ def launch_job(
     inspect = make_inspect(ctx, job, cluster, dispatch, run_dir)
     if run_dir is None:
         return show_plan(ctx, job, cluster, dispatch.transport, package, inspect)
+    named_paths.record(run_dir, ctx.meta.get(NAMED_PATHS, ()))
     if ctx.params["detach"] or ctx.params["keep"]:
         from paceline.cli.runs.leave import start_detached
 

@@ -17,12 +17,21 @@ from paceline.cli import trust
 from paceline.cli.dispatch import Dispatch
 from paceline.cli.job_options import build_job
 from paceline.cli.settings import toml_of
+from paceline.cli.verb import NAMED_PATHS
 from paceline.launch.planning.entry import COMPILER
 from paceline.recipes import RECIPES, explicit_options, parse_options, recipe
-from paceline.recipes.argv import as_flags, check_known, option_names, parse_values, to_argv
+from paceline.recipes.argv import (
+    as_flags,
+    check_known,
+    option_names,
+    parse_values,
+    split_option,
+    to_argv,
+)
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, parse_micro_batch
+from paceline.rundir import named_paths as recorded_paths
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster
@@ -90,8 +99,15 @@ def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> 
 
 
 @contextmanager
-def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Job]:
-    """Yields the job that trains with a recipe, with all files of this machine that hosts need."""
+def prepared_job(
+    ctx: click.Context, name: str, options: Options, cluster: Cluster
+) -> Iterator[Job]:
+    """Yields the job that trains with a recipe, with all files of this machine that hosts need.
+
+    Raises:
+        SettingError: Only the run of --like names some of the files that would be sent.
+    """
+    ctx.meta[NAMED_PATHS] = named_paths(ctx, name, options, cluster)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     portable = {field: absolute_folder(path) for field, path in files.items() if path}
     weights, inputs = weights_input(getattr(options, "weights", ""))
@@ -120,9 +136,15 @@ def absolute_folder(path: str) -> str:
 
     Names of data sets stay names.
     """
-    folder = Path(path).expanduser().absolute()
-    is_data_set = any(entry.name == path for entry in catalogue() if entry.kind == "data")
-    return str(folder) if folder.is_dir() and not is_data_set else path
+    folder = existing_path(path)
+    return folder if folder and Path(folder).is_dir() else path
+
+
+def existing_path(name: str) -> str:
+    """Returns the absolute path of an existing file or folder; empty for names of data sets."""
+    path = Path(name).expanduser().absolute()
+    is_data_set = any(entry.name == name for entry in catalogue() if entry.kind == "data")
+    return str(path) if name and not is_data_set and path.exists() else ""
 
 
 def data_folder(data: str) -> Data | None:
@@ -140,6 +162,35 @@ def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
     if weights and path.is_dir():
         return str(path), (Input(str(path), model_paths(path)),)
     return weights, ()
+
+
+def named_paths(
+    ctx: click.Context, name: str, options: Options, cluster: Cluster
+) -> frozenset[str]:
+    """Returns the paths of this machine that the command, or an earlier one of --like, names.
+
+    Raises:
+        SettingError: Only the run of --like names some of the files that would be sent.
+    """
+    argv = ctx.params["options" if "options" in ctx.params else "args"]
+    values = {field: getattr(options, field, "") for field in (*DATA_FILES, "weights")}
+    paths = {field: path for field, value in values.items() if (path := existing_path(value))}
+    like, _ = split_option("--like", argv)
+    if like is None:
+        return frozenset(paths.values())
+    run = Path(like) if Path(like).is_dir() else Path(like).parent
+    typed = {path for field, path in paths.items() if field in explicit_options(name, argv)}
+    named = recorded_paths.read(run) | typed
+    if has_remote_host(cluster):
+        options_to_type = {f"--{field.replace('_', '-')}": path for field, path in paths.items()
+                           if path not in typed}  # fmt: skip
+        recorded_paths.require_named(run, options_to_type.items())
+    return named.intersection(paths.values())
+
+
+def has_remote_host(cluster: Cluster) -> bool:
+    """Whether files of this machine would leave it."""
+    return not all(host.local for host in cluster.hosts)
 
 
 @contextmanager

@@ -102,6 +102,7 @@ def _print_all_help(ctx: click.Context, option: click.Parameter, value: bool) ->
 
 
 HELP_ALL = "help_all"
+NAMED_PATHS = "paceline.named_paths"  # in a context's meta: data and weights that are typed
 _HELP_ALL_OPTION, _HIDDEN_HELP_ALL_OPTION = (
     click.Option(
         ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_print_all_help,

@@ -46,6 +46,7 @@ PROBE = ".paceline-probe"  # shows a node whether it sees this folder
 CALL = "call"  # a function and its arguments, pickled, while it runs
 RETURN_VALUES = "returned"  # returned/RANK: what it returned or raised, pickled
 FETCHED_LIST = ".paceline-brought"  # files that came from nodes, one a line: see rundir/arrivals.py
+NAMED_PATHS = ".paceline-named"  # data and weights that may be sent: see rundir/named_paths.py
 DEFAULT_PARENT = "runs"
 
 # Written by the launcher only, and never copied from a node.

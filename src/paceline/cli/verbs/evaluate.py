@@ -18,12 +18,15 @@ from paceline.cli.recipe_job import (
     RECIPE_MODULES,
     add_data_folder,
     data_folder,
+    existing_path,
     gather_files,
+    has_remote_host,
     quiet_torch,
 )
 from paceline.cli.verb import Verb
 from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
+from paceline.rundir.named_paths import require_named
 from paceline.rundir.records import read_object
 from paceline.spec.job import Entry, Input
 from paceline.spec.rundir import CONFIG, MODEL_CONFIG, model_paths, usable_checkpoint
@@ -41,6 +44,9 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
     cluster, dispatch = prepare(ctx)
     if needs_no_launcher(ctx, dispatch):
         run_script("evaluate", ["--run", str(folder), *options])
+    if not (parsed.data or parsed.data_dir) and has_remote_host(cluster):
+        paths = [(option, existing_path(name)) for option, name in recorded_data(folder)]
+        require_named(folder, [(option, path) for option, path in paths if path])
     with gather_files(data_files(folder, parsed)) as files:
         job = build_job(
             ctx,
@@ -67,9 +73,16 @@ def data_files(folder: Path, options: EvaluateOptions) -> list[str]:
     """Files that may hold the data of the evaluation: those that are named, else recorded."""
     if options.data_dir:
         return []
+    if options.data:
+        return [options.data, options.target]
+    return [name for _, name in recorded_data(folder)]
+
+
+def recorded_data(folder: Path) -> list[tuple[str, str]]:
+    """Returns the training's data as options of ``paceline evaluate``: name and value."""
     recorded = read_model_config(folder).get("data", {})
-    names = [recorded.get(key) for key in ("source", "target", "test")]
-    return [options.data, options.target] if options.data else [name for name in names if name]
+    keys = {"source": "--data", "target": "--target", "test": "--data"}
+    return [(option, str(recorded[key])) for key, option in keys.items() if recorded.get(key)]
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
             )
         if options.drop_slow:
             say("paceline: --drop-slow is not forecast: every host has its share", err=True)
-        with prepared_job(ctx, what, options) as job:
+        with prepared_job(ctx, what, options, cluster) as job:
             check_host_names(options, job, cluster, dispatch)
             yield job, True
         return

@@ -53,7 +53,7 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     options = parse_recipe_options(ctx, name, argv)
     cluster, dispatch = prepare(ctx)
-    with prepared_job(ctx, name, options) as job:
+    with prepared_job(ctx, name, options, cluster) as job:
         check_host_names(options, job, cluster, dispatch)
         return launch_job(ctx, job, cluster, dispatch, package=True, on_success=_print_results)
 

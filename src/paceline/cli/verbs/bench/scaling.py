@@ -72,7 +72,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             if script not in RECIPES:
                 raise SettingError(f"there is no recipe {script}", found=", ".join(RECIPES))
             options = parse_recipe_options(ctx, script, args)
-            job = stack.enter_context(prepared_job(ctx, script, options))
+            job = stack.enter_context(prepared_job(ctx, script, options, cluster))
         else:
             entry = entry_of(script, args, module=module, no_python=False)
             job = build_job(ctx, entry, name=Path(script).stem, opens_store=opens_store(entry))

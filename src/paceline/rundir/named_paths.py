@@ -1,0 +1,51 @@
+"""Records which data and weights of this machine the commands of a run named.
+
+A run's ``config.json`` and ``model/config.json`` come from ranks, or from somebody else, and can
+name any path. Paths that are not in this sealed file are not sent to hosts on their word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from paceline.rundir import detached_file, records
+from paceline.rundir.directory import write_text
+from paceline.spec.errors import SettingError
+from paceline.spec.rundir import NAMED_PATHS
+
+
+def record(run: Path, paths: Collection[str]) -> None:
+    """Adds absolute paths to those of a run; without a key for the seal, nothing is recorded."""
+    if not paths:
+        return
+    with contextlib.suppress(OSError, SettingError):
+        run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+        run.mkdir(mode=0o700, exist_ok=True)
+        content = {"paths": sorted(read(run) | {*paths})}
+        sealed = {**content, detached_file.SEAL: detached_file.make_seal(content, run)}
+        write_text(run, NAMED_PATHS, json.dumps(sealed) + "\n")
+
+
+def read(run: Path) -> frozenset[str]:
+    """Returns the paths that this user's commands named for the run; empty without a valid seal."""
+    content = records.read_object(run / NAMED_PATHS) or {}
+    return frozenset(content["paths"] if detached_file.has_valid_seal(content, run) else ())
+
+
+def require_named(run: Path, paths: Iterable[tuple[str, str]]) -> None:
+    """Raises SettingError for a path that would be sent to hosts on the word of a run.
+
+    Args:
+        paths: The options that a user would type: name, and absolute path of this machine.
+    """
+    named = read(run)
+    for option, path in paths:
+        if path not in named:
+            raise SettingError(
+                f"{run} names {path}, which is not sent to hosts unless you type it",
+                found="no command of yours named it for this run, so the name may come from a host",
+                remedy=f"If the hosts may have it: {option} {path}",
+            )

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from paceline.train.checkpoints.copies import (
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
+from paceline.train.reduce.handshakes import greetings
 
 KEY = b"k" * 32
 
@@ -317,6 +319,59 @@ def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store)
     assert "b: Connection refused; c: Connection refused" in rounds(told, 3)[-1].problem
     sender.close()
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"send": True, "have": [1]}, "no receiver of this version"),
+        ({"send": True, "have": {"weights.safetensors": -1}}, "no receiver of this version"),
+        ({"send": True, "shared": 1}, "no receiver of this version"),
+        ([1], "no message of ours"),
+        (None, "timed out"),
+    ],
+)
+def test_a_hostile_or_silent_host_is_replaced(
+    tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch,
+    answer: object, reason: str,
+) -> None:  # fmt: skip
+    """Whatever a host answers to an offer, the next one gets this copy and later ones."""
+    monkeypatch.setattr(copies, "_PATIENCE_S", 0.3)
+    calls: list[CopyChannel] = []
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for caller in greetings(listener, 48, 5, hello=lambda: os.urandom(16)):
+                talk = CopyChannel.accept(caller, KEY)
+                assert talk is not None
+                calls.append(talk)
+                talk.receive()
+                if answer is not None:
+                    body = json.dumps(answer).encode()
+                    mac = talk._mac(b"s", 0, body)
+                    talk.connection.sendall(len(body).to_bytes(4, "big") + mac + body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hostile = threading.Thread(target=serve, args=(listener,))
+        hostile.start()
+        peers = [_Peer("b", listener.getsockname()[:2]), _Peer("c", taker.address)]
+        told: list[CopyResult] = []
+        sender = _Sender(writer, 3, KEY, peers, 1, told.append)
+        make(writer, 10)
+        sender.wake()
+        (first,) = rounds(told, 1)
+        assert (first.hosts, first.problem) == (("c",), "")
+        assert reason in first.replaced_hosts["b"]
+        make(writer, 20)
+        sender.wake()
+        assert rounds(told, 2)[1].hosts == ("c",)
+        sender.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        hostile.join(10)
+        for talk in calls:
+            talk.connection.close()
+        assert len(calls) == 1  # the host that failed is asked last
+    assert intact(tmp_path / "taker") == ["20", "10"]
 
 
 def test_in_a_new_group_what_was_under_way_comes_first(

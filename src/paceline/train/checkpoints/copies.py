@@ -22,7 +22,6 @@ from typing import Any
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.schema import integer, optional, record, regex, text, tuple_of
-from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint
 from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms, parse_texts
@@ -35,6 +34,7 @@ to a training that does nothing but send."""
 
 _MAX_REST_S = 5.0
 _CONNECT_S = 5.0
+_PATIENCE_S = 15.0  # for each acknowledgement, when another host could take the copy
 _GREETING = record(host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"))
 _PLACE = optional(tuple_of(text(), integer(1, 65535)))
 
@@ -208,7 +208,7 @@ class _Sender:
         predecessor: _Sender | None = None,
     ) -> None:
         self._store, self._keep, self._key = store, keep, key
-        self._peers, self._count, self._report = peers, count, report
+        self._peers, self._count, self._report = [*peers], count, report
         self._hosts_by_name: dict[str, set[str]] = {}  # hosts by the name of what they have
         self.in_progress = ""  # its name
         if predecessor is not None:
@@ -274,35 +274,41 @@ class _Sender:
         hosts, sent, start = self._hosts_by_name[name], 0, time.monotonic()
         problems: dict[str, str] = {}
         num_before = len(hosts)
-        for peer in self._peers:
+        candidates = [peer for peer in self._peers if peer.host not in hosts]
+        for index, peer in enumerate(candidates, 1):
             if len(hosts) >= self._count:
                 break
-            if peer.host in hosts:
-                continue
+            num_others = len(candidates) - index
             try:
-                sent += self._send(peer, name)
+                sent += self._send(
+                    peer, name, is_replaceable=num_others >= self._count - len(hosts)
+                )
                 hosts.add(peer.host)
             except FileNotFoundError:
                 return  # pruned meanwhile: there is a newer one
-            except (OSError, ValueError, CopyRefused, DamagedCheckpoint) as problem:
+            except Exception as problem:  # peers are not trusted: whatever it is, the next one
                 message = str(getattr(problem, "strerror", None) or problem)
                 problems[peer.host] = message or type(problem).__name__
+                self._peers.remove(peer)  # the last to be asked from now on
+                self._peers.append(peer)
             if self._closed.is_set():
                 return
         problem_text = ""
         if len(hosts) < min(self._count, len(self._peers)):
-            problem_text = "; ".join(f"{host}: {reason}" for host, reason in problems.items())
+            failures = sorted(problems.items())
+            problem_text = "; ".join(f"{host}: {reason}" for host, reason in failures)
             problems = {}
         if len(hosts) > num_before or problem_text:
             seconds, has_copy = time.monotonic() - start, tuple(sorted(hosts))
             self._report(CopyResult(step, sent, seconds, has_copy, problem_text, problems))
 
-    def _send(self, peer: _Peer, name: str) -> int:
+    def _send(self, peer: _Peer, name: str, *, is_replaceable: bool) -> int:
         start = time.monotonic()
         with socket.create_connection(peer.place, _CONNECT_S) as connection:
             round_trip_s = time.monotonic() - start
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            talk = CopyChannel.connect(connection, self._key)
+            limit = {"timeout_s": _PATIENCE_S} if is_replaceable else {}
+            talk = CopyChannel.connect(connection, self._key, **limit)
 
             def pause(duration_s: float) -> None:
                 if self._closed.is_set():

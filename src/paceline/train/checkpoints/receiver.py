@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec.rundir import MANIFEST, is_frozen_file, parse_version
+from paceline.spec.schema import SIZE, boolean, dict_of, list_of, matches, record, text
 from paceline.spec.training.checkpoint_manifest import (
     DamagedCheckpoint,
     FileEntry,
@@ -40,8 +41,12 @@ RESERVED_BYTES = 16 << 20  # bytes of a disk that copies leave free
 _PART, _OFFER = ".copy.tmp", ".offer"  # a folder that is half there; in it, the manifest of it all
 _NONCE, _MAC = 16, 32
 _MAX_MESSAGE_BYTES = 1 << 24  # bytes of a message: a manifest of thousands of files
+_MAX_PROBLEM_LENGTH = 300  # characters
 _GREETING_TIMEOUT_S = 5.0
 _IO_TIMEOUT_S = 60.0
+_REPLY = record(
+    {"send": boolean, "have": dict_of(SIZE), "shared": list_of(text())}
+)  # to an offer, and at the end of a copy
 _CLOSE_TIMEOUT_S = 1.0  # for a writer to notice that nothing more is taken
 
 
@@ -60,27 +65,37 @@ class CopyChannel:
         hello: The nonce of the side that was called.
         nonce: The caller's.
         calls: This is the caller's side.
+        timeout_s: How long each message or acknowledgement may take.
 
     Raises:
         OSError: By all methods: the connection ends, or nothing comes.
-        CopyRefused: By ``receive``: the other side does not know the key.
+        CopyRefused: By ``receive``: the other side does not know the key, or sends no message.
     """
 
     def __init__(
-        self, connection: socket.socket, key: bytes, hello: bytes, nonce: bytes, *, calls: bool
+        self,
+        connection: socket.socket,
+        key: bytes,
+        hello: bytes,
+        nonce: bytes,
+        *,
+        calls: bool,
+        timeout_s: float = _IO_TIMEOUT_S,
     ) -> None:
-        self.connection = connection
-        connection.settimeout(_IO_TIMEOUT_S)
+        self.connection, self._timeout_s = connection, timeout_s
+        connection.settimeout(timeout_s)
         self._key = hmac.digest(key, b"paceline checkpoints" + nonce + hello, "sha256")
         self._local_side, self._peer_side = (b"c", b"s") if calls else (b"s", b"c")
         self._num_sent = self._num_received = 0
 
     @classmethod
-    def connect(cls, connection: socket.socket, key: bytes) -> CopyChannel:
+    def connect(
+        cls, connection: socket.socket, key: bytes, timeout_s: float = _IO_TIMEOUT_S
+    ) -> CopyChannel:
         """Opens the caller's side."""
         deadline = time.monotonic() + _GREETING_TIMEOUT_S
         hello, nonce = read_exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
-        talk = cls(connection, key, hello, nonce, calls=True)
+        talk = cls(connection, key, hello, nonce, calls=True, timeout_s=timeout_s)
         connection.sendall(nonce + talk._proof())
         return talk
 
@@ -109,14 +124,19 @@ class CopyChannel:
         if not hmac.compare_digest(mac, self._mac(self._peer_side, self._num_received, body)):
             raise CopyRefused("it does not know this job's key")
         self._num_received += 1
-        message = json.loads(body)
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise CopyRefused("this is no message of ours")
         if problem := message.get("problem"):
-            raise CopyRefused(str(problem))
-        return dict(message)
+            raise CopyRefused(str(problem)[:_MAX_PROBLEM_LENGTH])
+        return message
 
     def read_exactly(self, count: int) -> bytes:
         """Reads this many bytes."""
-        return read_exactly(self.connection, count, time.monotonic() + _IO_TIMEOUT_S)
+        return read_exactly(self.connection, count, time.monotonic() + self._timeout_s)
 
     def _mac(self, side: bytes, number: int, body: bytes) -> bytes:
         return hmac.digest(self._key, side + number.to_bytes(8, "big") + body, "sha256")
@@ -292,7 +312,7 @@ def _linked_files(store: Store, folder: Path, manifest: Manifest) -> dict[str, P
 def _problem_text(problem: BaseException) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
-    return str(getattr(problem, "message", problem))[:300] or type(problem).__name__
+    return str(getattr(problem, "message", problem))[:_MAX_PROBLEM_LENGTH] or type(problem).__name__
 
 
 def _receive_files(
@@ -363,13 +383,15 @@ def send_checkpoint(
         ]
         talk.send(name=name, manifest=raw.decode(), token=store.token, keep=keep)
         answer, sent = talk.receive(), 0
+        if not matches(_REPLY, answer):
+            raise CopyRefused("it answers an offer with what no receiver of this version sends")
         if not answer.get("send"):
             return 0
         for name_in_checkpoint, size, file in contents:
             if name_in_checkpoint in answer.get("shared", ()):
                 continue
-            offset = int(answer.get("have", {}).get(name_in_checkpoint, 0))
-            remaining = size - file.seek(min(max(offset, 0), size))
+            offset = answer.get("have", {}).get(name_in_checkpoint, 0)
+            remaining = size - file.seek(min(offset, size))
             sent += remaining
             while remaining:
                 start = time.perf_counter()

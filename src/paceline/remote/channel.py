@@ -454,8 +454,11 @@ class Channel:
     def abandon(self) -> None:
         """Ends the connection to a silent host; pending requests raise ConnectionError."""
         if not self.lost.is_set():
+            transport = self._link.writer.transport
             with contextlib.suppress(AttributeError):  # asyncio's, of a pipe that has closed by now
-                self._link.writer.transport.abort()  # a full pipe to a frozen host never drains
+                # a full pipe to a frozen host never drains; an empty one would close twice
+                if transport.get_write_buffer_size() or not transport.is_closing():
+                    transport.abort()
             self._end()
 
     def _end(self) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any, cast
 import pytest
 
 from agents import ENDLESS, Served, agent_in_thread
+from paceline.agent import server
 from paceline.agent.files import safe_paths, snapshot
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
@@ -33,7 +35,7 @@ from paceline.spec.hosts import Host
 from paceline.spec.plan import Copy
 from paceline.spec.rundir import frozen_file, parse_version
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
-from paceline.transfer import checkpoints, files
+from paceline.transfer import checkpoints, files, results
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Tree, cache_files, read_parts
@@ -77,11 +79,12 @@ FILES = {"a.py": content("a", 100), "empty": b"", "b/even": content("b", 4 * BLO
          "b/odd": content("c", 3 * BLOCK + 7)}  # fmt: skip
 
 
-def steps(*names: int) -> dict[str, bytes]:
+def steps(*names: int, frozen: dict[str, bytes] | None = None) -> dict[str, bytes]:
     found = {}
     for step in names:
         files = {file: content(f"{step}{file}", size)
                  for file, size in (("weights", 3 * BLOCK), ("state", 40))}  # fmt: skip
+        files |= frozen or {}
         files["manifest.json"] = manifest_of(step, files)
         found |= {f"{step}/{file}": data for file, data in files.items()}
     return found
@@ -413,14 +416,14 @@ def test_frozen_weights_come_once(tmp_path: Path) -> None:
     made, ours = there / "checkpoints", home.path / "checkpoints"
     weights = content("frozen", 3 * BLOCK)
     frozen = {frozen_file(hashlib.sha256(weights).hexdigest()): weights}
-    fill(made, steps(10))
-    fill(made / "10", frozen)
+    fill(made, steps(10, frozen=frozen))
 
     async def work(served: Served) -> None:
         follow = checkpoints_of(served, home, there)
         await follow.sync()
-        fill(made, steps(20))
+        fill(made, steps(20, frozen=frozen))
         (name,) = frozen
+        (made / "20" / name).unlink()
         (made / "20" / name).hardlink_to(made / "10" / name)
         await follow.sync()
         assert below(ours) == below(made)
@@ -545,7 +548,9 @@ def test_the_other_checkpoints_come_when_one_cannot_be_read(
     sizes = checkpoints._remote_sizes
 
     async def believed(*where: Any) -> dict[str, int]:
-        return {**await sizes(*where), "10/weights": 5}  # it is longer by now
+        listed = await sizes(*where)
+        fill(there / "checkpoints", {"10/weights": bytes(4 * BLOCK)})  # it is longer by now
+        return listed
 
     monkeypatch.setattr(checkpoints, "_remote_sizes", believed)
 
@@ -556,6 +561,111 @@ def test_the_other_checkpoints_come_when_one_cannot_be_read(
     run(work)
     assert below(home.path / "checkpoints") == steps(20)
     home.close()
+
+
+@pytest.mark.parametrize("claims", ["manifest", "listing"])
+def test_a_checkpoint_larger_than_the_disk_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claims: str
+) -> None:
+    """Only files and sizes of the manifest are fetched, and only those for which there is room."""
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    entry = FileEntry("0" * 64, 1 << 50)
+    large = Manifest(77, {"weights.safetensors": entry}, {}).encode()
+    manifest = large if claims == "manifest" else steps(77)["77/manifest.json"]
+    fill(there / "checkpoints", {**steps(10), "10/extra": b"x", "77/manifest.json": manifest})
+    list_files, fetched, noted = Fetcher.list_files, list[str](), list[str]()
+
+    async def listed(self: Fetcher, *where: Any) -> dict[str, int]:
+        return {**await list_files(self, *where), "77/weights.safetensors": 1 << 50}
+
+    read = server.OPERATIONS["read_block"]
+    monkeypatch.setattr(Fetcher, "list_files", listed)
+    monkeypatch.setitem(
+        server.OPERATIONS, "read_block",
+        lambda agent, request, blob: (fetched.append(request["path"]), read(agent, request, blob)),
+    )  # fmt: skip
+
+    async def work(served: Served) -> None:
+        follow = CheckpointFetcher(
+            served.node.channel, str(there), home.path, Fetcher(home.path), note=noted.append
+        )
+        for _ in range(2):
+            await follow.sync()
+
+    run(work)
+    assert below(home.path / "checkpoints") == steps(10)
+    assert {path for path in fetched if path.startswith("77/")} == {"77/manifest.json"}
+    assert "10/extra" not in fetched
+    assert fetched.count("10/manifest.json") == 1  # a file that no manifest names is no news
+    reason = {"manifest": "the disk has no room: 1,125,899,906.8 MB needed",
+              "listing": "it is damaged: state is not the file that its manifest describes",
+              }[claims]  # fmt: skip
+    (note,) = noted
+    assert f"checkpoint 77 of n1 was left there: {reason}" in note
+    home.close()
+
+
+def test_very_many_listed_names_are_checked_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    there.mkdir()
+    listed = [{"path": "77/" + "a/" * 45 + str(number), "size": 0} for number in range(2000)]
+    monkeypatch.setattr(snapshot, "changed_files", lambda root, manifest: listed)
+    threads, noted = set[int](), list[str]()
+
+    def check(path: str) -> str:
+        threads.add(threading.get_ident())
+        return "no"
+
+    monkeypatch.setattr(safe_paths, "refusal_reason", check)
+    monkeypatch.setattr(results, "refusal_reason", check)
+
+    async def work(served: Served) -> None:
+        fetcher = Fetcher(home.path, noted.append)
+        await CheckpointFetcher(served.node.channel, str(there), home.path, fetcher).sync()
+        await fetcher.fetch(served.node.channel, str(there), None, home.path)
+        assert threads
+        assert threading.get_ident() not in threads
+
+    run(work)
+    assert f"2,000 files stayed on n1 in {there}" in noted[0].replace("2000", "2,000")
+    home.close()
+
+
+def test_more_results_than_are_fetched_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = fill(tmp_path / "there", FILES)
+    monkeypatch.setattr(snapshot, "MAX_RESULTS", 2)
+
+    async def work(served: Served) -> None:
+        await Fetcher(tmp_path).fetch(served.node.channel, str(there), None, tmp_path)
+
+    with pytest.raises(AgentRefusal) as caught:
+        run(work)
+    assert f"more than 2 new files in {there}" in caught.value.found
+
+
+@pytest.mark.parametrize("op", ["list_results", "read_block"])
+def test_a_host_that_does_not_answer_is_named_and_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    there, home = fill(tmp_path / "there", FILES), tmp_path / "run"
+    home.mkdir()
+    monkeypatch.setattr(files, "NOTE_AFTER_S", 0.05)
+    monkeypatch.setattr(files, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setitem(server.OPERATIONS, op, lambda *_: None)
+    noted: list[str] = []
+
+    async def work(served: Served) -> None:
+        await Fetcher(home, noted.append).fetch(served.node.channel, str(there), None, home)
+
+    action = {"list_results": f"listed the files in {there}",
+              "read_block": "sent the next part of a file"}[op]  # fmt: skip
+    with pytest.raises(NodeError, match=re.escape(f"n1 has not {action} for ")):
+        run(work)
+    assert [f"waiting for n1, which has not {action} yet" in note for note in noted] == [True]
 
 
 def test_a_node_without_newer_checkpoints_removes_none_here() -> None:

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from paceline.agent.files.safe_paths import split_path
+from paceline.agent.files.snapshot import MAX_RESULTS
 from paceline.agent.reconnection import MARK
 from paceline.spec.events import KINDS, STACK, is_valid_report
 from paceline.spec.schema import (
@@ -168,7 +169,7 @@ ANSWERS: dict[str, Schema] = {
     "look": record(paths=list_of(_PATH_STATE)),
     "which": record(path=optional(text())),
     "disk": record(disks=list_of(_DISK)),
-    "list_results": record(files=list_of(_FILE)),
+    "list_results": record(files=list_of(_FILE, MAX_RESULTS)),
     "read_block": record({"sha256": SHA256}),
     "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
     "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=text(),

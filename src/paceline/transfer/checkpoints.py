@@ -32,14 +32,15 @@ from paceline.spec.rundir import (
 )
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.transfer.files import send_blocks
-from paceline.transfer.results import Fetcher
+from paceline.transfer.results import Fetcher, Sizes, room_problem
 
-Sizes = dict[str, int]  # by path relative to the folder of checkpoints
+MAX_REFUSAL_NOTES = 20  # a hostile node may list very many checkpoints
 MAX_NEW_WRITERS = 1000  # each start and each change of rank 0 adds one writer token
 MAX_NEW_STEPS = 10**10  # more than a year at 300 steps a second
 
 
-async def send_checkpoints(channel: Channel, folder: str, directory: RunDirectory) -> None:
+async def send_checkpoints(channel: Channel, folder: str, directory: RunDirectory,
+                           note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
     """Sends the run directory's checkpoints that a node's ``folder`` lacks.
 
     The node may have newer ones, from a run whose launcher was killed; they are kept.
@@ -47,7 +48,7 @@ async def send_checkpoints(channel: Channel, folder: str, directory: RunDirector
     local_files = await asyncio.to_thread(local_sizes, directory.path / CHECKPOINTS)
     if not local_files:
         return
-    remote_files = await _remote_sizes(channel, folder)
+    remote_files = await _remote_sizes(Fetcher(directory.path, note), channel, folder)
     local, remote = by_name(local_files), by_name(remote_files)
     for name in sorted((n for n in local if local[n] != remote.get(n)), key=_version):
         if name in remote and not remote[name].items() <= local[name].items():
@@ -66,12 +67,15 @@ async def _send(channel: Channel, directory: RunDirectory, name: str, target: st
     await send_blocks(channel, path, "put_file", key=directory.key, path=target)
 
 
-async def _remote_sizes(channel: Channel, folder: str) -> Sizes:
+async def _remote_sizes(fetcher: Fetcher, channel: Channel, folder: str) -> Sizes:
     """The sizes of the node's finished checkpoints and their pointers."""
-    root = f"{folder}/{CHECKPOINTS}"
-    answer = await channel.request("list_results", root=root, manifest=None)
-    return {f["path"]: f["size"] for f in answer["files"]
-            if _is_published(f["path"]) and not safe_paths.refusal_reason(f["path"])}  # fmt: skip
+    listing = await fetcher.list_files(channel, f"{folder}/{CHECKPOINTS}", None)
+
+    def select() -> Sizes:
+        return {path: size for path, size in listing.items()
+                if _is_published(path) and not safe_paths.refusal_reason(path)}  # fmt: skip
+
+    return await asyncio.to_thread(select)  # a hostile node lists very many
 
 
 def local_sizes(folder: Path) -> Sizes:
@@ -112,18 +116,6 @@ def outdated(local: Iterable[str], remote: Collection[str], verified: Collection
     """Local checkpoints that the node has removed, older than a verified one."""
     latest = max(map(_version, verified), default=_NO_VERSION)
     return [name for name in local if name not in remote and _version(name) < latest]
-
-
-def find_damage(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
-    """The defect of a fetched checkpoint, given the SHA-256 of its files; empty if none."""
-    try:
-        files = _read_manifest(folder, name).files
-    except DamagedCheckpoint as damage:
-        return str(damage)
-    for file, entry in files.items():
-        if hashes.get(file) != entry.sha256 or (folder / file).lstat().st_size != entry.bytes:
-            return f"{file:.100} is not the file that its manifest describes"
-    return ""
 
 
 def _read_manifest(folder: Path, name: str) -> Manifest:
@@ -209,14 +201,15 @@ class CheckpointFetcher:
         A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
         changed while it was read.
         """
-        files = await _remote_sizes(self._channel, self._folder)
+        files = await _remote_sizes(self._fetcher, self._channel, self._folder)
         local = by_name(await asyncio.to_thread(local_sizes, self._target))
         if self._initial is None:
             self._initial = await asyncio.to_thread(self._record_initial, local)
         remote = by_name(files)
         # a checkpoint that the node is removing may lack files: nothing of it is new
         changed = [(name, sizes) for name, sizes in remote.items()
-                   if not sizes.items() <= local.get(name, {}).items()]  # fmt: skip
+                   if not sizes.items() <= local.get(name, {}).items()
+                   and not self._has_all_but_extras(name, sizes, local)]  # fmt: skip
         pointers = {name: size for name, size in files.items() if "/" not in name}
         refusals = [
             *[await _catch_refusal(self._fetch_checkpoint(*entry)) for entry in changed],
@@ -234,6 +227,12 @@ class CheckpointFetcher:
         await asyncio.to_thread(self._remove, removed)
         for refusal in filter(None, refusals):
             raise refusal
+
+    def _has_all_but_extras(self, name: str, sizes: Sizes, local: Mapping[str, Sizes]) -> bool:
+        """Whether only files are missing here that the checkpoint's manifest does not name."""
+        present = local.get(name, {})
+        is_verified = name in self._verified and bool(present)
+        return is_verified and present.items() <= sizes.items()
 
     def _record_initial(self, local: Mapping[str, Sizes]) -> dict[str, Version]:
         """Returns the complete local checkpoints; sets what is retained and accepted."""
@@ -261,7 +260,7 @@ class CheckpointFetcher:
     def _refuse(self, name: str, reason: str) -> None:
         host = self._channel.host.name
         self._fetcher.incomplete_hosts.add(host)
-        if name not in self._noted:
+        if name not in self._noted and len(self._noted) < MAX_REFUSAL_NOTES:
             self._noted.add(name)
             self._note(f"paceline: checkpoint {name} of {host} was left there: {reason}")
 
@@ -284,16 +283,43 @@ class CheckpointFetcher:
             return
         arriving = self._target / f".{name}.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-        hashes = await asyncio.to_thread(self._link_shared, files, arriving / name)
-        missing = {f"{name}/{file}": size for file, size in files.items() if file not in hashes}
+        try:
+            if problem := await self._fetch_verified(name, files, arriving):
+                self._refuse(name, problem)
+                return
+            await asyncio.to_thread(self._place, arriving.name, name)
+            self._verified.add(name)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
+
+    async def _fetch_verified(self, name: str, listed: Sizes, arriving: Path) -> str:
+        """Fetches a checkpoint's manifest and then only the files that it names.
+
+        Returns why the checkpoint is not taken; empty if it is complete in ``arriving``.
+        """
+        folder = arriving / name
+        manifest_bytes = listed.get(MANIFEST, 0)
+        if not 0 < manifest_bytes <= records.MAX_OBJECT_BYTES:
+            return f"it has no {MANIFEST} of at most {records.MAX_OBJECT_BYTES} bytes"
+        await self._fetch({f"{name}/{MANIFEST}": manifest_bytes}, arriving)
+        try:
+            entries = (await asyncio.to_thread(_read_manifest, folder, name)).files
+        except DamagedCheckpoint as damage:
+            return f"it is damaged: {damage}"
+        sizes = {file: entry.bytes for file, entry in entries.items()}
+        for file, size in sizes.items():
+            if listed.get(file) != size:
+                return f"it is damaged: {file:.100} is not the file that its manifest describes"
+        hashes = await asyncio.to_thread(self._link_shared, sizes, folder)
+        missing = {f"{name}/{file}": size for file, size in sizes.items() if file not in hashes}
+        if problem := room_problem(self._target, sum(missing.values())):
+            return f"the disk has no room: {problem}"
         fetched = await self._fetch(missing, arriving)
         hashes |= {path.partition("/")[2]: sha256 for path, sha256 in fetched.items()}
-        if problem := await asyncio.to_thread(find_damage, arriving / name, name, hashes):
-            await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-            self._refuse(name, f"it is damaged: {problem}")
-            return
-        await asyncio.to_thread(self._place, arriving.name, name)
-        self._verified.add(name)
+        for file, entry in entries.items():
+            if hashes[file] != entry.sha256:
+                return f"it is damaged: {file:.100} is not the file that its manifest describes"
+        return ""
 
     def _link_shared(self, files: Sizes, into: Path) -> dict[str, str]:
         """Links frozen weights from an earlier local checkpoint; returns their SHA-256.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,10 +13,24 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize
 from paceline.spec.rundir import FETCHED, is_launcher_file
-from paceline.transfer.files import fetch_file
+from paceline.transfer.files import await_answer, fetch_file
 from paceline.transfer.tree import Manifest
 
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
+MAX_RESERVED_BYTES = 64 << 20  # fetched files leave so much of the disk free, or a twentieth
+Sizes = dict[str, int]  # by path
+
+
+def room_problem(folder: Path, needed_bytes: int) -> str:
+    """Why files of this size are not fetched to the disk of ``folder``; empty if they fit."""
+    usage = shutil.disk_usage(folder)
+    reserved = min(MAX_RESERVED_BYTES, usage.total // 20)
+    if needed_bytes <= max(usage.free - reserved, 0):
+        return ""
+    return (
+        f"{needed_bytes / 1e6:,.1f} MB needed, {usage.free / 1e6:,.1f} MB free on the disk of"
+        f" {folder}, of which {reserved / 1e6:,.0f} MB stay free"
+    )
 
 
 class Fetcher:
@@ -30,6 +45,7 @@ class Fetcher:
 
     def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self._directory, self._note = directory, note
+        self._noted = set[str]()
         self.incomplete_hosts: set[str] = set()
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
@@ -49,12 +65,17 @@ class Fetcher:
         Returns:
             The fetched paths, as on the node.
         """
-        answer = await channel.request("list_results", root=root, manifest=manifest)
-        listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not skip(f["path"])}
-        rejected = {path: reason for path in listed
-                    if (reason := refusal_reason(self._in_run(target, path))
-                        or rejection_reason(path))}  # fmt: skip
-        files = {path: size for path, size in listed.items() if path not in rejected}
+        listing = await self.list_files(channel, root, manifest)
+
+        def select() -> tuple[Sizes, dict[str, str]]:
+            listed = {path: size for path, size in listing.items() if not skip(path)}
+            rejected = {path: reason for path in listed
+                        if (reason := refusal_reason(self._in_run(target, path))
+                            or rejection_reason(path))}  # fmt: skip
+            files = {path: size for path, size in listed.items() if path not in rejected}
+            return files, rejected
+
+        files, rejected = await asyncio.to_thread(select)  # a hostile node lists very many
         total = sum(files.values())
         if total > RESULT_LIMIT:
             raise NodeError(
@@ -63,6 +84,7 @@ class Fetcher:
                 remedy=f"Copy them by hand: scp -r {channel.host.address}:{root} .",
             )
         host = channel.host.name
+        self._check_room(channel, root, total)
         if rejected:
             await self._leave(channel, root, rejected)
         arrivals, moved = Arrivals(self._directory), list[str]()
@@ -83,18 +105,46 @@ class Fetcher:
             )
         return list(files)
 
+    async def list_files(self, channel: Channel, root: str, manifest: Manifest | None) -> Sizes:
+        """Returns the sizes of new and changed files below ``root`` of a node."""
+        listing = channel.request("list_results", root=root, manifest=manifest)
+        action = f"listed the files in {root}"
+        answer = await await_answer(channel, listing, action, self.note_once)
+        return {file["path"]: file["size"] for file in answer["files"]}
+
+    def note_once(self, text: str) -> None:
+        """Shows a line to the user unless it was shown before."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self._note(text)
+
+    def _check_room(self, channel: Channel, root: str, needed_bytes: int) -> None:
+        if problem := room_problem(self._directory, needed_bytes):
+            raise NodeError(
+                f"the results on {channel.host.name} do not fit on this disk",
+                found=problem,
+                remedy="Make room there, or copy them by hand to another disk:"
+                f" scp -r {channel.host.address}:{root} .",
+            )
+
     async def _leave(self, channel: Channel, root: str, rejected: Mapping[str, str]) -> None:
         """Has a node keep the folder of files that are not fetched, and notes them with reasons."""
         host = channel.host.name
         self.incomplete_hosts.add(host)
-        await channel.request("keep_folder", root=root)
+        keeping = channel.request("keep_folder", root=root)
+        await await_answer(channel, keeping, "kept its folder", self.note_once)
         examples = "; ".join(f"{path:.100} ({why})" for path, why in [*rejected.items()][:3])
         files_text = pluralize(len(rejected), "file")
         self._note(f"paceline: {files_text} stayed on {host} in {root}: {examples}")
 
     async def fetch_files(self, channel: Channel, root: str, files: Mapping[str, int],
                           target: Path) -> dict[str, str]:  # fmt: skip
-        """Fetches these files below ``root``, given their sizes; returns their SHA-256."""
+        """Fetches these files below ``root``, given their sizes; returns their SHA-256.
+
+        Raises:
+            NodeError: They do not fit on the disk.
+        """
+        self._check_room(channel, root, sum(files.values()))
         hashes = {}
         for path, size in files.items():
             place = self._in_run(target, path)
@@ -109,7 +159,7 @@ class Fetcher:
         """Fetches a file to its place in the run directory; returns its SHA-256."""
         try:
             arriving = await asyncio.to_thread(IncomingFile, str(self._directory), place)
-            await fetch_file(channel, root, path, size, arriving)
+            await fetch_file(channel, root, path, size, arriving, self.note_once)
         except OSError as problem:
             if isinstance(problem, ConnectionError):
                 raise

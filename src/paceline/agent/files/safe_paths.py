@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -23,10 +24,13 @@ MAX_PATH_LENGTH = 4096
 MAX_DEPTH = 64  # names on the path of a file that comes from another machine
 MAX_NAME_BYTES = 255  # of a name, as on most file systems
 REPLACE_TIMEOUT_S = 2.0
+_CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # also ends of lines
 
 
 def fold_name(name: str) -> str:
     """Normalises a name as file systems may compare it: without case, invisible characters."""
+    if name.isascii():
+        return name.lower()
     normalized = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in normalized if unicodedata.category(character) != "Cf")
 
@@ -48,7 +52,7 @@ def refusal_reason(path: str) -> str:
             return "a name of more than %d bytes" % MAX_NAME_BYTES
     except UnicodeEncodeError:
         return "a name that no file can have"
-    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
+    if _CONTROL_CHARACTER.search(path):
         return "a control character in its name"
     if any(fold_name(part).rstrip(". ") == ".git" for part in parts):
         return "part of a git repository"

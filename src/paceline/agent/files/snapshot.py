@@ -23,6 +23,7 @@ from . import safe_paths
 Entry = List[Any]
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 20
+MAX_RESULTS = 100_000  # files of a node that are fetched at once
 MAX_AGE_S = 30 * 24 * 3600.0
 MARK_FILE = ".paceline-run"  # in a run's folder: holds its key, and shows that it may be removed
 SIGN_PREFIX = ".paceline-seen-"  # of a file by which an agent shows that it uses a folder
@@ -415,7 +416,11 @@ def _store(cache: safe_paths.FolderCache, path: str, data: bytes) -> None:
 
 
 def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
-    """Returns files below ``root`` that differ from the manifest (``None``: all)."""
+    """Returns files below ``root`` that differ from the manifest (``None``: all).
+
+    Raises:
+        ValueError: There are more than ``MAX_RESULTS`` of them.
+    """
     known = {entry[0]: entry for entry in manifest or []}
     changes = []
     for path, size in _walk(Path(root)):
@@ -425,6 +430,11 @@ def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
         is_internal = names[0] in OWN_NAMES or names[0].startswith(SIGN_PREFIX)
         if not is_same and not is_internal and "__pycache__" not in names:
             changes.append({"path": path, "size": size})
+            if len(changes) > MAX_RESULTS:
+                raise ValueError(
+                    "more than %d new files in %s: pack them, or copy them by hand"
+                    % (MAX_RESULTS, root)
+                )
     return changes
 
 

@@ -61,7 +61,9 @@ class Provisioner:
     async def send_checkpoints(self, first: Node) -> None:
         """Sends the checkpoints of the run directory to the node of rank 0, unless it sees them."""
         if not first.shared_run_dir:
-            await send_checkpoints(first.channel, first.run_folder, self._directory)
+            await send_checkpoints(
+                first.channel, first.run_folder, self._directory, self._screen.note
+            )
 
     async def send(self, plan: Plan, fleet: Fleet) -> None:
         """Sends all nodes the copies of the plan."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in
+from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
@@ -156,8 +156,7 @@ class ResultCollector:
                 continue
             is_complete = node is first and node.name not in self._fetcher.incomplete_hosts
             only = None if is_complete else [names.CHECKPOINTS, names.CALL, names.RETURN_VALUES]
-            with contextlib.suppress(PacelineError, ConnectionError):
-                await node.channel.request("discard_run_folder", key=self._directory.key, only=only)
+            await try_request(node, "discard_run_folder", key=self._directory.key, only=only)
 
     async def _fetch_from(self, node: Node, rank_zero: bool) -> None:
         target = self._directory.path

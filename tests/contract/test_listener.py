@@ -150,6 +150,20 @@ def test_a_stranger_with_another_key_learns_nothing() -> None:
     asyncio.run(go())
 
 
+def test_a_caller_that_comes_while_it_closes_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        listener = Listener(KEY, lambda connection: None)
+        await listener.open(["127.0.0.1"])
+        await asyncio.sleep(0)
+        with socket.create_connection(listener.addresses[0]):
+            await asyncio.sleep(0)  # the event loop sees the caller, and closes before it accepts
+            await listener.close()
+            await asyncio.sleep(0.05)
+
+    asyncio.run(go())
+    assert not caplog.records
+
+
 def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In number and in time; a caller with the key gets through between them."""
 

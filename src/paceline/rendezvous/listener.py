@@ -260,7 +260,9 @@ class Listener:
 
     async def close(self) -> None:
         """Stops listening; accepted connections stay open."""
+        loop = asyncio.get_running_loop()
         for listener, accepting in self._listeners:
+            loop.remove_reader(listener)  # a caller may have come in this very moment
             accepting.cancel()
             listener.close()
         tasks = [*(accepting for _, accepting in self._listeners), *self._unproven]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import pickle
 import struct
 import time
@@ -403,6 +404,11 @@ def torn_image(folder: Path) -> None:
     (folder / "b" / "1.png").write_bytes(b"\x89PNG nonsense")
 
 
+def named_pipe(folder: Path) -> None:
+    write_folder(folder, {"a": 2, "b": 2})
+    os.mkfifo(folder / "a" / "x.png")
+
+
 def foreign_class(folder: Path) -> None:
     write_folder(folder / "train", {"a": 2, "b": 2})
     write_folder(folder / "test", {"a": 2, "z": 2})
@@ -426,6 +432,7 @@ def nothing_held_out(folder: Path) -> None:
         (empty_class, "", "holds no images"),
         (no_classes, "", "holds no folders for at least two classes"),
         (torn_image, "", "1.png is no readable image"),
+        (named_pipe, "", "it is no regular file"),
         (foreign_class, "", "test/z is no class of the training folder"),
         (nothing_held_out, "", "nothing held out"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,13 @@ CROP_RANDOMS = 4 * CROP_ATTEMPTS
 Box = tuple[float, float, float, float]
 
 
+def _open(file: File) -> Image.Image:
+    """Opens an image file; OSError if it is no regular file: opening a named pipe would block."""
+    if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):
+        raise OSError("it is no regular file")
+    return Image.open(file, formats=_FORMATS)
+
+
 @contextmanager
 def open_image(file: File) -> Iterator[Image.Image]:
     """Opens an image file without decoding its pixels.
@@ -51,7 +59,7 @@ def open_image(file: File) -> Iterator[Image.Image]:
     Raises:
         ValueError: It would need too much memory.
     """
-    with Image.open(file, formats=_FORMATS) as image:
+    with _open(file) as image:
         _reduce(image, image.size)
         yield image
 
@@ -87,7 +95,7 @@ def decode_resized(file: File, channels: int, size: tuple[int, int], crop: bool)
         size: Width and height.
         crop: Crop the centre of images with another aspect ratio instead of squeezing them.
     """
-    with Image.open(file, formats=_FORMATS) as image:
+    with _open(file) as image:
         _reduce(image, size)
         converted = image.convert("L" if channels == 1 else "RGB")
         if converted.size != size and crop:
@@ -104,7 +112,7 @@ def random_crop(file: File, randoms: NDArray[np.float64], size: int) -> Pixels:
 
     ``randoms`` are ``CROP_RANDOMS`` uniform numbers in [0, 1), which determine the part.
     """
-    with Image.open(file, formats=_FORMATS) as image:
+    with _open(file) as image:
         width, height = image.size
         left, top, right, bottom = crop_box(width, height, randoms)
         _reduce(image, (width * size / (right - left), height * size / (bottom - top)))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from background import eventually
 from paceline.agent.ranks import peer_filters
 from paceline.agent.ranks.peer_filters import HostSet, PeerFilter, parse_hosts
 
@@ -142,6 +143,31 @@ def test_a_sandbox_that_takes_no_filter_is_no_obstacle(
     assert peer_filter.reject_socket is None
     with call(listener, OTHER), listener.accept()[0]:
         pass
+
+
+def test_a_watcher_tells_of_an_address_once_for_all_sockets_of_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    watcher = peer_filters.RejectWatcher(told.append)
+
+    def flood() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            peer_filter = PeerFilter(listener, of(OURS))
+            watcher.watch(peer_filter, listener.fileno())
+            with socket.socket() as calling:
+                calling.setblocking(False)
+                calling.bind((OTHER, 0))
+                calling.connect_ex(listener.getsockname())
+                assert eventually(lambda: bool(peer_filter._rejected))
+
+    flood()
+    flood()
+    assert eventually(lambda: told == [OTHER])
+    monkeypatch.setattr(peer_filters, "REPORT_PERIOD_S", 0.0)
+    flood()
+    assert eventually(lambda: told == [OTHER] * 2)
+    watcher.end()
 
 
 def test_a_watcher_tells_of_a_flood_once(listener: socket.socket) -> None:

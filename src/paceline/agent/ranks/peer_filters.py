@@ -17,12 +17,14 @@ import signal
 import socket
 import struct
 import threading
+import time
 from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple, Union
 
 VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
 MAX_REPORTED = 16  # addresses for each socket
 MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
 REJECT_BACKLOG = 4
+REPORT_PERIOD_S = 60.0  # between two reports of an address by a process with many sockets
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
 WHOLE_PACKET = 0xFFFFFFFF  # bytes of a packet that are kept
 LISTENER_INDEX, REJECT_INDEX = 0, 1  # in the order in which they began to listen
@@ -247,10 +249,11 @@ class PeerFilter:
 
 
 class RejectWatcher:
-    """Reports refused addresses, once for each reject socket of this process, in a thread."""
+    """Reports refused addresses in a thread, each at most once in ``REPORT_PERIOD_S``."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
+        self._reported_at: Dict[str, float] = {}
         self._pid = 0  # a fork inherits the sockets, but not the thread
         self._epoll: Optional[select.epoll] = None
         # by reject socket: its filter, the listener and the listener's inode
@@ -295,7 +298,10 @@ class RejectWatcher:
             for reject_socket, _ in epoll.poll():
                 peer_filter, _, _ = filters.get(reject_socket, (None, 0, 0))
                 if peer_filter is not None and (address := peer_filter.accept_rejected()):
-                    self._report(address)
+                    now = time.monotonic()
+                    if now - self._reported_at.get(address, -REPORT_PERIOD_S) >= REPORT_PERIOD_S:
+                        self._reported_at[address] = now
+                        self._report(address)
         for peer_filter, _, _ in filters.values():
             peer_filter.close()
         epoll.close()

@@ -668,6 +668,32 @@ def test_a_host_that_does_not_answer_is_named_and_given_up(
     assert [f"waiting for n1, which has not {action} yet" in note for note in noted] == [True]
 
 
+def test_a_silent_host_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint was being fetched when the training ended; then a model is to be fetched."""
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    monkeypatch.setattr(files, "NOTE_AFTER_S", 0.05)
+    monkeypatch.setattr(files, "ANSWER_TIMEOUT_S", 0.3)
+    asked: list[str] = []
+    monkeypatch.setitem(
+        server.OPERATIONS, "list_results", lambda agent, request, blob: asked.append(request["op"])
+    )
+
+    async def work(served: Served) -> None:
+        node = hosted(served, "n1", there)
+        results, notes = saved_by(node, home)
+        results.set_first_node(node)
+        results.on_event(node, Event("checkpoint", "n1", 0, fields={"step": 10}))
+        await asyncio.sleep(0)
+        await results.fetch(fleet_of(node))
+        assert len(notes) == 2
+        assert "waiting for n1, which has not listed the files" in notes[0]
+        assert "could not fetch the results of n1: n1 has not listed the files" in notes[1]
+
+    run(work)
+    assert asked == ["list_results"]
+    home.close()
+
+
 def test_a_node_without_newer_checkpoints_removes_none_here() -> None:
     assert checkpoints.outdated(["10", "20", "9"], ["20", "30"], ["30"]) == ["10", "9"]
     assert checkpoints.outdated(["10", "20", "9"], ["20", "30"], []) == []

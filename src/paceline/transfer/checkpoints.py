@@ -31,7 +31,7 @@ from paceline.spec.rundir import (
     read_pointer,
 )
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
-from paceline.transfer.files import send_blocks
+from paceline.transfer.files import HostSilent, send_blocks
 from paceline.transfer.results import Fetcher, Sizes, room_problem
 
 MAX_REFUSAL_NOTES = 20  # a hostile node may list very many checkpoints
@@ -169,6 +169,7 @@ class CheckpointFetcher:
         self._retained = set[Version]()  # the node cannot have these removed
         self._task: asyncio.Task[None] | None = None
         self._needs_rerun = False
+        self._silence: HostSilent | None = None  # the end of the last background fetch
 
     def schedule(self) -> None:
         """Fetches a new checkpoint in the background."""
@@ -181,15 +182,22 @@ class CheckpointFetcher:
         while True:
             self._needs_rerun = False
             # failures are retried with the next checkpoint, and at the end
-            with contextlib.suppress(PacelineError, ConnectionError, OSError):
+            self._silence = None
+            try:
                 await self.sync()
+            except HostSilent as error:
+                self._silence = error
+            except (PacelineError, ConnectionError, OSError):
+                pass
             if not self._needs_rerun:
                 return
 
     async def finish(self) -> None:
-        """Waits for the background task."""
-        if self._task is not None:
+        """Waits for the background task. Raises HostSilent if the node did not answer it."""
+        if self._task is not None and not self._task.done():
             await asyncio.gather(self._task, return_exceptions=True)
+            if self._silence is not None:  # it would not answer the next request either
+                raise self._silence
 
     async def sync(self) -> None:
         """Fetches new checkpoints and removes those that the node has removed.

@@ -26,6 +26,10 @@ ANSWER_TIMEOUT_S = 600.0  # a slow network disk with many files takes minutes
 Note = Callable[[str], None]
 
 
+class HostSilent(NodeError):
+    """A host is connected but does not answer a request."""
+
+
 async def await_answer(channel: Channel, answer: Awaitable[T], action: str, note: Note) -> T:
     """Awaits a host's answer; notes that it is late, and gives up after ``ANSWER_TIMEOUT_S``.
 
@@ -34,7 +38,7 @@ async def await_answer(channel: Channel, answer: Awaitable[T], action: str, note
         note: Shows a line to the user.
 
     Raises:
-        NodeError: The host has not answered.
+        HostSilent: The host has not answered.
     """
     task, host = asyncio.ensure_future(answer), channel.host.name
     try:
@@ -44,7 +48,7 @@ async def await_answer(channel: Channel, answer: Awaitable[T], action: str, note
                  f" (for at most {ANSWER_TIMEOUT_S / 60:.0f} min; Ctrl-C ends it)")  # fmt: skip
             await asyncio.wait([task], timeout=ANSWER_TIMEOUT_S - NOTE_AFTER_S)
         if not task.done():
-            raise NodeError(
+            raise HostSilent(
                 f"{host} has not {action} for {ANSWER_TIMEOUT_S:.0f} s",
                 remedy=f"Look for a slow or hanging disk there: ssh {channel.host.address}",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.launch.interrupts import Interrupts
@@ -16,6 +16,7 @@ from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure
 from paceline.transfer.checkpoints import CheckpointFetcher
+from paceline.transfer.files import HostSilent
 from paceline.transfer.results import Fetcher
 
 
@@ -82,21 +83,25 @@ class ResultCollector:
 
     async def fetch(self, fleet: Fleet) -> None:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
+        silent: list[Node] = []
         for node in fleet.nodes:
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer
                 continue
             try:
                 await self._fetch_from(node, rank_zero=node is self.first)
+            except HostSilent as error:
+                silent.append(node)
+                self._note(f"paceline: could not fetch the results of {node.name}: {error}")
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
-        await self._fetch_model(fleet)
+        await self._fetch_model([node for node in fleet.nodes if node not in silent])
 
-    async def _fetch_model(self, fleet: Fleet) -> None:
+    async def _fetch_model(self, nodes: Sequence[Node]) -> None:
         """Fetches the model from the host that wrote it if rank 0 has moved to another."""
         saved = self._unfetched_model
         if saved is None or self._has_model:
             return
-        for node in fleet.nodes:  # the host may have reconnected
+        for node in nodes:  # the host may have reconnected
             if node.name != saved.node.name or node.lost or node.running:
                 continue
             target = self._directory.path / names.MODEL

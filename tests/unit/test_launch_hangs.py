@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,38 @@ def test_one_that_stands_still_while_others_wait(wait: tuple[Frame, ...]) -> Non
     assert (found.host, found.rank) == ("n2", 1)
     assert found.text.startswith("rank 1 on n2 stands still at train.py, line 21, in fetch while")
     assert "rank 0 on n1 waits for it in" in found.text
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "/home/me/.cache/paceline/jobs/d0846f4f1393-0480a93d/code",  # sent to the host
+        "/home/me/paceline",
+        "/home/me/src/paceline/train",
+    ],
+)
+def test_code_below_a_folder_of_the_products_name_is_the_scripts(folder: str) -> None:
+    torch, script = ALL_REDUCE
+    waits = (torch, replace(script, file=f"{folder}/hang.py"))
+    looks = [look(0, waits), look(1, (Frame(f"{folder}/hang.py", 3, "load_batch"),))]
+    found = judged(looks, looks)
+    assert found is not None
+    assert found.text.startswith("rank 1 on n2 stands still at hang.py, line 3, in load_batch")
+    assert "all_reduce (hang.py, line 40, in step)" in found.text
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/v/site-packages/paceline/train/session.py",
+        "/opt/clone/src/paceline/train/session.py",
+        str(Path(hangs.__file__).parents[2] / "recipes/__init__.py"),
+        "/home/me/.cache/paceline/agent/0123/paceline_agent/entry.py",
+    ],
+)
+def test_the_products_own_code_is_not_the_script(file: str) -> None:
+    script = Frame("/home/me/paceline/train.py", 3, "main")
+    assert RankStack("n1", 0, "S", (Frame(file, 5, "wait"), script)).script_frame == script
 
 
 def test_one_that_works_alone_is_told_of_late() -> None:

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from paceline.explain.evidence import Evidence
 from paceline.spec.failure import format_location
@@ -13,7 +15,10 @@ from paceline.spec.failure import format_location
 _FRAME = re.compile(
     r'^\s*(?:\[rank\d+\]: *)?File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<in>\S+)'
 )
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline(_agent)?/|\.pyz/")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline_agent/|\.pyz/")
+# a clone that is installed in place; a project may lie below a folder of the product's name
+_PACKAGE = Path(__file__).parents[1]
+_CLONED_PACKAGE = "/src/paceline/"
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD_FUNCTIONS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
@@ -22,7 +27,7 @@ _WAITING_MODULES = re.compile(rf"{_TRAIN_PACKAGE}(elastic/waits|reduce/direct)\.
 # functions around a model's own code; they do not wait for other ranks
 _FORWARD_FUNCTIONS = {"forward", "_run_ddp_forward", "inner_forward"}
 _LOCAL_WORK = re.compile(
-    r"/torch/distributed/checkpoint/|/torch/nn/modules/(?!module\.)|/paceline/recipes/"
+    r"/torch/distributed/checkpoint/|/torch/nn/modules/(?!module\.)|/paceline/recipes/(?!.*-packages/)"
 )
 # operations to which each rank brings the same number of elements
 _SAME_SIZE_OPERATIONS = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
@@ -65,7 +70,7 @@ class RankStack:
     @property
     def script_frame(self) -> Frame | None:
         """The innermost frame of the user's own code."""
-        return next((frame for frame in self.frames if not _LIBRARY.search(frame.file)), None)
+        return next((frame for frame in self.frames if not _is_library(frame.file)), None)
 
     @property
     def library_frames(self) -> tuple[Frame, ...]:
@@ -87,6 +92,19 @@ class RankStack:
             frames = [frame for frame in inner if _TRAIN_PACKAGE in frame.file]
         functions = [frame.function for frame in frames if frame.function not in _WRAPPERS]
         return functions[-1] if functions else ""
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file belongs to a library or to Paceline, which hosts may have elsewhere."""
+    if _LIBRARY.search(file) or file.startswith(f"{_PACKAGE}/"):
+        return True
+    _, cloned, module = file.rpartition(_CLONED_PACKAGE)
+    return bool(cloned) and module in _package_files()
+
+
+@cache
+def _package_files() -> frozenset[str]:
+    return frozenset(str(path.relative_to(_PACKAGE)) for path in _PACKAGE.rglob("*.py"))
 
 
 def is_waiting(stack: RankStack) -> bool:

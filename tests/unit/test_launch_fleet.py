@@ -443,6 +443,34 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
     assert notes == ["paceline: not started again: 3 starts in a row reached no step"]
 
 
+@pytest.mark.parametrize("session", [False, True])
+def test_a_restart_says_that_checkpoints_stay_on_their_host(session: bool) -> None:
+    notes: list[str] = []
+    job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(3))
+    killed = Failure("signal", "n2", 1, signal=9, headline="killed by SIGKILL")
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        driver, _ = driver_of(request_for(job, Dialling(comes_back=True), "n1", "n2"), fleet, notes)
+        startup = StartupTracker(job, 2)
+        startup.on_event(Event("rank started", "n1", 0))
+        startup.on_event(Event("joined" if session else "world joined", "n1", 0))
+        startup.on_event(Event("progress", "n1", 0, fields={"step": 5}))
+        assert await driver.may_restart(killed, [], 1.0, startup)
+        assert notes == []  # both hosts have the project folder in place
+        fleet.nodes[1].copies["code"] = ("/home/me/.cache/paceline/jobs/1/code", [])
+        assert await driver.may_restart(killed, [], 9.0, startup)
+        assert await driver.may_restart(killed, [], 30.0, startup)
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+    told = (
+        "paceline: the hosts do not share the project folder: ranks find only checkpoints that were"
+        " saved on their own host"
+    )
+    assert notes == ([] if session else [told])
+
+
 class Starting(Launcher):
     """Loses a host while it gets ready, so many times; what runs then ends well."""
 

@@ -101,6 +101,7 @@ class ElasticDriver:
         self._next = _NextStart("", "", request.min_hosts, job.wait_for_nodes_s.value)
         self._had_ranks: set[str] = set()
         self._announced = False
+        self._warned_of_copies = False
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
         recorder.get_node_wait = lambda: (
             None if self.attempt is None else self.attempt.recovery.waiting
@@ -311,7 +312,18 @@ class ElasticDriver:
                 start.patience_s = request.patience_s
         elif not diagnosis.lost_hosts:
             start.count = f", {number}"
+        if verdict.retries and startup is not None and startup.has_work_to_lose:
+            self._warn_of_copies(startup)
         return verdict.retries
+
+    def _warn_of_copies(self, startup: StartupTracker) -> None:
+        """Says once that a script's checkpoints stay on the host that saved them."""
+        nodes = self._nodes.nodes
+        own_copies = len(nodes) > 1 and any("code" in node.copies for node in nodes)
+        if own_copies and not startup.is_session and not self._warned_of_copies:
+            self._warned_of_copies = True
+            self._screen.note("paceline: the hosts do not share the project folder: ranks find only"
+                              " checkpoints that were saved on their own host")  # fmt: skip
 
     async def _diagnose(self, failure: Failure, departing: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip

@@ -12,8 +12,9 @@ import pytest
 
 from paceline.cli import launch
 from paceline.cli.runs import explanation, run_end
-from paceline.explain.evidence import Evidence
-from paceline.explain.rules import killed
+from paceline.explain.conclusion import conclude
+from paceline.explain.evidence import Evidence, Log
+from paceline.explain.rules import killed, load_all
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
@@ -122,3 +123,25 @@ def test_who_was_not_killed_for_memory_is_not_sent_to_look_for_that(
     assert match is not None
     assert bool(match.remedy) == bool(match.confirm) == known
     assert "dmesg" not in match.remedy + match.confirm
+
+
+def test_a_rank_that_ended_well_after_a_restart_did_not_lose_its_connection_first() -> None:
+    """Its own log still has the lost connection of the attempt before."""
+
+    def ended(time: float, rank: int, code: int | None, signum: int | None = None) -> Event:
+        fields = {"code": code, "signal": signum, "seen": None, "memory": None, "peak_bytes": 0}
+        return Event("rank ended", f"n{rank + 1}", rank, time, fields=fields)
+
+    def started(time: float, attempt: int) -> Event:
+        return Event("started", time=time, fields={"attempt": attempt, "world_size": 2})
+
+    lost = "RuntimeError: Connection closed by peer [10.0.0.1]:57252"
+    logs = (Log("n1", 0, (lost, "rank 0 resuming at epoch 12")), Log("n2", 1, (lost, lost)))
+    events = (started(0, 0), ended(5, 1, None, 9), ended(6, 0, 1),
+              started(7, 1), ended(9, 0, 0), ended(9.2, 1, 1))  # fmt: skip
+    first = Failure("early", "n1", 0, 9.0, code=0, headline="ended with status 0")
+    conclusion = conclude(Evidence(logs, Result(1, failure=first), events), load_all())
+    assert conclusion.text == "rank 0 on n1 ended its work while rank 1 on n2 still waited for it"
+    rule, match = conclusion.matches[0]
+    assert rule.code == "uneven-data"
+    assert "load the same checkpoint: save it on a disk that all hosts share" in match.remedy

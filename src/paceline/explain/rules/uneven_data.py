@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from signal import SIGTERM
 
 from paceline.explain.evidence import Evidence
@@ -11,41 +12,52 @@ from paceline.spec.events import Event
 from paceline.spec.failure import PEER_LOST
 
 CLOCK_TOLERANCE_S = 0.5  # between two hosts' times of one moment
+_RESTART_REMEDY = (
+    "All ranks had been started again. All of them must load the same checkpoint: save it on a disk"
+    " that all hosts share, or on every host (where LOCAL_RANK is 0), or use paceline.train, which"
+    " sends it. If the data is uneven, use drop_last=True, a DistributedSampler, or torch's Join"
+    " context."
+)
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 
 def match(evidence: Evidence) -> Match | None:
-    early = _early_exit(evidence)
-    waiting = next(evidence.search(PEER_LOST), None)
-    if early is None or waiting is None:
+    starts = [index for index, event in enumerate(evidence.events)
+              if event.kind == "started" and event["attempt"]]  # fmt: skip
+    early = _early_exit(evidence.events[starts[-1] if starts else 0 :])
+    if early is None:
         return None
-    log, index, _ = waiting
-    if (log.host, log.rank) == (early.host, early.rank):
+    # its own log may have such a line from before a restart
+    waiting = (match for match in evidence.search(PEER_LOST)
+               if (match[0].host, match[0].rank) != (early.host, early.rank))  # fmt: skip
+    log, index, _ = next(waiting, (None, 0, None))
+    if log is None:
         return None
     last_step = _last_step(evidence, early)
     step_text = f" after step {last_step}" if last_step else ""
     cause = f"{early.where} ended its work{step_text} while {log.label} still waited for it"
-    return Match(cause, (early.host,), early.rank, 0.93, log.lines[index : index + 1])
+    lines = log.lines[index : index + 1]
+    return Match(cause, (early.host,), early.rank, 0.93, lines, _RESTART_REMEDY if starts else "")
 
 
-def _early_exit(evidence: Evidence) -> Event | None:
-    """The first rank that ended well, or left its group, before the first one failed."""
-    failure_times = [end.time for end in evidence.exits if end["code"] != 0]
+def _early_exit(events: Sequence[Event]) -> Event | None:
+    """The first rank of an attempt that ended well, or left its group, before the first failure."""
+    exits = [event for event in events if event.kind == "rank ended"]
+    failure_times = [end.time for end in exits if end["code"] != 0]
     if not failure_times:
         return None
     # ranks that join a job that is over also exit with status 0
     deadline = min(failure_times) + CLOCK_TOLERANCE_S
-    clean_exits = [end for end in evidence.exits if end["code"] == 0]
-    return next(
-        (event for event in [*clean_exits, *_group_leaves(evidence)] if event.time < deadline), None
-    )
+    clean_exits = [end for end in exits if end["code"] == 0]
+    candidates = [*clean_exits, *_group_leaves(events, exits)]
+    return next((event for event in candidates if event.time < deadline), None)
 
 
-def _group_leaves(evidence: Evidence) -> list[Event]:
+def _group_leaves(events: Sequence[Event], exits: Sequence[Event]) -> list[Event]:
     """Events of ranks that destroyed their group and did not fail by themselves."""
-    last_events = {e.rank: e for e in evidence.events if e.kind in ("world joined", "world left")}
-    intended = {end.rank for end in evidence.exits if end["code"] == 0 or end["signal"] == SIGTERM}
-    raised = {e.rank for e in evidence.events if e.kind == "exception"}
+    last_events = {e.rank: e for e in events if e.kind in ("world joined", "world left")}
+    intended = {end.rank for end in exits if end["code"] == 0 or end["signal"] == SIGTERM}
+    raised = {e.rank for e in events if e.kind == "exception"}
     return [event for rank, event in last_events.items()
             if event.kind == "world left" and rank in intended - raised]  # fmt: skip
 

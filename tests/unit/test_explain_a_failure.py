@@ -145,3 +145,23 @@ def test_a_rank_that_ended_well_after_a_restart_did_not_lose_its_connection_firs
     rule, match = conclusion.matches[0]
     assert rule.code == "uneven-data"
     assert "load the same checkpoint: save it on a disk that all hosts share" in match.remedy
+
+
+def test_a_run_directory_on_a_full_disk_is_a_cause() -> None:
+    headline = (
+        "cannot write to the run directory /runs/a on this machine\n"
+        "  found:  No space left on device\n"
+        "  remedy: Free some space there, or give --run-dir on another disk"
+    )
+    failure = Failure("record", "this machine", None, headline=headline)
+    evidence = Evidence(result=Result(1, failure=failure), checkpoint_step=40)
+    conclusion = conclude(evidence, load_all())
+    assert conclusion.text == (
+        "cannot write to the run directory /runs/a on this machine: No space left on device"
+    )
+    rule, match = conclusion.matches[0]
+    assert rule.code == "run-directory"
+    assert match.remedy == (
+        "Free some space there, or give --run-dir on another disk. Then run again with the same"
+        " --run-dir: training resumes from the checkpoint of step 40."
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.spec.events import Event
-from paceline.spec.failure import Result
+from paceline.spec.failure import Failure, Result
 
 
 def said(*events: Event, ranks: int = 3) -> str:
@@ -59,3 +59,5 @@ def test_an_interrupted_run_says_from_where_it_can_go_on() -> None:
     killed = "  it had no time to save: the last checkpoint is of step 1,200"
     assert last_words(made) == [killed, resume]
     assert not is_resumable(Result(1), [made])
+    unrecorded = Failure("record", "this machine", None, headline="cannot write")
+    assert is_resumable(Result(1, failure=unrecorded), [made])

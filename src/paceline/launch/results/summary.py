@@ -127,8 +127,9 @@ def _unsaved_note(outcome: RunOutcome) -> list[str]:
 def is_resumable(result: Result, events: Iterable[Event]) -> bool:
     """Whether a training was asked to stop and has a checkpoint."""
     events = [*events]
-    interrupted = result.interrupted is not None
-    return any(event.resumable for event in events) or (interrupted and bool(_saved_steps(events)))
+    was_recorded = result.failure is None or result.failure.kind != "record"
+    was_stopped = result.interrupted is not None or not was_recorded
+    return any(event.resumable for event in events) or (was_stopped and bool(_saved_steps(events)))
 
 
 def _saved_steps(events: Iterable[Event]) -> list[int]:

@@ -27,11 +27,11 @@ from paceline.agent.multiplexing import TALK
 from paceline.agent.reconnection import MARK, ReconnectListener, mac
 from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
-from paceline.remote import reconnection
+from paceline.remote import login, reconnection
 from paceline.remote.agent_code import reconnect_source
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.link import ProcessLink
-from paceline.remote.openssh import agent_command
+from paceline.remote.openssh import SshOptions, agent_command
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 from paceline.spec.schema import InvalidValue
@@ -742,3 +742,18 @@ def test_a_shell_that_reads_all_its_input_may_say_what_it_is(
 
     with pytest.raises(LoginError, match="another shell"):
         asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_a_host_that_sends_nothing_may_not_be_reached_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("paceline.remote.channel.HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("paceline.remote.channel.END_OF_INPUT_S", 0.1)
+    config = tmp_path / "config"
+    config.write_text("Host n1\n  ProxyCommand sleep 20\n")
+    with pytest.raises(LoginError) as error:
+        asyncio.run(asyncio.wait_for(login.connect(Host("n1"), "python3", SshOptions(config)), 30))
+    refusal = error.value.refusal
+    assert refusal.details == "nothing came from the host within 0 s"
+    assert refusal.remedy.startswith("The connection itself may hang, or a shell start-up file of")
+    assert refusal.remedy.endswith("It goes through this ProxyCommand: sleep 20")

@@ -30,6 +30,7 @@ from paceline.remote.agent_code import agent_code
 from paceline.remote.link import Link
 from paceline.remote.openssh import (
     NO_ANSWER,
+    SILENT,
     UNEXPECTED_COMMAND,
     Refusal,
     classify,
@@ -226,6 +227,14 @@ class Channel:
         refusal = classify(self.stderr, self._link.status, self.host, self.noise)
         if timed_out and refusal.cause in (NO_ANSWER, UNEXPECTED_COMMAND):
             details = f"\n{refusal.details}" if self.stderr.strip() else ""
+            if not self.stderr.strip() and not self.noise.strip():
+                return Refusal(
+                    SILENT,
+                    f"nothing came from the host within {HELLO_TIMEOUT_S:.0f} s",
+                    f"The connection itself may hang, or a shell start-up file of that user on "
+                    f"{self.host.name} waits for input or for a lock. "
+                    f"By hand: ssh -v {self.host.address} true",
+                )
             return Refusal(
                 "no answer",
                 f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s{details}",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.remote import reconnection, this_machine, warm
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.link import Link, ProcessLink, run_process
 from paceline.remote.openssh import (
+    SILENT,
     SshOptions,
     agent_command,
     classify,
@@ -23,6 +26,7 @@ from paceline.spec.schema import InvalidValue
 
 MAX_ATTEMPTS = 4
 HOST_KEY_TIMEOUT_S = 15.0
+CONFIG_TIMEOUT_S = 60.0  # ssh resolves names for it
 MAX_PARALLEL_LOGINS = 16
 RECONNECT_TIMEOUT_S = 5.0  # to reach an agent that waits for the next command
 
@@ -71,6 +75,8 @@ async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not
         try:
             await channel.open()
         except LoginError as error:
+            if error.refusal.cause == SILENT and wrap is not_wrapped and not host.local:
+                raise await _name_proxy(error, options) from None
             if not error.refusal.is_transient or attempt == MAX_ATTEMPTS:
                 raise
             await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
@@ -80,6 +86,31 @@ async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not
         else:
             return channel
     raise AssertionError("unreachable")
+
+
+async def _name_proxy(error: LoginError, options: SshOptions) -> LoginError:
+    """Adds the ProxyCommand or jump host to the remedy if the connection goes through one."""
+    with contextlib.suppress(asyncio.TimeoutError, OSError):
+        config = await effective_config(error.host, options)
+        for name in ("ProxyCommand", "ProxyJump"):
+            if values := config.get(name.lower()):
+                remedy = f"{error.refusal.remedy}. It goes through this {name}: {values[0]}"
+                return LoginError(error.host, replace(error.refusal, remedy=remedy))
+    return error
+
+
+async def effective_config(host: Host, options: SshOptions) -> dict[str, list[str]]:
+    """Returns ssh's effective configuration for a host (``ssh -G``), by lower-case key."""
+    argv = ["ssh", *(["-F", str(options.config)] if options.config else []), "-G"]
+    argv += ["-l", host.user] if host.user else []
+    argv += ["-p", str(host.port)] if host.port else []
+    argv += ["-i", host.identity_file] if host.identity_file else []
+    output = (await run_process([*argv, "--", host.address], CONFIG_TIMEOUT_S)).stdout
+    values: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        key, _, value = line.partition(" ")
+        values.setdefault(key.lower(), []).append(value)
+    return values
 
 
 async def _start(command: list[str], is_agent: bool = False) -> Link:

@@ -33,6 +33,7 @@ _FIND_PYTHON = (
     "echo paceline-boot: no Python: tried $* >&2; exit 127"
 )
 NO_ANSWER, UNEXPECTED_COMMAND = "ended without an answer", "another command ran"
+SILENT = "no answer at all"
 FALLBACK_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3")
 
 

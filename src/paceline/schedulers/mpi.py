@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.agent.caller import KEY_VARIABLE
+from paceline.remote.login import effective_config
 from paceline.remote.network import allow_from
 from paceline.remote.openssh import BATCH_SETTINGS, SSH_FAILED, Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
@@ -26,7 +27,6 @@ from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.scheduled import ScheduledTransport, Start, run_command
 from paceline.schedulers.commands import last_lines
 from paceline.schedulers.scheduler import SSH_OPTIONS, START_OPTIONS, Options, Scheduler
-from paceline.setup.login import effective_config
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host

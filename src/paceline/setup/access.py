@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.remote.login import MAX_PARALLEL_LOGINS, fetch_host_key
+from paceline.remote.login import MAX_PARALLEL_LOGINS, effective_config, fetch_host_key
 from paceline.remote.openssh import Refusal, SshOptions
 from paceline.setup import keys
 from paceline.setup.journal import Change, Journal, write_file
-from paceline.setup.login import PasswordServer, effective_config, newly_pinned_key, run_on_host
+from paceline.setup.login import PasswordServer, newly_pinned_key, run_on_host
 from paceline.spec.hosts import Host
 
 State = Literal["works", "unpinned", "no key", "refused"]

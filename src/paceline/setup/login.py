@@ -71,20 +71,6 @@ def newly_pinned_key(answer: LoginResult) -> str | None:
     return server_fingerprint(answer.messages) if was_key_pinned(answer.messages) else None
 
 
-async def effective_config(host: Host, options: SshOptions) -> dict[str, list[str]]:
-    """Returns ssh's effective configuration for a host (``ssh -G``), by lower-case key."""
-    argv = ["ssh", *(["-F", str(options.config)] if options.config else []), "-G"]
-    argv += ["-l", host.user] if host.user else []
-    argv += ["-p", str(host.port)] if host.port else []
-    argv += ["-i", host.identity_file] if host.identity_file else []
-    output = (await run_process([*argv, "--", host.address], TIMEOUT_S)).stdout
-    values: dict[str, list[str]] = {}
-    for line in output.splitlines():
-        key, _, value = line.partition(" ")
-        values.setdefault(key.lower(), []).append(value)
-    return values
-
-
 _ASKPASS_SCRIPT = """#!{python} -IS
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as s:

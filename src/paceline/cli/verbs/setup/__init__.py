@@ -75,7 +75,7 @@ def choose_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) ->
     """Returns the identity that ssh would offer the hosts, or the one to make."""
     import asyncio
 
-    from paceline.setup.login import effective_config
+    from paceline.remote.login import effective_config
 
     remote_host = next(host for host in hosts if not host.local)
     config = asyncio.run(effective_config(remote_host, ssh))

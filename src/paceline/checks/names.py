@@ -107,12 +107,14 @@ def _replace_line(survey: Survey, name: str, address: str) -> str:
     if not number:
         return _add_line(survey, name)
     entry = " ".join([survey.address(name), *hosts_file.host_names(text)])
-    return f"On {name}: {hosts_file.edit_command(f'{number}s/.*/{entry}/')}"
+    is_root = survey.facts[name]["user"]["uid"] == 0
+    return f"On {name}: {hosts_file.edit_command(f'{number}s/.*/{entry}/', is_root)}"
 
 
 def _add_line(survey: Survey, name: str) -> str:
     line = f"{survey.address(name)} {survey.facts[name]['name']['hostname']}"
-    return f"On {name}: echo '{line}' | sudo tee -a /etc/hosts"
+    sudo = "" if survey.facts[name]["user"]["uid"] == 0 else "sudo "
+    return f"On {name}: echo '{line}' | {sudo}tee -a /etc/hosts"
 
 
 def _duplicate_names(survey: Survey) -> list[Finding]:

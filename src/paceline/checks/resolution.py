@@ -47,8 +47,9 @@ def _target_findings(survey: Survey, target: str) -> list[Finding]:
             owner_text = f" (that is {owner[0]})" if owner else ""
             message = f"on {asker}, {hostname} means {addresses[0]}{owner_text}, not {target}"
             script = f"/[[:space:]]{hostname}\\b/s/^[^[:space:]]*/{survey.address(target)}/"
+            is_root = survey.facts[asker]["user"]["uid"] == 0
             remedy = (
-                f"On {asker}: {hosts_file.edit_command(script)}\n"
+                f"On {asker}: {hosts_file.edit_command(script, is_root)}\n"
                 f"(if `getent hosts {hostname}` says the same afterwards, the name server is wrong)"
             )
             findings.append(warned("resolution", [asker, target], message, remedy))

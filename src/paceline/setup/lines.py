@@ -69,13 +69,14 @@ def loopback_lines(facts: Mapping[str, Any]) -> list[str]:
     return [line for line in lines if line.split(": ", 1)[1].startswith(("127.", "::1"))]
 
 
-def edit_command(script: str) -> str:
+def edit_command(script: str, is_root: bool = False) -> str:
     """Returns the command that applies a ``sed`` script without quotes to /etc/hosts.
 
     The file is written in place because containers mount it, and without a temporary copy that
     other users could replace.
     """
-    return f'sudo sh -c \'new=$(sed "{script}" /etc/hosts) && printf "%s\\n" "$new" >/etc/hosts\''
+    edit = f'sh -c \'new=$(sed "{script}" /etc/hosts) && printf "%s\\n" "$new" >/etc/hosts\''
+    return edit if is_root else f"sudo {edit}"
 
 
 def host_names(line: str) -> list[str]:

@@ -284,7 +284,9 @@ class Attempt:
 
     def describe_independence(self) -> str:
         """Returns a sentence if the ranks did not work together; else empty."""
-        return independence.describe_independence(self.plan.world_size, self._reports)
+        text = independence.describe_independence(self.plan.world_size, self._reports)
+        # ranks of a script without torch are meant to work independently
+        return text if self._job.needs_torch or text != independence.NOTHING_EXCHANGED else ""
 
     @property
     def recalled(self) -> bool:

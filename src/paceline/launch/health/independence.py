@@ -10,6 +10,7 @@ REPORT = "gradient exchange"
 DDP_ADVICE = (
     "To train one model, call init_process_group and wrap the model in DistributedDataParallel"
 )
+NOTHING_EXCHANGED = "note: the ranks exchanged nothing: each worked independently"
 
 
 def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
@@ -36,4 +37,4 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
         return f"note: the ranks exchanged nothing: each trained a model of its own. {DDP_ADVICE}"
     if any(event["in_children"] for event in reports):
         return ""
-    return "note: the ranks exchanged nothing: each worked independently"
+    return NOTHING_EXCHANGED

@@ -102,6 +102,28 @@ def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
     assert hint in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("script", "args", "remedy"),
+    [
+        ("python", ("ddp.py", "--lr", "1"), "Leave it out: paceline run ddp.py "),
+        ("/usr/bin/python3.11", ("-m", "pkg"), "Leave it out: paceline run -m pkg "),
+        (".", (), "Name a script in it: train.py"),
+    ],
+)
+def test_a_script_that_is_none(
+    folder: Path, script: str, args: tuple[str, ...], remedy: str
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        entry_of(script, args)
+    assert (caught.value.remedy or "").startswith(remedy)
+
+
+@pytest.mark.parametrize("flag", ["-n", "-np"])
+def test_flags_of_mpirun_lead_to_ours(flag: str) -> None:
+    done = CliRunner().invoke(program, ["run", flag, "2", "train.py"])
+    assert "Did you mean -p N, the ranks of each host?" in done.output
+
+
 def test_module_and_program_exclude_each_other() -> None:
     with pytest.raises(SettingError):
         entry_of("x", (), module=True, no_python=True)

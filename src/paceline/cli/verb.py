@@ -44,7 +44,12 @@ class Verb(WithSettings):
         parse = parser.parse_args
 
         def parse_once(args: list[str]) -> Any:
-            values, remaining, order = parse(args)
+            try:
+                values, remaining, order = parse(args)
+            except click.NoSuchOption as error:
+                if error.option_name == "-n" and any("-p" in param.opts for param in self.params):
+                    error.message += " Did you mean -p N, the ranks of each host?"
+                raise
             if not ctx.resilient_parsing:
                 _reject_repeated(order)
             return values, remaining, order

@@ -21,6 +21,18 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
     if module:
         return Entry("module", script, args)
     path = Path(script)
+    if args and re.fullmatch(r"python[\d.]*", path.name):
+        target = " ".join(args[: 2 if args[0] == "-m" else 1])
+        raise SettingError(
+            f"{script} is not a script, and the ranks run with Python anyway",
+            remedy=f"Leave it out: paceline run {target} (--python PATH names another Python)",
+        )
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise SettingError(
+            f"{script} is a folder, not a script",
+            found="it has no __main__.py",
+            remedy=f"Name a script in it: {path / (next(iter(_scripts(path)), 'train.py'))}",
+        )
     if not path.exists():
         raise SettingError(
             f"there is no script {script}",
@@ -87,8 +99,11 @@ def _is_text(entry: Entry) -> bool:
     return entry.kind == "script" and entry.target.endswith(".py") and Path(entry.target).is_file()
 
 
+def _scripts(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.py")) if folder.is_dir() else []
+
+
 def _suggestion(path: Path) -> str:
-    scripts = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    if match := closest_match(path.name, scripts):
+    if match := closest_match(path.name, _scripts(path.parent)):
         return f"Did you mean {path.parent / match}?"
     return "For a module add -m, for a program that is not Python --no-python"

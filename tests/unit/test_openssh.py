@@ -259,3 +259,11 @@ def test_code_of_which_the_beginning_was_read_is_not_run() -> None:
         agent_command(sys.executable), input=b"print(7)\n", capture_output=True, timeout=30
     )
     assert (said.stdout, said.stderr) == (b"", b"paceline-boot: input\n")
+
+
+def test_a_misspelled_lab_is_recognized() -> None:
+    said = "ssh: Could not resolve hostname labb: Name or service not known"
+    assert classify(said, 255, Host("labb")).remedy.endswith(
+        "; for the virtual cluster, type -H lab"
+    )
+    assert "virtual" not in classify(said, 255, Host("node1")).remedy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import closest_match, shell_text
 from paceline.spec.hosts import Host
 
 CONNECT_TIMEOUT_S = 10
@@ -405,6 +405,8 @@ def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> 
                 f"its log does: journalctl -u ssh there. By hand: ssh -v {_target(host)} true",
             )
         remedy = _fill(cause.remedy, host, text)
+        if cause.name == "name not found" and closest_match(host.name, ["lab"]):
+            remedy += "; for the virtual cluster, type -H lab"
         return Refusal(cause.name, _summary(text), remedy, cause.is_transient)
     if status not in (None, SSH_FAILED):
         return Refusal(

@@ -20,6 +20,7 @@ env: $(VENV)/.made
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and other packages into $(VENV): this takes several minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,dev]'
 	@# pip would do it on one CPU; packages have templates in them that do not compile
 	@$(BIN)/python -m compileall -qq -j 0 "$(CURDIR)/$(VENV)/lib" || true

@@ -365,7 +365,7 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         (("bench", "collectives", "-i", "8", "-f", "2"), "--stepfactor does not go with"),
         (("run", "--detach", "--keep", "job.py"), "--detach does not go with --keep"),
         (("run", "--detach", "--screen", "live", "job.py"), "--screen does not go with --detach"),
-        (("run", "--keep", "--keep-warm", "9", "job.py"), "--keep-warm does not go with a run"),
+        (("run", "--keep", "--keep-warm", "9", "job.py"), "--keep-warm does not go with --keep"),
         (("run", "--supervisor", "n1", "job.py"), "--supervisor does not apply to a run"),
         (
             ("run", "--keep-results", "9d", "-H", "n1", "x"),

@@ -209,7 +209,8 @@ def check_applicable(ctx: click.Context, mode: LaunchMode) -> None:
     if ctx.params.get("detach") and ctx.params.get("keep"):
         resolve_detach_or_keep(ctx)
     if is_detached and ctx.params.get("keep_warm"):
-        reject_combination(ctx, "a run that is left", ["keep_warm"])
+        leaving = next(iter(specified_options(ctx, ("detach", "keep")).values()))
+        reject_combination(ctx, leaving, ["keep_warm"])
     screen = ctx.get_parameter_source("screen")  # in a file it is for other runs, too
     if ctx.params.get("detach") and screen is ParameterSource.COMMANDLINE:
         reject_combination(ctx, "--detach, which shows nothing of the run", ["screen"])

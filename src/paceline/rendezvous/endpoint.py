@@ -99,9 +99,9 @@ def prompt_token() -> str:
         with contextlib.suppress(EOFError, OSError):
             return getpass.getpass("Key of the rendezvous, as the first node shows it: ")
     raise SettingError(
-        "--rdzv needs the rendezvous' key on this node",
-        found="the first node shows one when it was given none",
-        remedy=f"Type it at a terminal, export {KEY_VARIABLE}, or --rdzv-key-file FILE",
+        "this node has no key for --rdzv",
+        found="the node at HOST:PORT shows its key on the screen, and there is no terminal here",
+        remedy=f"Give this node the same key: export {KEY_VARIABLE}, or --rdzv-key-file FILE",
     )
 
 

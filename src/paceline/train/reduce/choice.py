@@ -248,8 +248,9 @@ class Communication:
         part = BYTES_SENT["int8"][ranks > 2] * 4 * count / self._exchange.nbytes
         shorter = format_duration(step_s - moving_s * (1 - part))
         return (
-            f'{finding}. session.prepare(…, communication="int8") would make a step about {shorter}'
-            ' at best, "auto" measures and chooses (--communication auto of a recipe)'
+            f'{finding}. With session.prepare(…, communication="int8") a step would take at least'
+            f' {shorter}. communication="auto" measures, then chooses the fastest method (for a'
+            " recipe: --communication auto)"
         )
 
     def state(self) -> dict[str, Any]:

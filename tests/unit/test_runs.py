@@ -231,6 +231,19 @@ def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
     assert [rule.code for rule, _ in said.matches] == ["launcher-killed"]
 
 
+def test_status_of_a_stopped_run_says_how_it_is_resumed() -> None:
+    folder = make("one", code=130)
+    (folder / "result.json").write_text('{"exit_code": 130, "interrupted": 2}')
+    typed = {"command": "paceline run -H lab train.py", "folder": str(Path.cwd())}
+    (folder / "plan.json").write_text(json.dumps({"typed": typed}))
+    assert "to resume" not in call("status", "one").output  # it has no checkpoint
+    (folder / "checkpoints/450").mkdir(parents=True)
+    (folder / "checkpoints/450/manifest.json").write_text("{}")
+    said = call("status", "one").output
+    assert said.startswith("runs/one: stopped")
+    assert "  to resume: paceline run --run-dir runs/one -H lab train.py" in said
+
+
 def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on() -> None:
     folder = left_elsewhere("one", **{FETCHED_AT: 2000.0, LAST_STATUS: "lost"})
     typed = {"command": "paceline run -H n1,n2 --detach 'my train.py'", "folder": str(Path.cwd())}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.cli.runs.lost import describe_lost as lost_lines
+from paceline.cli.runs.lost import describe_resume
 from paceline.cli.runs.state import RunState
 from paceline.rundir import records
 from paceline.spec.failure import format_location
@@ -47,6 +48,8 @@ def describe_run(state: RunState) -> str:
         lines.append(f"  slow: {state.straggler}")
     if state.failure:
         lines.append(f"  failed first: {state.failure}")
+    if state.word == "stopped":
+        lines += [f"  {line}" for line in describe_resume(state.path)]
     return "\n".join(lines)
 
 

@@ -119,7 +119,16 @@ def describe_lost(run: LostRun, clock: float) -> list[str]:
         lines.append(f"checkpoint: none is here{later}")
     else:
         lines.append("checkpoint: none found; a restart begins at step 0")
-    if run.again:
-        place = f" (in {run.folder})" if run.folder else ""
-        lines.append(f"to resume{place}: {run.again}")
-    return lines
+    return [*lines, *_describe_resume(run.again, run.folder)]
+
+
+def describe_resume(path: Path) -> list[str]:
+    """Says how to resume a run that has checkpoints, as far as that is known."""
+    if not any(names.checkpoints(path)):
+        return []
+    return _describe_resume(*_resume_command(path, records.read_object(path / names.PLAN) or {}))
+
+
+def _describe_resume(command: str, folder: str) -> list[str]:
+    place = f" (in {folder})" if folder else ""
+    return [f"to resume{place}: {command}"] if command else []

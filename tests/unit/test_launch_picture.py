@@ -183,6 +183,13 @@ def test_a_failure() -> None:
     assert "rank 1 on n2: ValueError: the batch\n" in screen
 
 
+def test_ranks_that_were_asked_to_stop_make_no_news() -> None:
+    board = trained()
+    told(board, "exception", "n2", 1, type="Stopped", message="stopped on SIGINT after step 9")
+    told(board, "rank ended", "n2", 1, code=1, signal=None)
+    assert not board.news
+
+
 def test_a_script_that_tells_nothing_has_no_empty_columns() -> None:
     board = RunState()
     told(board, "rank started", "n1", 0, pid=5)

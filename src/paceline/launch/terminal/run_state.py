@@ -193,6 +193,9 @@ class Curve:
         return [value for _, value in self.points]
 
 
+STOPPED = "Stopped"  # the exception of paceline.train in a rank that was asked to stop
+
+
 class RunState:
     """The present state of a run.
 
@@ -222,6 +225,7 @@ class RunState:
         self.saves_checkpoints = False
         self.attempt = 0
         self._lost: set[str] = set()  # hosts that the ranks have not recovered from
+        self._stopped: set[int | None] = set()  # ranks that ended because they were asked to
         self._is_ended = False  # the attempt: ranks that start now belong to the next
         self._members: list[int] = []  # of the present group, in rank order
         self._vitals: dict[str, Mapping[str, Any]] = {}  # the last ones of each host
@@ -242,12 +246,17 @@ class RunState:
             self.news.append(news)
 
     def _news_item(self, event: Event) -> News | None:
-        """Returns the news of an event; ranks that were stopped after a loss make none."""
+        """Returns the news of an event; ranks that were stopped make none."""
         text, is_bad = _describe_event(event)
+        if event.kind == "exception" and event["type"] == STOPPED:
+            self._stopped.add(event.rank)
+        if event.rank in self._stopped and event.kind in ("exception", "rank ended"):
+            return None
         stopped = event.kind == "rank ended" and event["signal"] in (SIGTERM, SIGKILL)
         if not text or (stopped and self._lost):
             return None
         if event.kind == "started":
+            self._stopped.clear()
             if self._lost:
                 remaining = [name for name in self.hosts if name not in self._lost]
                 names = f"{remaining[0]} alone" if len(remaining) == 1 else ", ".join(remaining[:4])

@@ -48,7 +48,8 @@ class Verb(WithSettings):
                 values, remaining, order = parse(args)
             except click.NoSuchOption as error:
                 if error.option_name == "-n" and any("-p" in param.opts for param in self.params):
-                    error.message += " Did you mean -p N, the ranks of each host?"
+                    message = f"{error.message} Did you mean -p N, the ranks of each host?"
+                    raise click.NoSuchOption("-n", message, ctx=error.ctx) from None
                 raise
             if not ctx.resilient_parsing:
                 _reject_repeated(order)

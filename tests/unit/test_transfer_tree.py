@@ -5,16 +5,23 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from paceline.agent.files import safe_paths
 from paceline.launch.nodes import survey
 from paceline.launch.planning import planner
+from paceline.launch.planning.request import Request
+from paceline.remote.transport import Transport
 from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import Copy
+from paceline.spec.settings import Setting
 from paceline.transfer import tree as code
 
 
@@ -120,6 +127,76 @@ def test_too_much_to_ship(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: 
     assert str(folder) in caught.value.message
     assert "most of it is data: 10 files" in caught.value.found
     assert "--ship never" in caught.value.remedy
+    assert "keep data out, run `git init` and add it to .gitignore; if" in caught.value.remedy
+    git(folder, "init", "-q")
+    with pytest.raises(SettingError, match=r"keep data out, add it to .gitignore; "):
+        code.read_tree(folder)
+    git(folder, "add", ".")
+    with pytest.raises(SettingError, match="run `git rm -r -q --cached data` and add it to"):
+        code.read_tree(folder)
+
+
+def test_home_is_no_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "MAX_FILES", 1)
+    monkeypatch.setenv("HOME", str(folder))
+    with pytest.raises(SettingError) as caught:
+        code.read_tree(folder)
+    assert caught.value.remedy == "Start from a folder that holds only the code"
+
+
+def test_largest_part_holds_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who types the remedy keeps the script."""
+    (folder / "pack/inner").mkdir()
+    (folder / "pack/inner/huge.bin").write_bytes(b"12345678" * 100)
+    monkeypatch.setattr(code, "MAX_BYTES", 100)
+    monkeypatch.chdir(folder / "pack")
+    with pytest.raises(SettingError, match="--data inner sends it once"):
+        code.read_tree(folder)
+    (folder / "pack/inner/more.py").write_text("")
+    with pytest.raises(SettingError, match=r"keep pack/inner/huge.bin out, .*gitignore. Or"):
+        code.read_tree(folder)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_data_in_the_project_is_no_code(folder: Path, tracked: bool) -> None:
+    if tracked:
+        git(folder, "init", "-q")
+        git(folder, "add", ".")
+    (folder / "data.py").write_text("")
+    read = code.read_tree(folder, data=folder / "data")
+    assert {"a.py", "pack/b.py", "data.py"} <= {str(entry[0]) for entry in read.manifest}
+    assert not any(str(entry[0]).startswith("data/") for entry in read.manifest)
+    for data in (folder, folder.parent):
+        assert code.read_tree(folder, data=data).manifest == code.read_tree(folder).manifest
+
+
+def test_code_that_is_too_large_is_not_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "MAX_FILES", 2)
+    request = Request(job(folder), (Host("n1"),), cast(Transport, None))
+    with pytest.raises(SettingError, match="too large"):
+        survey.read_supplies(request)
+    never = replace(request.job, ship=Setting("never"))
+    supplies = survey.read_supplies(replace(request, job=never))
+    assert supplies.code == code.Tree(folder, [])
+
+
+def test_files_that_vanish_are_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those below /proc; the listing of a folder ends when it is clearly too large."""
+    real = code.files_of
+
+    def listed(root: Path, data: Path | None) -> Iterator[str]:
+        yield "gone.py"
+        yield from real(root, data)
+
+    monkeypatch.setattr(code, "files_of", listed)
+    assert "gone.py" not in files(folder)
+    monkeypatch.setattr(code, "MAX_FILES", 1)
+    monkeypatch.setattr(code, "MAX_LISTED_FILES", 1)
+    with pytest.raises(SettingError) as caught:
+        code.read_tree(folder)
+    assert caught.value.found.startswith("more than 2 files, ")
 
 
 def job(folder: Path, target: str = "a.py") -> Job:

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.files.snapshot import hash_file
 from paceline.spec.errors import SettingError
-from paceline.spec.formatting import pluralize
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import Entry, Job
 from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
 from paceline.transfer.git import run_git, work_tree_root
@@ -23,6 +23,7 @@ from paceline.transfer.links import OutwardLinks
 MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # runs may be nested in the folder
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
+MAX_LISTED_FILES = 4 * MAX_FILES  # to name the largest folder; then listing ends
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
 
 # For thousands of files: creating a Path takes longer than hashing a small file.
@@ -124,17 +125,28 @@ def folder_root(folder: Path) -> Path:
     return work_tree_root(folder) or folder
 
 
-def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
+def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None) -> Tree:
     """Hashes the code in ``root``: files that git does not ignore, else all visible files.
 
-    Files of run directories are excluded. With ``parts`` only paths that begin with one of them.
-    SettingError if the code is too large to be shipped at every start.
+    Files of run directories, and those in the folder ``data``, are excluded. With ``parts`` only
+    paths that begin with one of them.
+
+    Raises:
+        CodeTooLarge: The code is too large to be shipped at every start.
     """
-    files = sorted(path for path in files_of(root) if _is_within(path, parts))
-    sizes = {path: _stat(f"{root}/{path}").st_size for path in files}
-    if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
-        raise _too_large(root, sizes)
-    return _hashed(root, files)
+    sizes: dict[str, int] = {}
+    total, is_complete = 0, True
+    for path in files_of(root, data):
+        if _is_within(path, parts):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                sizes[path] = _stat(f"{root}/{path}").st_size
+                total += sizes[path]
+        if len(sizes) > MAX_LISTED_FILES:
+            is_complete = False
+            break
+    if len(sizes) > MAX_FILES or total > MAX_BYTES:
+        raise _too_large(root, sizes, is_complete)
+    return _hashed(root, sorted(sizes))
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
@@ -170,7 +182,11 @@ def _hashed(root: Path, files: Sequence[str]) -> Tree:
             )
     links = OutwardLinks(root)
     outward = {path: target for path in files if (target := links.target(path))}
-    return Tree(root, [_entry(root, path) for path in files], outward=outward)
+    manifest = []
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            manifest.append(_entry(root, path))
+    return Tree(root, manifest, outward=outward)
 
 
 def _entry(root: Path, path: str) -> list[object]:
@@ -179,10 +195,10 @@ def _entry(root: Path, path: str) -> list[object]:
     return [path, hash_file(file), stat.st_mode & 0o777, stat.st_size]
 
 
-def files_of(root: Path) -> Iterator[str]:
-    """Relative paths of files that do not belong to run directories."""
+def files_of(root: Path, data: Path | None = None) -> Iterator[str]:
+    """Relative paths of files that do not belong to run directories or to the folder ``data``."""
     is_run_folder = functools.cache(lambda folder: _allowed(is_run, root / folder))
-    for name in _list_files(root):
+    for name in _list_files(root, data):
         parts = name.split("/")
         parents = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
         paths = (name.removeprefix(f"{parent}/") for parent in parents if is_run_folder(parent))
@@ -191,15 +207,19 @@ def files_of(root: Path) -> Iterator[str]:
             yield name
 
 
-def _list_files(root: Path) -> Iterator[str]:
+def _list_files(root: Path, data: Path | None) -> Iterator[str]:
+    is_inside = data is not None and data != root and data.is_relative_to(root)
+    excluded = data.relative_to(root).as_posix() if data is not None and is_inside else None
     listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is not None:
         for name in dict.fromkeys(filter(None, listed.split("\0"))):
-            if _is_file(f"{root}/{name}"):
+            is_data = excluded is not None and name.startswith(f"{excluded}/")
+            if not is_data and _is_file(f"{root}/{name}"):
                 yield name
         return
     for folder, folders, names in safe_paths.walk(str(root)):
-        folders[:] = [name for name in folders if not _skip(root / folder / name)]
+        folders[:] = [name for name in folders if f"{folder}/{name}".lstrip("/") != excluded
+                      and not _skip(root / folder / name)]  # fmt: skip
         for name in names:
             if _allowed(Path.is_file, root / folder / name):
                 yield f"{folder}/{name}" if folder else name
@@ -218,23 +238,52 @@ def _allowed(predicate: Callable[[Path], bool], path: Path) -> bool:
         return False
 
 
-def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
+class CodeTooLarge(SettingError):
+    """The code has too many files or bytes to be shipped at every start."""
+
+
+def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeTooLarge:
     """The error for too large a tree; names its largest part, usually data or results."""
-    folders: Counter[str] = Counter()
-    for path, size in sizes.items():
-        # a minimum for each: very many small files are as slow as a few large ones
-        folders[path.split("/")[0]] += size + MAX_BYTES // MAX_FILES
-    largest = folders.most_common(1)[0][0]
-    members = [size for path, size in sizes.items() if path.split("/")[0] == largest]
-    return SettingError(
-        f"the code in {root} is too large to ship at every start",
-        found=f"{pluralize(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
-        f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}:"
-        f" {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB",
-        remedy=f"Keep {largest} out by .gitignore; if ranks need it, add --data {largest}, which "
-        "sends it once. Or start from a folder that holds only the code, or put the code at the "
-        "same path on every host and add --ship never",
+    largest = _largest_part(sizes)
+    members = [size for path, size in sizes.items() if f"{path}/".startswith(f"{largest}/")]
+    tracked = run_git(root, "ls-files", "--", largest)
+    local_path = os.path.relpath(root / largest)
+    untrack = shell_text(["git", "rm", "-r", "-q", "--cached", local_path])
+    first = "run `git init` and " if tracked is None else f"run `{untrack}` and " if tracked else ""
+    data = shell_text(["--data", local_path])
+    elsewhere = "start from a folder that holds only the code"
+    remedy = (
+        f"To keep {largest} out, {first}add it to .gitignore"
+        f"{'' if largest in sizes else f'; if ranks need it, {data} sends it once'}. Or"
+        f" {elsewhere}, or put the code at the same path on every host and add --ship never"
     )
+    is_project = root not in (Path("/"), Path.home())
+    return CodeTooLarge(
+        f"the code in {root} is too large to ship at every start",
+        found=f"{'' if is_complete else 'more than '}{pluralize(len(sizes), 'file')},"
+        f" {sum(sizes.values()) >> 20} MiB (at most {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of"
+        f" it is {largest}: {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB",
+        remedy=remedy if is_project else elsewhere.capitalize(),
+    )
+
+
+def _largest_part(sizes: Mapping[str, int]) -> str:
+    """The innermost folder without code, or the file beside code, that holds most of the files."""
+    part = ""
+    while True:
+        inside = {path: size for path, size in sizes.items() if path.startswith(part)}
+        weights: Counter[str] = Counter()
+        for path, size in inside.items():
+            # a minimum for each: very many small files are as slow as a few large ones
+            name = path.removeprefix(part).split("/")[0]
+            weights[part + name] += size + MAX_BYTES // MAX_FILES
+        largest, weight = weights.most_common(1)[0]
+        has_code = not part or any(path.endswith(".py") for path in inside)
+        if not has_code and (largest in sizes or weight < sum(weights.values()) / 2):
+            return part.removesuffix("/")
+        if largest in sizes:
+            return largest
+        part = f"{largest}/"
 
 
 def relocate(path: str, root: Path, target: str) -> str:

@@ -29,7 +29,14 @@ from paceline.spec.plan import Plan
 from paceline.spec.settings import Setting, Source
 from paceline.transfer import data
 from paceline.transfer.data import DataFolder, DataPlace
-from paceline.transfer.tree import Tree, cache_files, project_root, read_parts, read_tree
+from paceline.transfer.tree import (
+    CodeTooLarge,
+    Tree,
+    cache_files,
+    project_root,
+    read_parts,
+    read_tree,
+)
 
 Networks = dict[str, network.NodeNetwork]
 
@@ -183,11 +190,22 @@ def read_supplies(request: Request) -> Supplies:
     program = (job.entry.kind, job.ship.value) in (("binary", "auto"), ("function", "never"))
     needs_code = remote and not program and not package
     return Supplies(
-        code=read_tree(project_root(job)) if needs_code else None,
+        code=_read_code(job) if needs_code else None,
         package=package_tree(OF_RECIPES if package is True else package) if package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
+
+
+def _read_code(job: Job) -> Tree:
+    """Reads the job's code; with ``--ship never``, code that is too large is not compared."""
+    root = project_root(job)
+    try:
+        return read_tree(root, data=Path(job.data.path) if job.data else None)
+    except CodeTooLarge:
+        if job.ship.value != "never":
+            raise
+        return Tree(root, [])
 
 
 def read_and_keep(request: Request) -> Supplies:

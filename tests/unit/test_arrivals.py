@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_transfers import cache, fill, run
 
 from each_case import each_case
 from paceline.agent.files import safe_paths
+from paceline.rundir import arrivals
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
@@ -27,15 +29,17 @@ PROJECT = {"train.py": b"mine", "torch.py": b"mine too", "config.json": b"mine",
            "model/net.py": b"mine", "files/n1/old.txt": b"mine", "out/a.png": b"mine"}  # fmt: skip
 
 
-def bring(home: Path, planted: dict[str, bytes], there: Path) -> list[str]:
+def bring(
+    home: Path, planted: dict[str, bytes], there: Path, keeps_earlier: bool = True
+) -> list[str]:
     """Has a node list files of its run folder; what the user is told."""
     noted: list[str] = []
     fill(there, planted)
 
     async def work(served: Any) -> None:
-        await Fetcher(home, noted.append).fetch(
-            served.node.channel, str(there), None, home, skip=names.is_reserved
-        )
+        fetcher = Fetcher(home, noted.append)
+        fetcher.keeps_earlier = keeps_earlier
+        await fetcher.fetch(served.node.channel, str(there), None, home, skip=names.is_reserved)
 
     run(work)
     return noted
@@ -74,6 +78,32 @@ def test_a_project_that_is_the_folder_stays_as_it_is(tmp_path: Path) -> None:
     assert content(home)["files/n1-2/old.txt"] == b"evil"
 
 
+def test_files_of_an_earlier_start_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except those that are equal. Within a start, and after a resume, new files replace old."""
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(strftime=lambda _: "20260101-000000"))
+    home, there = tmp_path / "run", tmp_path / "node"
+    first = {"model.pt": b"first", "same.txt": b"same", "model/model.safetensors": b"1"}
+    RunDirectory(home).close()
+    assert bring(home, {**first, "model.pt": b"zero"}, there) == []
+    assert bring(home, first, there) == []
+    RunDirectory(home).close()
+    (note,) = bring(home, {**first, "model.pt": b"second", "more.txt": b""}, there)
+    assert "files of an earlier start that differ moved to " in note
+    (backup,) = home.glob("files-before-*")
+    assert content(backup) == {"model.pt": b"first"}
+    assert content(home)["model.pt"] == b"second"
+    bring(home, {"model.pt": b"third"}, there)
+    RunDirectory(home).close()
+    assert bring(home, {"model.pt": b"fourth"}, there, keeps_earlier=False) == []
+    assert content(backup) == {"model.pt": b"first"}
+    assert content(home)["model.pt"] == b"fourth"
+    RunDirectory(home).close()
+    assert bring(home, {"model.pt": b"fourth"}, there) == []
+    assert [*home.glob("files-before-*")] == [backup]
+
+
 def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:
     home, there = tmp_path / "run", tmp_path / "node"
     RunDirectory(home).close()
@@ -82,7 +112,9 @@ def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:
     bring(home, results, there)
     RunDirectory(home).close()
     bring(home, {"out0.txt": b"3", "model/config.json": b"[]"}, there)
+    (backup,) = home.glob("files-before-*")
     assert content(home) == {
+        f"{backup.name}/out0.txt": b"1",
         "out0.txt": b"3", "plots/a.png": b"2", "model/config.json": b"[]", "notes.txt": b"mine",
         "files/n1/notes.txt": b"",
     }  # fmt: skip
@@ -175,7 +207,8 @@ def test_a_deep_path_stays_on_its_node(tmp_path: Path) -> None:
 
 PLANTED = ["detached.json", "forecast.json", "index.html", "result.json", "plan.json",
            "batch.json", "screen.txt", "owner.json", "report.html", "Detached.JSON", ".envrc",
-           ".paceline-brought", "events-before-x.jsonl", "files/n2/x"]  # fmt: skip
+           ".paceline-brought", "events-before-x.jsonl", "files/n2/x",
+           "files-before-x/y"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)

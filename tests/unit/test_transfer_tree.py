@@ -121,6 +121,7 @@ def test_too_much_to_ship(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: 
     (folder / "data").mkdir(exist_ok=True)
     for number in range(9):
         (folder / f"data/{number}.bin").write_bytes(b"12345678")
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(code, limit, 2)
     with pytest.raises(SettingError) as caught:
         code.read_tree(folder)

@@ -1,16 +1,20 @@
 """Chooses the path in a run directory for a file from another machine.
 
-Only files of runs are replaced. If the run directory is somebody's project (``--run-dir .``), new
-files of ranks are put below ``files/HOST``, where no program looks for code. So are, in every run
-directory, files that Python would import if it were started there.
+Only files of runs are replaced. Those that an earlier start brought are moved to
+``files-before-DATE``, unless the new ones are equal. If the run directory is somebody's project
+(``--run-dir .``), new files of ranks are put below ``files/HOST``, where no program looks for code.
+So are, in every run directory, files that Python would import if it were started there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
 import itertools
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 from paceline.agent.files import safe_paths
@@ -33,19 +37,33 @@ class Arrivals:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._arrived: set[str] = set()
+        self._arrived_now: set[str] = set()  # since the current start
+        self._start = ""  # its date and time
         self._is_exclusive = self._has_only_run_files()
         try:
             with records.open_regular(folder / names.FETCHED_LIST) as file:
                 lines = file.read(_MAX_RECORD_BYTES).split(b"\n")
         except FileNotFoundError:
-            self._write({"own": self._is_exclusive})
+            self.mark_start()
             return
         for line in lines:
             entry = records.parse_json(line.decode("utf-8", "replace"))
             if isinstance(entry, str):
                 self._arrived.add(entry)
+                self._arrived_now.add(entry)
             elif isinstance(entry, dict):
                 self._is_exclusive = entry.get("own") is True
+                self._arrived_now, self._start = set(), names.safe_name(str(entry.get("start")))
+
+    def mark_start(self) -> None:
+        """Records that a job starts: what has arrived so far is of an earlier start."""
+        date = time.strftime("%Y%m%d-%H%M%S")
+        self._start, number = date, 1
+        while (self._folder / self.backup_folder).exists():
+            number += 1
+            self._start = f"{date}-{number}"
+        self._arrived_now = set()
+        self._write({"own": self._is_exclusive, "start": self._start})
 
     def _has_only_run_files(self) -> bool:
         products = {names.MODEL, *names.PRODUCTS}
@@ -73,11 +91,41 @@ class Arrivals:
     def _is_foreign(self, path: str) -> bool:
         return path not in self._arrived and os.path.lexists(self._folder / path)
 
-    def record(self, path: str) -> None:
-        """Records that a file has arrived, so that the next may replace it."""
-        if path not in self._arrived and not names.is_product(path):
+    @property
+    def backup_folder(self) -> str:
+        """The folder for files of earlier starts that this start replaces."""
+        return f"{names.FETCHED}-before-{self._start}"
+
+    def set_aside(self, path: str) -> Path | None:
+        """Moves a file that an earlier start brought; returns its new path, if there is one."""
+        if path in self._arrived_now or path not in self._arrived:
+            return None
+        target = f"{self.backup_folder}/{path}"
+        try:
+            safe_paths.rename(str(self._folder), path, target, durable=False)
+        except FileNotFoundError:  # removed by the user, or moved by another follower
+            return None
+        return self._folder / target
+
+    def record(self, path: str, earlier: Path | None = None) -> bool:
+        """Records that a file has arrived, so that the next may replace it.
+
+        Args:
+            earlier: What :meth:`set_aside` returned for it; removed if it is equal.
+
+        Returns:
+            Whether ``earlier`` was kept.
+        """
+        if path not in self._arrived_now and not names.is_product(path):
             self._write(path)
+            self._arrived_now.add(path)
         self._arrived.add(path)
+        if earlier is None or not filecmp.cmp(earlier, self._folder / path, shallow=False):
+            return earlier is not None
+        earlier.unlink()
+        with contextlib.suppress(OSError):  # other files are in it
+            os.removedirs(earlier.parent)
+        return False
 
     def _write(self, line: object) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

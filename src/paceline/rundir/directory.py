@@ -51,7 +51,7 @@ class RunDirectory:
             self._require_own_files()
             self._read_key()
             self._claim()
-            Arrivals(self.path)  # before the run writes other files
+            Arrivals(self.path).mark_start()  # before the run writes other files
 
     def _require_own_files(self) -> None:
         """Raises SettingError if files that a run would replace are not those of a run."""

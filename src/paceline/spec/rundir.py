@@ -219,7 +219,7 @@ def is_launcher_file(path: str) -> bool:
     first = unicodedata.normalize("NFKC", path.split("/")[0]).casefold()
     first = "".join(char for char in first if unicodedata.category(char) != "Cf")
     return first in LAUNCHER_FILES or first.startswith(
-        (".paceline", "events-before-", "metrics-before-")
+        (".paceline", "events-before-", "files-before-", "metrics-before-")
     )
 
 

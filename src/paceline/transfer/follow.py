@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ class Follower:
         """Writes a complete file, without a sync: it can be fetched again."""
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
+        earlier = None if direct else self._arrivals.set_aside(place)
         file = safe_paths.IncomingFile(str(self._path), place, durable=False)
         try:
             file.add(0, data)
@@ -174,7 +176,7 @@ class Follower:
         finally:
             file.drop()
         if not direct:
-            self._arrivals.record(place)
+            self._arrivals.record(place, earlier)
 
     async def _append(self, path: str, mark: str, size: int) -> None:
         """Fetches the bytes appended to a file, or all of it if the local part differs.
@@ -227,6 +229,8 @@ class Follower:
         await self.refresh()
         fetcher = Fetcher(self._path, note)
         events = read_events(records.read_records(self._path / names.EVENTS))
+        first_attempt = takewhile(lambda event: event.kind != "ended", events)
+        fetcher.keeps_earlier = not any(event.kind == "resumed" for event in first_attempt)
         keep = [event["keep"] or 0 for event in events if event.kind == "keeps checkpoints"]
         await CheckpointFetcher(
             self.channel, self._root, self._path, fetcher, keep=keep[-1] if keep else 0, note=note

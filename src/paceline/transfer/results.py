@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.directory import short
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize
 from paceline.spec.rundir import FETCHED, is_launcher_file
@@ -41,12 +42,16 @@ class Fetcher:
 
     Attributes:
         incomplete_hosts: Hosts whose run folder must be kept: some files were not fetched.
+        keeps_earlier: Files of an earlier start that differ are kept. They are not if the run
+            continues that start.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self._directory, self._note = directory, note
         self._noted = set[str]()
         self.incomplete_hosts: set[str] = set()
+        self.keeps_earlier = True
+        self._is_backup_noted = False
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
                     skip: Callable[[str], bool] = lambda path: False,
@@ -92,9 +97,12 @@ class Fetcher:
             name = self._in_run(target, path)
             direct = supervisor and is_launcher_file(name) and not name.startswith(f"{FETCHED}/")
             place = name if direct else arrivals.place(name, host)
+            earlier = arrivals.set_aside(place) if self.keeps_earlier and not direct else None
             await self._fetch_to(channel, root, path, size, place)
-            if not direct:
-                arrivals.record(place)
+            if not direct and arrivals.record(place, earlier) and not self._is_backup_noted:
+                self._is_backup_noted = True
+                backup = short(self._directory / arrivals.backup_folder)
+                self._note(f"paceline: files of an earlier start that differ moved to {backup}")
             if place != name:
                 moved.append(f"{name} as {place}")
         if moved:

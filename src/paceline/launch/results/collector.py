@@ -39,7 +39,7 @@ class ResultCollector:
         self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None
         self._max_checkpoints = 0  # that the script keeps
-        self._is_complete = False
+        self._is_complete = self._has_begun = False
         self._overflow_models: list[tuple[Node, str]] = []  # saved where there was room
         self._unfetched_model: _Model | None = None  # the newest, if not in a shared folder
         self._return_files: dict[int, tuple[Node, int]] = {}  # by rank: node and size in bytes
@@ -56,6 +56,8 @@ class ResultCollector:
 
     def on_event(self, node: Node, event: Event) -> None:
         """Follows the ranks' events about checkpoints, models and return values."""
+        if event.kind == "begin" and not self._has_begun:
+            self._has_begun, self._fetcher.keeps_earlier = True, not event["resumed"]
         if event.kind == "model kept elsewhere" and event["folder"]:
             self._overflow_models.append((node, event["folder"]))
         if event.kind == "model saved" and event["sha256"]:

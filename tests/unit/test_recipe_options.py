@@ -37,6 +37,13 @@ def test_options_survive_the_command_line(options: ImageOptions) -> None:
     assert parse_options("image", to_argv(options)) == options
 
 
+def test_nearest_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-images").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match="did you mean --data my-images"):
+        parse_options("image", ["--data", "my-imgs"])
+
+
 def test_defaults_need_no_flags() -> None:
     assert to_argv(ImageOptions()) == []
     assert parse_options("image", []) == ImageOptions()

@@ -38,12 +38,14 @@ def check_part(flag: str, value: float) -> None:
         raise SettingError(f"{flag} {value} must lie between 0 and 1", remedy=f"{flag} 0.1")
 
 
-def check_known(flag: str, value: str, known_names: Iterable[str]) -> None:
-    """Raises SettingError that suggests the nearest name when ``value`` is unknown."""
+def check_known(
+    flag: str, value: str, known_names: Iterable[str], paths: Iterable[str] = ()
+) -> None:
+    """Raises SettingError that suggests the nearest name or path when ``value`` is unknown."""
     choices = sorted(known_names)
     if value in choices:
         return
-    matches = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
+    matches = difflib.get_close_matches(value, [*paths, *choices], 1, cutoff=0.5)
     raise SettingError(
         f"{flag} {value}: unknown",
         found=f"known are {', '.join(choices)}",

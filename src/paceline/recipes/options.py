@@ -7,8 +7,9 @@ launcher validates options before it starts anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from paceline.recipes.argv import check_at_least, check_fraction, check_known, check_part
@@ -23,6 +24,12 @@ Backend = Literal["auto", "gloo", "nccl", "xccl", "ccl", "mpi"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _INTERVAL = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
 _CADENCE = re.compile(rf"never|{_INTERVAL}(?:,{_INTERVAL})*")
+
+
+def check_data(data: str, known_names: Iterable[str]) -> None:
+    """Raises SettingError unless it is a path, an id of the hub, or a known name."""
+    if not is_path(data):
+        check_known("--data", data, known_names, (path.name for path in Path().iterdir()))
 
 
 @dataclass(frozen=True)
@@ -394,8 +401,7 @@ class ImageOptions(Options):
         check_fine_tuning(self.model in IMAGE_MODELS, self)
         for name in self.augment:
             check_known("--augment", name, AUGMENTATIONS)
-        if not is_path(self.data):
-            check_known("--data", self.data, IMAGE_SETS)
+        check_data(self.data, IMAGE_SETS)
         check_fraction("--label-smoothing", self.label_smoothing)
         check_fraction("--val-fraction", self.val_fraction)
         check_at_least("--workers", self.workers, -1)
@@ -475,8 +481,7 @@ class TextOptions(Options):
         check_accuracy(self.stop_at)
         if not is_path(self.model):
             check_known("--model", self.model, TEXT_MODELS)
-        if not is_path(self.data):
-            check_known("--data", self.data, [*GENERATED_TEXTS, *TEXT_SETS])
+        check_data(self.data, [*GENERATED_TEXTS, *TEXT_SETS])
         check_at_least("--vocab-size", self.vocab_size, 0)
         check_at_least("--max-length", self.max_length, 2)
         check_fraction("--dropout", self.dropout)
@@ -619,5 +624,4 @@ class TranslationOptions(Options):
             raise SettingError(
                 "--source-lang and --target-lang belong together", remedy="name both, or none"
             )
-        if not is_path(self.data):
-            check_known("--data", self.data, [*GENERATED_PAIRS, *PAIR_SETS])
+        check_data(self.data, [*GENERATED_PAIRS, *PAIR_SETS])

@@ -9,6 +9,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,21 @@ def run(the_job: Job, transport: SimulatedTransport, folder: Path, plan: Plan | 
 
 def but_for_the_run_id(plan: dict[str, Any]) -> Any:
     return json.loads(json.dumps(plan).replace(plan["run_id"], "RUN"))
+
+
+def test_a_refused_start_leaves_the_result_of_a_finished_run(tmp_path: Path) -> None:
+    the_job = job(tmp_path)
+    assert run(the_job, Differing(), tmp_path).result.exit_code == 0
+    result = tmp_path / "run" / "result.json"
+    before = result.read_text()
+    never = replace(the_job, ship=Setting("never", Source.COMMAND_LINE))
+    with pytest.raises(NodeError, match="--ship never"):
+        run(never, Differing(), tmp_path)
+    assert result.read_text() == before
+    result.write_text('{"exit_code": 1}')
+    with pytest.raises(NodeError, match="--ship never"):
+        run(never, Differing(), tmp_path)
+    assert "--ship never" in result.read_text()
 
 
 def test_the_printed_plan_is_the_one_that_runs(tmp_path: Path) -> None:

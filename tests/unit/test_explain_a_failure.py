@@ -69,6 +69,10 @@ def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
     refused()
     assert not findings.exists()
     (tmp_path / "owner.json").unlink()
+    (tmp_path / "result.json").write_text('{"exit_code": 0}')  # of a finished run
+    refused()
+    assert not findings.exists()
+    (tmp_path / "result.json").unlink()
     refused()
     (match,) = json.loads(findings.read_text())["findings"]
     assert match["check"] == "explain/not-started"

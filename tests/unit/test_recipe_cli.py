@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.recipe_job import table_to_flags, weights_input
+from paceline.cli.recipe_job import check_same_recipe, table_to_flags, weights_input
 from paceline.cli.verbs import recipe as recipe_verb
 from paceline.cli.verbs.list import command as listing
 from paceline.recipes import RECIPES, load_use_module, parse_options
@@ -115,3 +115,14 @@ def test_what_hosts_need_of_starting_weights(tmp_path: Path) -> None:
     assert weights_input(str(file))[1] == (Input(str(tmp_path), ("w.safetensors",), named=True),)
     assert weights_input("imagenet") == ("imagenet", ())
     assert weights_input("") == ("", ())
+
+
+def test_a_run_of_another_recipe_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"recipe": "image"}')
+    check_same_recipe("text", tmp_path)  # it has no checkpoint that would be resumed
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "2" / "manifest.json").touch()
+    check_same_recipe("image", tmp_path)
+    with pytest.raises(SettingError, match="is a run of another recipe") as caught:
+        check_same_recipe("text", tmp_path)
+    assert caught.value.found == "image then, text now"

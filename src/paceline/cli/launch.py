@@ -195,13 +195,14 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
 def record_refusal(job: Job, run_dir: Path, secrets: Sequence[str], *,
                       is_generated: bool) -> Iterator[None]:  # fmt: skip
     """Records why a job could not be started, with a page; the caller shows the error."""
+    from paceline.launch.jobs import finished_result
     from paceline.rundir.directory import Redactor
     from paceline.rundir.ownership import read_owner
 
     try:
         yield
     except PacelineError as error:
-        if read_owner(run_dir) is not None:  # it is in use by another run
+        if read_owner(run_dir) is not None or finished_result(run_dir):  # of another run
             raise
         if is_generated and not (run_dir / PLAN).exists():
             shutil.rmtree(run_dir, ignore_errors=True)

@@ -32,11 +32,12 @@ from paceline.recipes.catalogue import catalogue
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, parse_micro_batch
 from paceline.rundir import named_paths as recorded_paths
+from paceline.rundir import records
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
-from paceline.spec.rundir import model_paths
+from paceline.spec.rundir import CONFIG, checkpoints, model_paths
 from paceline.spec.settings import TOML_NAME
 from paceline.spec.training.balance import parse_weights, validate_limits, validate_weights
 
@@ -79,6 +80,20 @@ def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dis
         validate_weights(weights, names)
     if isinstance(limits, Mapping):
         validate_limits(limits, names)
+
+
+def check_same_recipe(name: str, run_dir: Path) -> None:
+    """Raises SettingError if the folder has checkpoints of another recipe, and leaves it as it is.
+
+    Ranks refuse other differences, of which a launcher does not know.
+    """
+    config = records.read_object(run_dir / CONFIG) if checkpoints(run_dir) else None
+    if config is not None and config.get("recipe", name) != name:
+        raise SettingError(
+            f"{run_dir} is a run of another recipe",
+            found=f"{config['recipe']} then, {name} now",
+            remedy="a --run-dir of its own for this one, or --resume never",
+        )
 
 
 def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:

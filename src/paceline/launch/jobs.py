@@ -20,6 +20,7 @@ from paceline.launch.planning.request import Package, Request
 from paceline.launch.results.summary import RunOutcome, is_resumable
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.transport import Transport
+from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory, fresh_path
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
@@ -114,7 +115,8 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
             result = run(launcher.run())
         except PacelineError as error:
             result = Result(error.exit_code, error=error.render())
-            write_result(directory, run_id, result, started_at, {})
+            if launcher.driver.plan is not None or finished_result(path) is None:
+                write_result(directory, run_id, result, started_at, {})
             raise
         result = _localize(result, screen.shipped_copies, directory)
         if result.failure is None and not directory.is_owned:
@@ -145,6 +147,12 @@ def _localize(result: Result, homes: Sequence[ShippedCopy], directory: RunDirect
         for text in (failure.headline, failure.traceback)
     )
     return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
+
+
+def finished_result(folder: Path) -> dict[str, Any] | None:
+    """Returns the result of a run that ended well; a refused start leaves it as it is."""
+    result = records.read_object(folder / names.RESULT)
+    return result if result is not None and result.get("exit_code") == 0 else None
 
 
 def write_result(directory: RunDirectory, run_id: str, result: Result, started_at: float,

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from paceline.agent import caller
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.jobs import request_of, secrets_of, write_result
+from paceline.launch.jobs import finished_result, request_of, secrets_of, write_result
 from paceline.launch.nodes.survey import package_tree, read_and_keep
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Package, Request
@@ -176,6 +176,7 @@ class _DetachedStart:
         detached_file.ensure_key()
         secret, run_id = secrets_of(run.job, run.cluster), self._request.run_id
         directory = RunDirectory(run.run_dir, secret, run_id)
+        earlier_result = finished_result(directory.path)
         for name in (DETACHED, names.RESULT):  # of an earlier run in this folder
             (directory.path / name).unlink(missing_ok=True)
         try:
@@ -196,7 +197,9 @@ class _DetachedStart:
             finally:
                 await channel.close(1.0)
         except PacelineError as error:
-            if not (directory.path / names.RESULT).exists():
+            if earlier_result is not None:
+                directory.write_json(names.RESULT, earlier_result)
+            elif not (directory.path / names.RESULT).exists():
                 result = Result(error.exit_code, error=error.render())
                 write_result(directory, run_id, result, started_at, {})
             raise

@@ -11,6 +11,7 @@ from paceline.cli.launch import launch_job
 from paceline.cli.options import launch_options
 from paceline.cli.recipe_job import (
     check_host_names,
+    check_same_recipe,
     parse_recipe_options,
     prepared_job,
     require_recipe_first,
@@ -52,6 +53,8 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     options = parse_recipe_options(ctx, name, argv)
+    if ctx.params["run_dir"] is not None and options.resume == "auto":
+        check_same_recipe(name, ctx.params["run_dir"])
     cluster, dispatch = prepare(ctx)
     with prepared_job(ctx, name, options, cluster) as job:
         check_host_names(options, job, cluster, dispatch)

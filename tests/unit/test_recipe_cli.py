@@ -126,3 +126,11 @@ def test_a_run_of_another_recipe_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="is a run of another recipe") as caught:
         check_same_recipe("text", tmp_path)
     assert caught.value.found == "image then, text now"
+
+
+def test_missing_data_are_refused_before_the_start(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "paceline", "train", "text", "--data", "nofile.csv"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--data nofile.csv: no such file or folder" in done.stderr
+    assert [*tmp_path.iterdir()] == []

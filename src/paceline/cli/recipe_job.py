@@ -29,6 +29,7 @@ from paceline.recipes.argv import (
     to_argv,
 )
 from paceline.recipes.catalogue import catalogue
+from paceline.recipes.data import is_hub_id, is_path
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, parse_micro_batch
 from paceline.rundir import named_paths as recorded_paths
@@ -93,6 +94,20 @@ def check_same_recipe(name: str, run_dir: Path) -> None:
             f"{run_dir} is a run of another recipe",
             found=f"{config['recipe']} then, {name} now",
             remedy="a --run-dir of its own for this one, or --resume never",
+        )
+
+
+def check_data_exists(
+    ctx: click.Context, options: Options, cluster: Cluster, dispatch: Dispatch
+) -> None:
+    """Raises SettingError for missing data if all ranks run on this machine."""
+    data = options.data
+    is_here = dispatch.kind == "run" and dispatch.scheduler.is_direct and not ctx.params["image"]
+    if not is_here or not all(host.local for host in cluster.hosts) or options.data_dir:
+        return
+    if is_path(data) and not is_hub_id(data) and not Path(data).expanduser().exists():
+        raise SettingError(
+            f"--data {data}: no such file or folder", found=f"no {Path(data).absolute()}"
         )
 
 

@@ -10,6 +10,7 @@ from paceline.cli.dispatch import prepare
 from paceline.cli.launch import launch_job
 from paceline.cli.options import launch_options
 from paceline.cli.recipe_job import (
+    check_data_exists,
     check_host_names,
     check_same_recipe,
     parse_recipe_options,
@@ -56,6 +57,7 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     if ctx.params["run_dir"] is not None and options.resume == "auto":
         check_same_recipe(name, ctx.params["run_dir"])
     cluster, dispatch = prepare(ctx)
+    check_data_exists(ctx, options, cluster, dispatch)
     with prepared_job(ctx, name, options, cluster) as job:
         check_host_names(options, job, cluster, dispatch)
         return launch_job(ctx, job, cluster, dispatch, package=True, on_success=_print_results)

@@ -134,7 +134,7 @@ process._run_python({{"kind": "module", "target": {target!r}, "args": []}})
 
 @pytest.mark.parametrize(
     ("target", "imports_from_there"),
-    [("paceline.bench.collectives_job", False), ("paceline.recipes.image", True), ("mine", True)],
+    [("paceline.bench.collectives_job", False), ("paceline.recipes.image", False), ("mine", True)],
 )
 def test_what_we_measure_imports_nothing_from_the_folder(
     tmp_path: Path, target: str, imports_from_there: bool

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from paceline.agent.files import snapshot
 from paceline.agent.supervision import processes
+from paceline.cli import program
 from paceline.launch.results.summary import log_tail
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
@@ -48,6 +50,20 @@ def test_files_that_no_run_brought_are_not_replaced(tmp_path: Path, name: str) -
     assert [path.name for path in tmp_path.iterdir()] == [name]
     (tmp_path / "events.jsonl").touch()  # of a run
     RunDirectory(tmp_path).close()
+
+
+def test_a_refused_folder_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the page about the refusal is written there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.html").write_text("mine")
+    (tmp_path / "train.py").touch()
+    done = CliRunner().invoke(
+        program, ["run", "-H", "local", "--no-torch", "--run-dir", ".", "train.py"]
+    )
+    assert isinstance(done.exception, SettingError)
+    assert "holds files of something else" in done.exception.message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "train.py"]
+    assert (tmp_path / "report.html").read_text() == "mine"
 
 
 def test_a_project_may_be_the_run_directory(tmp_path: Path) -> None:

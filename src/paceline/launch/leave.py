@@ -126,6 +126,13 @@ class DetachOutcome:
     run_id: str
 
 
+def _modified_ns(path: Path) -> int:
+    """When a file was last written, in nanoseconds since 1970; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
 def detach(run: DetachedRun, screen: Screen) -> DetachOutcome:
     """Starts the run; returns when its ranks run or it is over. After an error nothing is left."""
     return asyncio.run(_DetachedStart(run, screen).run())
@@ -176,7 +183,8 @@ class _DetachedStart:
         detached_file.ensure_key()
         secret, run_id = secrets_of(run.job, run.cluster), self._request.run_id
         directory = RunDirectory(run.run_dir, secret, run_id)
-        earlier_result = finished_result(directory.path)
+        earlier_result, plan = finished_result(directory.path), directory.path / names.PLAN
+        planned_ns = _modified_ns(plan)
         for name in (DETACHED, names.RESULT):  # of an earlier run in this folder
             (directory.path / name).unlink(missing_ok=True)
         try:
@@ -197,13 +205,15 @@ class _DetachedStart:
             finally:
                 await channel.close(1.0)
         except PacelineError as error:
-            if earlier_result is not None:
-                directory.write_json(names.RESULT, earlier_result)
-            elif not (directory.path / names.RESULT).exists():
+            is_refused = earlier_result is not None and _modified_ns(plan) == planned_ns
+            if not is_refused and not (directory.path / names.RESULT).exists():
                 result = Result(error.exit_code, error=error.render())
                 write_result(directory, run_id, result, started_at, {})
             raise
         finally:
+            has_left = any((directory.path / name).exists() for name in (DETACHED, names.RESULT))
+            if earlier_result is not None and not has_left and _modified_ns(plan) == planned_ns:
+                directory.write_json(names.RESULT, earlier_result)
             self._screen.started()
             directory.close()
 

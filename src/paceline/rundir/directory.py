@@ -48,20 +48,10 @@ class RunDirectory:
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self._require_own_files()
+            require_replaceable(self.path)
             self._read_key()
             self._claim()
             Arrivals(self.path).mark_start()  # before the run writes other files
-
-    def _require_own_files(self) -> None:
-        """Raises SettingError if files that a run would replace are not those of a run."""
-        foreign = names.replaced_files(self.path)
-        if foreign:
-            raise SettingError(
-                f"the run directory {self.path} holds files of something else",
-                found=f"{', '.join(foreign)}, and no run was here",
-                remedy="Give another --run-dir, or move those files away",
-            )
 
     @property
     def key(self) -> str:
@@ -237,6 +227,17 @@ class RunDirectory:
         for name in (names.OWNER, names.PROBE, names.DISK_RESERVE):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
+
+
+def require_replaceable(folder: Path) -> None:
+    """Raises SettingError if files that a run would replace are not those of a run."""
+    foreign = names.replaced_files(folder) if folder.is_dir() else []
+    if foreign:
+        raise SettingError(
+            f"the run directory {folder} holds files of something else",
+            found=f"{', '.join(foreign)}, and no run was here",
+            remedy="Give another --run-dir, or move those files away",
+        )
 
 
 def write_text(folder: Path, name: str, text: str) -> None:

@@ -152,12 +152,15 @@ class CheckpointFetcher:
     Args:
         channel, folder: The channel of rank 0's node, and the run's folder there.
         keep: Number of checkpoints to keep besides the best; 0: unknown, or all.
+
+    Attributes:
+        has_refused: The last :meth:`sync` left a checkpoint on the node.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
                  keep: int = 0,
                  note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
-        self.keep = keep
+        self.keep, self.has_refused = keep, False
         self._note, self._noted = note, set[str]()
         self._verified = set[str]()  # names of completely fetched checkpoints
         self._channel, self._folder = channel, folder
@@ -210,6 +213,7 @@ class CheckpointFetcher:
         changed while it was read.
         """
         files = await _remote_sizes(self._fetcher, self._channel, self._folder)
+        self.has_refused = False
         local = by_name(await asyncio.to_thread(local_sizes, self._target))
         if self._initial is None:
             self._initial = await asyncio.to_thread(self._record_initial, local)
@@ -268,6 +272,7 @@ class CheckpointFetcher:
     def _refuse(self, name: str, reason: str) -> None:
         host = self._channel.host.name
         self._fetcher.incomplete_hosts.add(host)
+        self.has_refused = True
         if name not in self._noted and len(self._noted) < MAX_REFUSAL_NOTES:
             self._noted.add(name)
             self._note(f"paceline: checkpoint {name} of {host} was left there: {reason}")

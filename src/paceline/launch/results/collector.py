@@ -158,6 +158,8 @@ class ResultCollector:
             return
         if not self._has_model:
             return
+        if self._checkpoints is not None and self._checkpoints.has_refused:
+            return  # what the nodes have may be the only copies
         for node in fleet.nodes:
             if node.lost or node.running or node.shared_run_dir:
                 continue

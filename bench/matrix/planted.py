@@ -89,8 +89,8 @@ FAULTS = (
     Fault(
         "start-up files print little",
         "agent/frames.py",
-        "        self.noise += data[-self._max_noise :]\n",
-        "        self.noise += data[-self._max_noise :]\n        assert len(self.noise) < 4096\n",
+        "        self.noise += data[-MAX_NOISE_BYTES:]\n",
+        "        self.noise += data[-MAX_NOISE_BYTES:]\n        assert len(self.noise) < 4096\n",
         (("startup", "prints"),),
     ),
     Fault(

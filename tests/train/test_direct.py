@@ -65,9 +65,9 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 
 def test_who_waits_there_is_seen_to_wait() -> None:
     stack = [
-        'File "/x/paceline/train/reduce/direct.py", line 180 in _sleep',
-        'File "/x/paceline/train/reduce/small_messages.py", line 60 in _all_gather',
-        'File "/x/paceline/train/comms.py", line 206 in barrier',
+        'File "/x/site-packages/paceline/train/reduce/direct.py", line 180 in _sleep',
+        'File "/x/site-packages/paceline/train/reduce/small_messages.py", line 60 in _all_gather',
+        'File "/x/site-packages/paceline/train/comms.py", line 206 in barrier',
         'File "/home/me/train.py", line 40 in <module>',
     ]
     stand = stacks.RankStack("n1", 0, "S", stacks.parse_frames(stack))

@@ -102,6 +102,20 @@ def test_a_loss_that_leaves_parameters_out_is_an_error_on_its_own_rank() -> None
         dist.destroy_process_group()
 
 
+def test_parameters_that_were_replaced_are_not_exchanged() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        replica = Replica(layers)
+        layers[0].weight.requires_grad_(False)  # still exchanged
+        layers[1] = nn.Linear(2, 3)
+        assert replica.has_new_parameters
+        replica.include_trained()
+        assert replica.exchanged == set(layers.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:
     one, other = line(session, "one"), line(session, "other")
     loader = loader_of(session)

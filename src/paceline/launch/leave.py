@@ -620,17 +620,21 @@ class Login:
 
     async def receive(self) -> dict[str, Any] | None:
         """Returns the next message; ``None`` at the end. Ignores what start-up files print."""
-        with contextlib.suppress(OSError):
-            while (line := await self._link.reader.readline()).endswith(b"\n"):
-                _, mark, payload = line.partition(MARK)
-                if mark:
-                    message: dict[str, Any] = json.loads(payload)
-                    self.is_detached = self.is_detached or "left" in message
-                    return message
+        while (line := await self._read_line()).endswith(b"\n"):
+            _, mark, payload = line.partition(MARK)
+            if mark:
+                message: dict[str, Any] = json.loads(payload)
+                self.is_detached = self.is_detached or "left" in message
+                return message
         if self._stderr_task is not None:
             await asyncio.wait([self._stderr_task], timeout=0.5)
         await self._link.has_exited()
         return None
+
+    async def _read_line(self) -> bytes:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a line without an end
+            return await self._link.reader.readline()
+        return b""
 
     async def end(self, grace_s: float) -> None:
         """Ends the login; a program that is not detached gets ``grace_s`` to end in order."""

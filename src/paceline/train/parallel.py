@@ -103,8 +103,12 @@ class Replica(DistributedDataParallel):
         return any(p.requires_grad and p not in self.exchanged for p in parameters)
 
     def include_trained(self) -> None:
-        """Adds newly trained parameters to :attr:`exchanged`; rebuild the buckets afterwards."""
-        self.exchanged |= {p for p in self.module.parameters() if p.requires_grad}
+        """Adds newly trained parameters to :attr:`exchanged`; rebuild the buckets afterwards.
+
+        Parameters that the script has replaced are removed.
+        """
+        parameters = self.module.parameters()
+        self.exchanged = {p for p in parameters if p.requires_grad or p in self.exchanged}
 
     @contextmanager
     def original_parameters(self) -> Iterator[None]:

@@ -303,8 +303,8 @@ class Attempt:
         if address not in self._strangers:
             self._strangers.add(address)
             self._screen.note(
-                f"paceline: warning: {host} refused a connection from {address}, which is none of"
-                f" this job's hosts (if it is one: --env {jobenv.ADDRESSES}={address})"
+                f"paceline: warning: {host} refused a connection from {address}, which is not one"
+                f" of this job's hosts (if it is one: --env {jobenv.ADDRESSES}={address})"
             )
 
     def fail(self, failure: Failure) -> None:

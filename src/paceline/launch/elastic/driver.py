@@ -525,7 +525,7 @@ async def full_disk(fleet: Fleet, failure: Failure) -> str:
     node = next((node for node in fleet.nodes if node.name == failure.host), None)
     if node is None or node.lost or not is_full_disk(failure):
         return ""
-    answer = await try_request(node, "disk", paths=[node.run_folder])
+    answer = await try_request(node, "disk", 30.0, paths=[node.run_folder])
     if answer is None:
         return ""
     (disk,) = answer["disks"]

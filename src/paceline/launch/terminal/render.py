@@ -156,10 +156,11 @@ class _Frame:
         # the sum over the ranks if all report a rate, else that of the last record
         rates = [rank.samples_per_s for rank in self._state.ranks.values() if rank.state == "ok"]
         known_rates = [rate for rate in rates if rate is not None]
-        rate = as_float(progress.get("samples_per_s"))
+        last_rate = progress.get("samples_per_s")
+        rate = None if last_rate is None else as_float(last_rate)
         if known_rates and len(known_rates) == len(rates):
             rate = sum(known_rates)
-        if rate:
+        if rate is not None:
             parts.append(f"{format_rate(rate)} samples/s")
         if self._state.saved_step is not None:
             parts.append(f"saved at {self._state.saved_step:,}")

@@ -210,7 +210,8 @@ def collect_parts(part: PartialWrite, is_abandoned: threading.Event) -> dict[str
         for rank in [rank for rank in pending if part.note(rank).exists()]:
             entries |= _read_note(part.note(rank))
             pending.remove(rank)
-        if (folder_bytes := _folder_bytes(part.folder)) != written:
+        folder_bytes = _folder_bytes(part.folder)
+        if folder_bytes not in (-1, written):  # -1: it cannot be read at present
             written, grown_at = folder_bytes, time.monotonic()
         timeout_s = FAILED_TIMEOUT_S if is_abandoned.is_set() else STALL_TIMEOUT_S
         if pending and time.monotonic() - grown_at > timeout_s:

@@ -91,7 +91,11 @@ def find_batch(
     Raises:
         SettingError: The model is sharded over several ranks.
     """
-    _check_unsharded(session, "try it without --shard, or with one process")
+    _check_unsharded(
+        session,
+        "the largest batch of a sharded model cannot be tried",
+        "try it without --shard, or with one process",
+    )
     seconds: dict[int, float] = {}
     with _trials(session, loader, compute, lengths) as (trials, limit):
 
@@ -132,7 +136,11 @@ def fit_batch(
         SettingError: The model is sharded over several ranks; on some rank not even one sample
             fits.
     """
-    _check_unsharded(session, "--micro-batch N, or leave --shard out")
+    _check_unsharded(
+        session,
+        "what fits on each rank cannot be tried with a sharded model",
+        "--micro-batch N, or leave --shard out",
+    )
     share = _initial_share(session, loader)
     upper_bound = min(loader.limit or share, share)
     with _trials(session, loader, compute, lengths) as (trials, memory):
@@ -195,10 +203,10 @@ def search(is_fitting: Callable[[int], bool], upper_bound: int) -> tuple[int, in
     return largest_fitting, smallest_failing
 
 
-def _check_unsharded(session: Session, remedy: str) -> None:
+def _check_unsharded(session: Session, problem: str, remedy: str) -> None:
     if parallel.is_sharded(session.models.module) and not session.comms.is_alone:
         raise SettingError(
-            "the largest batch of a sharded model cannot be tried",
+            problem,
             found="a rank whose memory is full would leave the others waiting",
             remedy=remedy,
         )

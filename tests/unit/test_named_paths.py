@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from paceline.cli import program
 from paceline.launch import jobs
-from paceline.rundir import named_paths
+from paceline.rundir import detached_file, named_paths
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 from paceline.spec.rundir import NAMED_PATHS
@@ -132,6 +132,18 @@ def test_a_record_counts_in_its_folder_only(
     assert named_paths.read(copy) == frozenset()
     (run / NAMED_PATHS).write_text((run / NAMED_PATHS).read_text().replace("/b", "/c"))
     assert named_paths.read(run) == frozenset()
+
+
+def test_another_sealed_record_names_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    record = {"scheduler": "slurm", "job": "1", "output": "o", "typed": ""}
+    sealed = {**record, detached_file.SEAL: detached_file.make_seal(record, tmp_path)}
+    (tmp_path / NAMED_PATHS).write_text(json.dumps(sealed))
+    assert named_paths.read(tmp_path) == frozenset()
+    named_paths.record(tmp_path, {"/a"})
+    assert json.loads((tmp_path / NAMED_PATHS).read_text())["kind"] == "named"
 
 
 def test_no_record_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

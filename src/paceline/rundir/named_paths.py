@@ -24,7 +24,7 @@ def record(run: Path, paths: Collection[str]) -> None:
     with contextlib.suppress(OSError, SettingError):
         run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
         run.mkdir(mode=0o700, exist_ok=True)
-        content = {"paths": sorted(read(run) | {*paths})}
+        content = {"kind": "named", "paths": sorted(read(run) | {*paths})}
         sealed = {**content, detached_file.SEAL: detached_file.make_seal(content, run)}
         write_text(run, NAMED_PATHS, json.dumps(sealed) + "\n")
 
@@ -32,7 +32,8 @@ def record(run: Path, paths: Collection[str]) -> None:
 def read(run: Path) -> frozenset[str]:
     """Returns the paths that this user's commands named for the run; empty without a valid seal."""
     content = records.read_object(run / NAMED_PATHS) or {}
-    return frozenset(content["paths"] if detached_file.has_valid_seal(content, run) else ())
+    # other sealed records of the folder, such as batch.json, have no paths
+    return frozenset(content.get("paths", ()) if detached_file.has_valid_seal(content, run) else ())
 
 
 def require_named(run: Path, paths: Iterable[tuple[str, str]]) -> None:

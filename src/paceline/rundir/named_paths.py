@@ -36,17 +36,19 @@ def read(run: Path) -> frozenset[str]:
     return frozenset(content.get("paths", ()) if detached_file.has_valid_seal(content, run) else ())
 
 
-def require_named(run: Path, paths: Iterable[tuple[str, str]]) -> None:
+def require_named(run: Path, paths: Iterable[tuple[str, str]], remedy: str = "") -> None:
     """Raises SettingError for a path that would be sent to hosts on the word of a run.
 
     Args:
         paths: The options that a user would type: name, and absolute path of this machine.
+        remedy: What the user can do instead of typing the option.
     """
     named = read(run)
     for option, path in paths:
         if path not in named:
             raise SettingError(
                 f"{run} names {path}, which is not sent to hosts unless you type it",
-                found="no command of yours named it for this run, so the name may come from a host",
-                remedy=f"If the hosts may have it: {option} {path}",
+                found="no command of yours named it for this run, so the name may come from a host"
+                " (or the run is older, or was moved)",
+                remedy=remedy or f"If the hosts may have it: {option} {path}",
             )

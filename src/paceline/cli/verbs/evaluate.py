@@ -46,7 +46,9 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
         run_script("evaluate", ["--run", str(folder), *options])
     if not (parsed.data or parsed.data_dir) and has_remote_host(cluster):
         paths = [(option, existing_path(name)) for option, name in recorded_data(folder)]
-        require_named(folder, [(option, path) for option, path in paths if path])
+        # typing --data would replace the recorded test set by a part of the training data
+        remedy = "Without -H it runs on this machine"
+        require_named(folder, [(option, path) for option, path in paths if path], remedy)
     with gather_files(data_files(folder, parsed)) as files:
         job = build_job(
             ctx,

@@ -158,6 +158,28 @@ def test_largest_part_holds_no_code(folder: Path, monkeypatch: pytest.MonkeyPatc
         code.read_tree(folder)
 
 
+@pytest.mark.parametrize(
+    ("paths", "part"),
+    [
+        ([*(f"data/{i}.jpg" for i in range(90)), "data/loader.py"], "data"),
+        ([f"pkg/m{i}.py" for i in range(60)], "pkg"),
+        ([*(f"{i}.jpg" for i in range(90)), "train.py"], ""),
+    ],
+)
+def test_one_of_many_small_files_is_not_the_largest_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], part: str
+) -> None:
+    for path in paths:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    monkeypatch.setattr(code, "MAX_FILES", 50)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError) as caught:
+        code.read_tree(tmp_path)
+    assert f"keep {part or 'some of them'} out, run `git init` and add " in caught.value.remedy
+    assert (f"most of it is {part}: " in caught.value.found) == bool(part)
+
+
 @pytest.mark.parametrize("tracked", [False, True])
 def test_data_in_the_project_is_no_code(folder: Path, tracked: bool) -> None:
     if tracked:

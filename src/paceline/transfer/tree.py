@@ -246,29 +246,34 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
     """The error for too large a tree; names its largest part, usually data or results."""
     largest = _largest_part(sizes)
     members = [size for path, size in sizes.items() if f"{path}/".startswith(f"{largest}/")]
-    tracked = run_git(root, "ls-files", "--", largest)
+    is_folder = bool(largest) and largest not in sizes
+    tracked = run_git(root, *(("ls-files", "--", largest) if largest else ("rev-parse",)))
     local_path = os.path.relpath(root / largest)
     untrack = shell_text(["git", "rm", "-r", "-q", "--cached", local_path])
     first = "run `git init` and " if tracked is None else f"run `{untrack}` and " if tracked else ""
     data = shell_text(["--data", local_path])
     elsewhere = "start from a folder that holds only the code"
     remedy = (
-        f"To keep {largest} out, {first}add it to .gitignore"
-        f"{'' if largest in sizes else f'; if ranks need it, {data} sends it once'}. Or"
+        f"To keep {largest or 'some of them'} out, {first}add {'it' if largest else 'them'} to"
+        f" .gitignore{f'; if ranks need it, {data} sends it once' if is_folder else ''}. Or"
         f" {elsewhere}, or put the code at the same path on every host and add --ship never"
     )
     is_project = root not in (Path("/"), Path.home())
+    most = f"most of it is {largest}: {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB"
     return CodeTooLarge(
         f"the code in {root} is too large to ship at every start",
         found=f"{'' if is_complete else 'more than '}{pluralize(len(sizes), 'file')},"
-        f" {sum(sizes.values()) >> 20} MiB (at most {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of"
-        f" it is {largest}: {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB",
+        f" {sum(sizes.values()) >> 20} MiB (at most {MAX_FILES} and {MAX_BYTES >> 20} MiB)"
+        f"{f'; {most}' if largest else ''}",
         remedy=remedy if is_project else elsewhere.capitalize(),
     )
 
 
 def _largest_part(sizes: Mapping[str, int]) -> str:
-    """The innermost folder without code, or the file beside code, that holds most of the files."""
+    """The innermost folder without code, or the file beside code, that holds most of the files.
+
+    A folder with code in which no file holds half is returned itself; empty if that is the root.
+    """
     part = ""
     while True:
         inside = {path: size for path, size in sizes.items() if path.startswith(part)}
@@ -279,10 +284,12 @@ def _largest_part(sizes: Mapping[str, int]) -> str:
             weights[part + name] += size + MAX_BYTES // MAX_FILES
         largest, weight = weights.most_common(1)[0]
         has_code = not part or any(path.endswith(".py") for path in inside)
-        if not has_code and (largest in sizes or weight < sum(weights.values()) / 2):
-            return part.removesuffix("/")
-        if largest in sizes:
+        holds_half = weight >= sum(weights.values()) / 2
+        is_file = largest in sizes
+        if is_file and has_code and holds_half:
             return largest
+        if is_file or not (has_code or holds_half):
+            return part.removesuffix("/")
         part = f"{largest}/"
 
 

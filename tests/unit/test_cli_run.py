@@ -107,14 +107,21 @@ def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
     [
         ("python", ("ddp.py", "--lr", "1"), "Leave it out: paceline run ddp.py "),
         ("/usr/bin/python3.11", ("-m", "pkg"), "Leave it out: paceline run -m pkg "),
+        ("python", ("-u", "-W", "error", "a b.py"), "Leave it out: paceline run 'a b.py' "),
+        ("python", ("-B", "-m", "pkg", "-u"), "Leave it out: paceline run -m pkg "),
+        ("python", ("-c", "print()"), "Leave it out: paceline run SCRIPT "),
+        ("python", ("-u",), "Leave it out: paceline run SCRIPT "),
         (".", (), "Name a script in it: train.py"),
+        ("empty", (), "Name a script"),
     ],
 )
 def test_a_script_that_is_none(
     folder: Path, script: str, args: tuple[str, ...], remedy: str
 ) -> None:
+    (folder / "empty").mkdir()
     with pytest.raises(SettingError) as caught:
         entry_of(script, args)
+    assert "empty/" not in caught.value.remedy
     assert (caught.value.remedy or "").startswith(remedy)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.agent.ranks.master_address import spawns_and_names_master
 from paceline.spec.errors import SettingError
-from paceline.spec.formatting import closest_match
+from paceline.spec.formatting import closest_match, shell_text
 from paceline.spec.job import Entry
 
 
@@ -22,16 +22,17 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
         return Entry("module", script, args)
     path = Path(script)
     if args and re.fullmatch(r"python[\d.]*", path.name):
-        target = " ".join(args[: 2 if args[0] == "-m" else 1])
+        target = shell_text(_python_target(args))
         raise SettingError(
             f"{script} is not a script, and the ranks run with Python anyway",
             remedy=f"Leave it out: paceline run {target} (--python PATH names another Python)",
         )
     if path.is_dir() and not (path / "__main__.py").exists():
+        scripts = _scripts(path)
         raise SettingError(
             f"{script} is a folder, not a script",
-            found="it has no __main__.py",
-            remedy=f"Name a script in it: {path / (next(iter(_scripts(path)), 'train.py'))}",
+            found="it has no __main__.py" + ("" if scripts else ", and no scripts"),
+            remedy=f"Name a script in it: {path / scripts[0]}" if scripts else "Name a script",
         )
     if not path.exists():
         raise SettingError(
@@ -97,6 +98,16 @@ _COMPILES = (
 
 def _is_text(entry: Entry) -> bool:
     return entry.kind == "script" and entry.target.endswith(".py") and Path(entry.target).is_file()
+
+
+def _python_target(args: tuple[str, ...]) -> list[str]:
+    """Returns the script, or -m and the module, that Python would run with these arguments."""
+    words = [*args]
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        del words[: 2 if words[0] in ("-W", "-X") else 1]
+    if not words or words[0] == "-c":
+        return ["SCRIPT"]
+    return words[: 2 if words[0] == "-m" else 1]
 
 
 def _scripts(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,16 @@ def test_nearest_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match="did you mean --data my-images"):
         parse_options("image", ["--data", "my-imgs"])
+
+
+def test_data_sets_need_no_readable_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> NoReturn:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert parse_options("image", ["--data", "mnist"]).data == "mnist"
+    with pytest.raises(SettingError, match="did you mean --data mnist"):
+        parse_options("image", ["--data", "mnits"])
 
 
 def test_defaults_need_no_flags() -> None:

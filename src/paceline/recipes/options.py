@@ -6,8 +6,9 @@ launcher validates options before it starts anything.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -29,7 +30,13 @@ _CADENCE = re.compile(rf"never|{_INTERVAL}(?:,{_INTERVAL})*")
 def check_data(data: str, known_names: Iterable[str]) -> None:
     """Raises SettingError unless it is a path, an id of the hub, or a known name."""
     if not is_path(data):
-        check_known("--data", data, known_names, (path.name for path in Path().iterdir()))
+        check_known("--data", data, known_names, _names_here())
+
+
+def _names_here() -> Iterator[str]:
+    """Yields the names in the current folder, which is not read before the first is needed."""
+    with contextlib.suppress(OSError):  # it may be unreadable, or removed
+        yield from (path.name for path in Path().iterdir())
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,21 @@ def test_status_of_a_stopped_run_says_how_it_is_resumed() -> None:
     assert "  to resume: paceline run --run-dir runs/one -H lab train.py" in said
 
 
+@pytest.mark.parametrize(
+    "command", ["rm -rf run", "./paceline run a.py", "paceline", "paceline stop one", "python run"]
+)
+def test_a_command_that_starts_no_run_does_not_resume_one(command: str) -> None:
+    folder = make("one", code=130)
+    (folder / "result.json").write_text('{"exit_code": 130, "interrupted": 2}')
+    typed = {"command": command, "folder": str(Path.cwd())}
+    (folder / "plan.json").write_text(json.dumps({"typed": typed}))
+    (folder / "checkpoints/450").mkdir(parents=True)
+    (folder / "checkpoints/450/manifest.json").write_text("{}")
+    shown = call("status", "one").output
+    assert shown.startswith("runs/one: stopped")
+    assert "to resume" not in shown
+
+
 def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on() -> None:
     folder = left_elsewhere("one", **{FETCHED_AT: 2000.0, LAST_STATUS: "lost"})
     typed = {"command": "paceline run -H n1,n2 --detach 'my train.py'", "folder": str(Path.cwd())}

@@ -95,7 +95,8 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
         arguments = shlex.split(records.as_text(command.get("command"), 1 << 16))
     except ValueError:  # it was too long to be read whole
         return "", ""
-    if not arguments:
+    # of a detached run, the plan comes from a host: only what starts a run is shown for pasting
+    if arguments[:1] != ["paceline"] or arguments[1:2] not in (["run"], ["train"]):
         return "", ""
     is_other_folder = folder and Path(folder) != Path.cwd()
     run = path.absolute() if is_other_folder else Path(short(path.absolute()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,25 @@ def test_files_of_an_earlier_start_are_kept(
     RunDirectory(home).close()
     assert bring(home, {"model.pt": b"fourth"}, there) == []
     assert [*home.glob("files-before-*")] == [backup]
+
+
+def test_large_files_are_compared_outside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents must hear from the loop meanwhile."""
+    home, there, threads = tmp_path / "run", tmp_path / "node", list[threading.Thread]()
+    compare = arrivals.filecmp.cmp
+
+    def spy(*args: Any, **options: Any) -> bool:
+        threads.append(threading.current_thread())
+        return compare(*args, **options)
+
+    monkeypatch.setattr(arrivals.filecmp, "cmp", spy)
+    for data in (b"1", b"2"):
+        RunDirectory(home).close()
+        bring(home, {"model.pt": data}, there)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:

@@ -97,9 +97,17 @@ class Fetcher:
             name = self._in_run(target, path)
             direct = supervisor and is_launcher_file(name) and not name.startswith(f"{FETCHED}/")
             place = name if direct else arrivals.place(name, host)
-            earlier = arrivals.set_aside(place) if self.keeps_earlier and not direct else None
+            earlier = None
+            if self.keeps_earlier and not direct:
+                earlier = await asyncio.to_thread(arrivals.set_aside, place)
             await self._fetch_to(channel, root, path, size, place)
-            if not direct and arrivals.record(place, earlier) and not self._is_backup_noted:
+            if direct:
+                continue
+            # compares large files: agents must hear from this event loop meanwhile
+            if (
+                await asyncio.to_thread(arrivals.record, place, earlier)
+                and not self._is_backup_noted
+            ):
                 self._is_backup_noted = True
                 backup = short(self._directory / arrivals.backup_folder)
                 self._note(f"paceline: files of an earlier start that differ moved to {backup}")

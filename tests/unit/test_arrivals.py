@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from paceline.rundir import arrivals
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
+from paceline.spec.errors import NodeError
 from paceline.transfer.follow import is_remote
 from paceline.transfer.results import Fetcher
 
@@ -122,6 +125,61 @@ def test_large_files_are_compared_outside_the_event_loop(
         bring(home, {"model.pt": data}, there)
     assert threads
     assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("problem", ["host lost", "damaged"])
+def test_an_earlier_file_stays_if_the_new_one_does_not_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    home, there = tmp_path / "run", tmp_path / "node"
+    RunDirectory(home).close()
+    bring(home, {"model.pt": b"first"}, there)
+    RunDirectory(home).close()
+    add = safe_paths.IncomingFile.add
+
+    def fail(self: safe_paths.IncomingFile, offset: int, data: bytes) -> None:
+        if problem == "host lost":
+            raise ConnectionError
+        add(self, offset, b"x" + data[1:])
+
+    monkeypatch.setattr(safe_paths.IncomingFile, "add", fail)
+    with pytest.raises(ConnectionError if problem == "host lost" else NodeError):
+        bring(home, {"model.pt": b"second"}, there)
+    assert content(home) == {"model.pt": b"first"}
+
+
+def test_threads_keep_all_earlier_files_that_differ(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).close()
+    paths = [f"out/{number}" for number in range(200)]
+
+    def write(path: str, data: bytes) -> None:
+        set_aside = partial(start.set_aside, path)
+        file = safe_paths.IncomingFile(str(tmp_path), path, False, set_aside)
+        file.add(0, data)
+        file.finish()
+        start.record(path)
+
+    for first in (True, False):
+        RunDirectory(tmp_path).close()
+        start = Arrivals(tmp_path)
+        with ThreadPoolExecutor(8) as pool:
+            data = [b"same" if first or at % 3 else b"new" for at in range(len(paths))]
+            list(pool.map(write, paths, data))
+    (backup,) = tmp_path.glob("files-before-*")
+    assert content(backup) == {path: b"same" for at, path in enumerate(paths) if at % 3 == 0}
+
+
+def test_a_second_follower_does_not_replace_what_the_first_moved(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).close()
+    Arrivals(tmp_path).record("a")
+    fill(tmp_path, {"a": b"first"})
+    RunDirectory(tmp_path).close()
+    for follower, data in [(Arrivals(tmp_path), b"second"), (Arrivals(tmp_path), b"third")]:
+        fill(tmp_path, {"new": data})
+        follower.set_aside("a", str(tmp_path / "new"))
+        (tmp_path / "new").rename(tmp_path / "a")
+    (backup,) = tmp_path.glob("files-before-*")
+    assert content(backup) == {"a": b"first"}
 
 
 def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:

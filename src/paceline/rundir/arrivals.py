@@ -32,10 +32,14 @@ class Arrivals:
     Args:
         folder: An existing run directory. The first use determines whether it contains only files
             of runs.
+
+    Attributes:
+        has_backup: Whether a file of an earlier start was moved.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.has_backup = False
         self._arrived: set[str] = set()
         self._arrived_now: set[str] = set()  # since the current start
         self._start = ""  # its date and time
@@ -96,36 +100,30 @@ class Arrivals:
         """The folder for files of earlier starts that this start replaces."""
         return f"{names.FETCHED}-before-{self._start}"
 
-    def set_aside(self, path: str) -> Path | None:
-        """Moves a file that an earlier start brought; returns its new path, if there is one."""
-        if path in self._arrived_now or path not in self._arrived:
-            return None
-        target = f"{self.backup_folder}/{path}"
-        try:
-            safe_paths.rename(str(self._folder), path, target, durable=False)
-        except FileNotFoundError:  # removed by the user, or moved by another follower
-            return None
-        return self._folder / target
+    def set_aside(self, path: str, incoming: str) -> None:
+        """Moves a file that an earlier start brought, unless the file that replaces it is equal.
 
-    def record(self, path: str, earlier: Path | None = None) -> bool:
-        """Records that a file has arrived, so that the next may replace it.
+        Threads may call it for different paths. No folder is removed, which another may need.
 
         Args:
-            earlier: What :meth:`set_aside` returned for it; removed if it is equal.
-
-        Returns:
-            Whether ``earlier`` was kept.
+            incoming: Path of the complete new file, which gets its name afterwards.
         """
+        if path in self._arrived_now or path not in self._arrived:
+            return
+        target = f"{self.backup_folder}/{path}"
+        if os.path.lexists(self._folder / target):  # moved by another follower
+            return
+        with contextlib.suppress(FileNotFoundError):  # removed by the user
+            if not filecmp.cmp(incoming, self._folder / path, shallow=False):
+                safe_paths.rename(str(self._folder), path, target, durable=False)
+                self.has_backup = True
+
+    def record(self, path: str) -> None:
+        """Records that a file has arrived, so that the next may replace it."""
         if path not in self._arrived_now and not names.is_product(path):
             self._write(path)
             self._arrived_now.add(path)
         self._arrived.add(path)
-        if earlier is None or not filecmp.cmp(earlier, self._folder / path, shallow=False):
-            return earlier is not None
-        earlier.unlink()
-        with contextlib.suppress(OSError):  # other files are in it
-            os.removedirs(earlier.parent)
-        return False
 
     def _write(self, line: object) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -168,15 +169,15 @@ class Follower:
         """Writes a complete file, without a sync: it can be fetched again."""
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
-        earlier = None if direct else self._arrivals.set_aside(place)
-        file = safe_paths.IncomingFile(str(self._path), place, durable=False)
+        set_aside = None if direct else partial(self._arrivals.set_aside, place)
+        file = safe_paths.IncomingFile(str(self._path), place, False, set_aside)
         try:
             file.add(0, data)
             file.finish()
         finally:
             file.drop()
         if not direct:
-            self._arrivals.record(place, earlier)
+            self._arrivals.record(place)
 
     async def _append(self, path: str, mark: str, size: int) -> None:
         """Fetches the bytes appended to a file, or all of it if the local part differs.

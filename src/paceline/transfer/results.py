@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
@@ -97,17 +98,12 @@ class Fetcher:
             name = self._in_run(target, path)
             direct = supervisor and is_launcher_file(name) and not name.startswith(f"{FETCHED}/")
             place = name if direct else arrivals.place(name, host)
-            earlier = None
-            if self.keeps_earlier and not direct:
-                earlier = await asyncio.to_thread(arrivals.set_aside, place)
-            await self._fetch_to(channel, root, path, size, place)
-            if direct:
-                continue
-            # compares large files: agents must hear from this event loop meanwhile
-            if (
-                await asyncio.to_thread(arrivals.record, place, earlier)
-                and not self._is_backup_noted
-            ):
+            replaces_earlier = self.keeps_earlier and not direct
+            set_aside = partial(arrivals.set_aside, place) if replaces_earlier else None
+            await self._fetch_to(channel, root, path, size, place, set_aside)
+            if not direct:
+                await asyncio.to_thread(arrivals.record, place)
+            if arrivals.has_backup and not self._is_backup_noted:
                 self._is_backup_noted = True
                 backup = short(self._directory / arrivals.backup_folder)
                 self._note(f"paceline: files of an earlier start that differ moved to {backup}")
@@ -171,10 +167,14 @@ class Fetcher:
         folder = target.relative_to(self._directory).as_posix()
         return path if folder == "." else f"{folder}/{path}"
 
-    async def _fetch_to(self, channel: Channel, root: str, path: str, size: int, place: str) -> str:
+    async def _fetch_to(self, channel: Channel, root: str, path: str, size: int, place: str,
+                        before_rename: Callable[[str], None] | None = None) -> str:  # fmt: skip
         """Fetches a file to its place in the run directory; returns its SHA-256."""
+        folder = str(self._directory)
         try:
-            arriving = await asyncio.to_thread(IncomingFile, str(self._directory), place)
+            arriving = await asyncio.to_thread(
+                IncomingFile, folder, place, before_rename=before_rename
+            )
             await fetch_file(channel, root, path, size, arriving, self.note_once)
         except OSError as problem:
             if isinstance(problem, ConnectionError):

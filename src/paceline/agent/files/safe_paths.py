@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 import unicodedata
-from typing import Dict, Iterator, List, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 INCOMING = ".paceline-incoming"  # folder below the root: incomplete files
 MAX_PATH_LENGTH = 4096
@@ -312,15 +312,22 @@ class IncomingFile:
     Args:
         root, path: The folder, and the file's path below it.
         durable: Whether to flush the file to disk before it gets its name.
+        before_rename: Called with the path of the complete file before that gets its name.
 
     Attributes:
         size: Bytes received.
     """
 
-    def __init__(self, root: str, path: str, durable: bool = True) -> None:
+    def __init__(
+        self,
+        root: str,
+        path: str,
+        durable: bool = True,
+        before_rename: Optional[Callable[[str], None]] = None,
+    ) -> None:
         split_path(path)
         self.size = 0
-        self._durable = durable
+        self._durable, self._before_rename = durable, before_rename
         self._root, self._path = root, path
         self._part = "%s/%s" % (INCOMING, secrets.token_hex(8))
         self._fd = self._create()
@@ -358,6 +365,8 @@ class IncomingFile:
             raise ValueError("content does not have the hash %s" % sha256)
         if self._durable:
             os.fsync(self._fd)
+        if self._before_rename:
+            self._before_rename(os.path.join(self._root, self._part))
         rename(self._root, self._part, self._path, self._durable)
         self._part = ""
         self.drop()

@@ -201,15 +201,19 @@ def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     ["torch.py", "Torch.PY", "torch/__init__.py", "typing.cpython-311-x86_64-linux-gnu.so",
-     "model/cfg.py", "model/cfg.pyc"],
+     "model/cfg.py", "model/cfg.pyc", "model/__init__.py", "model/torch/__init__.py"],
 )  # fmt: skip
 def test_code_that_would_shadow_a_library_goes_to_a_folder_of_its_host(
     tmp_path: Path, name: str
 ) -> None:
     home, there = tmp_path / "run", tmp_path / "node"
     RunDirectory(home).close()
-    (note,) = bring(home, {name: b"evil", "wandb/code/train.py": b"1"}, there)
-    assert content(home) == {f"files/n1/{name}": b"evil", "wandb/code/train.py": b"1"}
+    (note,) = bring(
+        home, {name: b"evil", "wandb/code/train.py": b"1", "model/code/x.py": b"2"}, there
+    )
+    assert content(home) == {
+        f"files/n1/{name}": b"evil", "wandb/code/train.py": b"1", "model/code/x.py": b"2"
+    }  # fmt: skip
     assert f"{name} as files/n1/{name}" in note
 
 

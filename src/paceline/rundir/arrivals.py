@@ -137,5 +137,7 @@ class Arrivals:
 def _is_importable(path: str) -> bool:
     """Whether Python imports the file if it is started in the run directory or its ``model``."""
     *folders, name = path.casefold().split("/")
+    if folders[:1] == [names.MODEL]:
+        del folders[0]
     is_package = len(folders) == 1 and name.startswith("__init__.")
-    return name.endswith(_CODE_SUFFIXES) and (folders in ([], [names.MODEL]) or is_package)
+    return name.endswith(_CODE_SUFFIXES) and (not folders or is_package)

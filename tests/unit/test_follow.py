@@ -17,6 +17,7 @@ import pytest
 from agents import Served, agent_in_thread
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
+from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import detached_of
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError
@@ -185,6 +186,37 @@ def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path
         assert not remote.parent.exists()
         with pytest.raises(NodeError, match="has no run"):
             await follower.refresh()
+
+    run(path, work)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_files_of_an_earlier_start_are_left_to_the_end(
+    cache: Path, tmp_path: Path, resumed: bool
+) -> None:
+    """They are kept with a line, or replaced if the run continues that start."""
+    remote, path = there(cache, pid=1 << 22, ended=9.0, exit_code=0), home(tmp_path)
+    start = Arrivals(path)
+    start.record("out.txt")
+    fill(path, {"out.txt": "first"})
+    start.mark_start()
+    events = '{"event": "resumed", "host": "n1", "rank": 0}\n' if resumed else ""
+    new = {"config.json": "{}", "new.txt": "1"}
+    fill(remote, {"result.json": "{}", "events.jsonl": events, "out.txt": "second", **new})
+
+    async def work(follower: Follower, _: Served) -> None:
+        notes: list[str] = []
+        await follower.refresh()
+        assert (path / "out.txt").read_text() == "first"
+        fill(remote, dict.fromkeys(new, "changed"))
+        await follower.refresh()
+        assert {(path / name).read_text() for name in new} == {"changed"}
+        assert not list(path.glob("files-before-*"))
+        await follower.finish(note=notes.append)
+        assert (path / "out.txt").read_text() == "second"
+        backups = [file.read_text() for file in path.glob("files-before-*/out.txt")]
+        assert backups == ([] if resumed else ["first"])
+        assert ["differ moved to" in note for note in notes] == [True] * len(backups)
 
     run(path, work)
 

@@ -100,6 +100,10 @@ class Arrivals:
         """The folder for files of earlier starts that this start replaces."""
         return f"{names.FETCHED}-before-{self._start}"
 
+    def is_earlier(self, path: str) -> bool:
+        """Whether an earlier start brought the file, and the current one has not replaced it."""
+        return path in self._arrived and path not in self._arrived_now
+
     def set_aside(self, path: str, incoming: str) -> None:
         """Moves a file that an earlier start brought, unless the file that replaces it is equal.
 
@@ -108,7 +112,7 @@ class Arrivals:
         Args:
             incoming: Path of the complete new file, which gets its name afterwards.
         """
-        if path in self._arrived_now or path not in self._arrived:
+        if not self.is_earlier(path):
             return
         target = f"{self.backup_folder}/{path}"
         if os.path.lexists(self._folder / target):  # moved by another follower
@@ -122,7 +126,7 @@ class Arrivals:
         """Records that a file has arrived, so that the next may replace it."""
         if path not in self._arrived_now and not names.is_product(path):
             self._write(path)
-            self._arrived_now.add(path)
+        self._arrived_now.add(path)
         self._arrived.add(path)
 
     def _write(self, line: object) -> None:

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -166,16 +165,16 @@ class Follower:
         return data
 
     def _write_file(self, path: str, data: bytes) -> None:
-        """Writes a complete file, without a sync: it can be fetched again."""
+        """Writes a complete file, without a sync: it can be fetched again.
+
+        Leaves files of an earlier start to :meth:`finish`, which moves them if they differ, with a
+        line, or replaces them if the run continues that start.
+        """
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
-        set_aside = None if direct else partial(self._arrivals.set_aside, place)
-        file = safe_paths.IncomingFile(str(self._path), place, False, set_aside)
-        try:
-            file.add(0, data)
-            file.finish()
-        finally:
-            file.drop()
+        if not direct and self._arrivals.is_earlier(place):
+            return
+        safe_paths.write_file(str(self._path), place, data, durable=False)
         if not direct:
             self._arrivals.record(place)
 

@@ -75,6 +75,7 @@ def test_one_that_stands_still_while_others_wait(wait: tuple[Frame, ...]) -> Non
         "/home/me/.cache/paceline/jobs/d0846f4f1393-0480a93d/code",  # sent to the host
         "/home/me/paceline",
         "/home/me/src/paceline/train",
+        "/home/me/paceline/paceline",
     ],
 )
 def test_code_below_a_folder_of_the_products_name_is_the_scripts(folder: str) -> None:
@@ -92,6 +93,7 @@ def test_code_below_a_folder_of_the_products_name_is_the_scripts(folder: str) ->
     [
         "/v/site-packages/paceline/train/session.py",
         "/opt/clone/src/paceline/train/session.py",
+        "/home/me/.cache/paceline/jobs/0123/paceline/paceline/train/reduce/direct.py",  # recipes
         str(Path(hangs.__file__).parents[2] / "recipes/__init__.py"),
         "/home/me/.cache/paceline/agent/0123/paceline_agent/entry.py",
     ],

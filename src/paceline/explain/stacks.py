@@ -16,9 +16,10 @@ _FRAME = re.compile(
     r'^\s*(?:\[rank\d+\]: *)?File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<in>\S+)'
 )
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline_agent/|\.pyz/")
-# a clone that is installed in place; a project may lie below a folder of the product's name
 _PACKAGE = Path(__file__).parents[1]
-_CLONED_PACKAGE = "/src/paceline/"
+# a clone that is installed in place, and the copy that recipes send to hosts; a project may lie
+# below such a folder, too
+_OTHER_PACKAGES = ("/src/paceline/", "/paceline/paceline/")
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD_FUNCTIONS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
@@ -98,8 +99,8 @@ def _is_library(file: str) -> bool:
     """Whether a file belongs to a library or to Paceline, which hosts may have elsewhere."""
     if _LIBRARY.search(file) or file.startswith(f"{_PACKAGE}/"):
         return True
-    _, cloned, module = file.rpartition(_CLONED_PACKAGE)
-    return bool(cloned) and module in _package_files()
+    parts = (file.rpartition(package) for package in _OTHER_PACKAGES)
+    return any(package and module in _package_files() for _, package, module in parts)
 
 
 @cache

@@ -25,6 +25,12 @@ def main() -> None:
         run_program()
     except KeyboardInterrupt:  # before or after a verb
         sys.exit(128 + signal.SIGINT)
+    except RuntimeError as error:
+        # before Python 3.12, what interrupts the making of a class comes as "Error calling
+        # __set_name__"
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        sys.exit(128 + signal.SIGINT)
 
 
 def _exit(signum: int, _: FrameType | None) -> NoReturn:

@@ -13,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from paceline import __main__ as entry_point
 from paceline import cli
 from paceline.cli import job_options, options, program, settings_file
 from paceline.launch.planning.entry import entry_of, preload_of
@@ -226,6 +227,20 @@ def test_help_imports_little(argv: list[str], most: int) -> None:
     of_click = {"subprocess"} if sys.version_info < (3, 11) else set()  # by uuid, which it imports
     assert not ({"asyncio", "subprocess", "ssl"} - of_click) & plain
     assert len(modules) < most  # 93 and 131 on Python 3.11
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), ValueError()])
+def test_an_interrupt_while_a_class_is_made(
+    monkeypatch: pytest.MonkeyPatch, cause: BaseException
+) -> None:
+    def interrupted() -> None:
+        raise RuntimeError("Error calling __set_name__") from cause
+
+    monkeypatch.setattr("paceline.cli.main", interrupted)
+    is_interrupt = isinstance(cause, KeyboardInterrupt)
+    with pytest.raises(SystemExit if is_interrupt else RuntimeError) as ended:
+        entry_point.main()
+    assert getattr(ended.value, "code", 130) == 130
 
 
 # --- what a node imports before it forks

@@ -8,6 +8,7 @@ the folder and follow no link, and files that only the launching machine writes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -203,15 +204,14 @@ class Follower:
         return safe_paths.open_file(str(self._path), path, os.O_RDWR | os.O_CREAT)
 
     def _replace(self, fd: int, path: str) -> int:
-        """Renames the file of an earlier start and opens an empty one."""
-        file = self._path / path
-        inode = os.fstat(fd).st_ino
+        """Renames the file of an earlier start, opens an empty one and closes ``fd``."""
+        with contextlib.suppress(FileNotFoundError):  # another follower was faster
+            if os.path.samestat((self._path / path).lstat(), os.fstat(fd)):
+                backup = names.backup_name(Path(path)).as_posix()
+                safe_paths.rename(str(self._path), path, backup, durable=False)
+        replacement = self._open(path)
         os.close(fd)
-        if file.lstat().st_ino == inode:  # else another follower was faster
-            safe_paths.rename(
-                str(self._path), path, names.backup_name(Path(path)).as_posix(), durable=False
-            )
-        return self._open(path)
+        return replacement
 
     async def _agrees(self, fd: int, path: str, offset: int, count: int) -> bool:
         """Whether the last bytes before an offset are equal on both sides."""

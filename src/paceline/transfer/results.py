@@ -52,7 +52,6 @@ class Fetcher:
         self._noted = set[str]()
         self.incomplete_hosts: set[str] = set()
         self.keeps_earlier = True
-        self._is_backup_noted = False
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
                     skip: Callable[[str], bool] = lambda path: False,
@@ -103,10 +102,9 @@ class Fetcher:
             await self._fetch_to(channel, root, path, size, place, set_aside)
             if not direct:
                 await asyncio.to_thread(arrivals.record, place)
-            if arrivals.has_backup and not self._is_backup_noted:
-                self._is_backup_noted = True
+            if arrivals.has_backup:
                 backup = short(self._directory / arrivals.backup_folder)
-                self._note(f"paceline: files of an earlier start that differ moved to {backup}")
+                self.note_once(f"paceline: files of an earlier start that differ moved to {backup}")
             if place != name:
                 moved.append(f"{name} as {place}")
         if moved:

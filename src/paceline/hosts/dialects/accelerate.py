@@ -77,9 +77,12 @@ def load_yaml(reading: Reading, text: str, expected: str) -> Any:
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        if node is not None and _expanded_size(node, {}) > _MAX_YAML_NODES:
-            raise ValueError("anchors repeat too much")
-        return None if node is None else loader.construct_document(node)
+        if node is None:
+            return None
+        if _expanded_size(node, {}) > _MAX_YAML_NODES:
+            expected = f"aliases that stand for at most {_MAX_YAML_NODES:,} nodes in all"
+            raise ValueError(expected)
+        return loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: a date 2026-99-99
         mark = getattr(problem, "problem_mark", None)
         lines = split_lines(reading.text.rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,9 @@ def test_what_a_run_names_is_not_sent(command: Command, tmp_path: Path, secret: 
         run = make_run(tmp_path / f"{recipe}-{field}-{path.name}", recipe, **{field: str(path)})
         with pytest.raises(SettingError, match=f"names {path}, which is not sent") as error:
             command("evaluate", str(run), "-H", "n1,n2")
-        assert error.value.remedy == "Without -H it runs on this machine"
+        text, _, remedy = error.value.remedy.partition(": paceline ")
+        assert text == "To evaluate on this machine"
+        assert command(*shlex.split(remedy))
         assert "(or the run is older, or was moved)" in error.value.found
         flag = f"--{field.replace('_', '-')}"
         with pytest.raises(SettingError, match=f"names {path}, which is not sent") as error:

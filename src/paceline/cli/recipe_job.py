@@ -135,7 +135,7 @@ def prepared_job(
     """Yields the job that trains with a recipe, with all files of this machine that hosts need.
 
     Raises:
-        SettingError: Only the run of --like names some of the files that would be sent.
+        SettingError: Files that would be sent are named only by the run of --like.
     """
     ctx.meta[NAMED_PATHS] = named_paths(ctx, name, options, cluster)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
@@ -200,7 +200,7 @@ def named_paths(
     """Returns the paths of this machine that the command, or an earlier one of --like, names.
 
     Raises:
-        SettingError: Only the run of --like names some of the files that would be sent.
+        SettingError: Files that would be sent are named only by the run of --like.
     """
     argv = ctx.params["options" if "options" in ctx.params else "args"]
     values = {field: getattr(options, field, "") for field in (*DATA_FILES, "weights")}
@@ -212,9 +212,10 @@ def named_paths(
     typed = {path for field, path in paths.items() if field in explicit_options(name, argv)}
     named = recorded_paths.read(run) | typed
     if has_remote_host(cluster):
-        options_to_type = {f"--{field.replace('_', '-')}": path for field, path in paths.items()
-                           if path not in typed}  # fmt: skip
-        recorded_paths.require_named(run, options_to_type.items())
+        for field, path in paths.items():
+            if path not in typed:
+                option = shell_text([f"--{field.replace('_', '-')}", path])
+                recorded_paths.require_named(run, path, f"If the hosts may have it: {option}")
     return named.intersection(paths.values())
 
 

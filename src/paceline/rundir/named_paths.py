@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from paceline.rundir import detached_file, records
@@ -36,19 +36,12 @@ def read(run: Path) -> frozenset[str]:
     return frozenset(content.get("paths", ()) if detached_file.has_valid_seal(content, run) else ())
 
 
-def require_named(run: Path, paths: Iterable[tuple[str, str]], remedy: str = "") -> None:
-    """Raises SettingError for a path that would be sent to hosts on the word of a run.
-
-    Args:
-        paths: The options that a user would type: name, and absolute path of this machine.
-        remedy: What the user can do instead of typing the option.
-    """
-    named = read(run)
-    for option, path in paths:
-        if path not in named:
-            raise SettingError(
-                f"{run} names {path}, which is not sent to hosts unless you type it",
-                found="no command of yours named it for this run, so the name may come from a host"
-                " (or the run is older, or was moved)",
-                remedy=remedy or f"If the hosts may have it: {option} {path}",
-            )
+def require_named(run: Path, path: str, remedy: str) -> None:
+    """Raises SettingError for an absolute path that only the run's own files name."""
+    if path not in read(run):
+        raise SettingError(
+            f"{run} names {path}, which is not sent to hosts unless you type it",
+            found="no command of yours named it for this run, so the name may come from a host"
+            " (or the run is older, or was moved)",
+            remedy=remedy,
+        )

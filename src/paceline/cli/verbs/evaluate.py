@@ -28,6 +28,7 @@ from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.rundir.named_paths import require_named
 from paceline.rundir.records import read_object
+from paceline.spec.formatting import shell_text
 from paceline.spec.job import Entry, Input
 from paceline.spec.rundir import CONFIG, MODEL_CONFIG, model_paths, usable_checkpoint
 
@@ -45,10 +46,10 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
     if needs_no_launcher(ctx, dispatch):
         run_script("evaluate", ["--run", str(folder), *options])
     if not (parsed.data or parsed.data_dir) and has_remote_host(cluster):
-        paths = [(option, existing_path(name)) for option, name in recorded_data(folder)]
-        # typing --data would replace the recorded test set by a part of the training data
-        remedy = "Without -H it runs on this machine"
-        require_named(folder, [(option, path) for option, path in paths if path], remedy)
+        # --data would replace the recorded test set by a part of the training data
+        command = shell_text(["paceline", "evaluate", "-H", "local", str(run), *options])
+        for path in filter(None, map(existing_path, recorded_data(folder))):
+            require_named(folder, path, f"To evaluate on this machine: {command}")
     with gather_files(data_files(folder, parsed)) as files:
         job = build_job(
             ctx,
@@ -77,14 +78,13 @@ def data_files(folder: Path, options: EvaluateOptions) -> list[str]:
         return []
     if options.data:
         return [options.data, options.target]
-    return [name for _, name in recorded_data(folder)]
+    return recorded_data(folder)
 
 
-def recorded_data(folder: Path) -> list[tuple[str, str]]:
-    """Returns the training's data as options of ``paceline evaluate``: name and value."""
+def recorded_data(folder: Path) -> list[str]:
+    """Returns the data of the training, as the run names it: of training, targets and test."""
     recorded = read_model_config(folder).get("data", {})
-    keys = {"source": "--data", "target": "--target", "test": "--data"}
-    return [(option, str(recorded[key])) for key, option in keys.items() if recorded.get(key)]
+    return [str(recorded[key]) for key in ("source", "target", "test") if recorded.get(key)]
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -431,6 +431,14 @@ def test_the_same_code_is_used_where_it_is() -> None:
     assert placed(None, Host("n1", local=True)) == Place("in place", "/w/sub", ENTRY)
 
 
+def test_code_that_is_too_large_is_not_called_equal() -> None:
+    supplies, never = Supplies(Tree(TREE.root, [])), asked("never")
+    assert placed(SAME, supplies=supplies, ship=never).code == "not compared"
+    (note,) = planner.code_notes(job(ship=never), supplies)
+    assert note == "the code in /w is too large to compare with that of the hosts"
+    assert planner.code_notes(job(ship=never), Supplies(TREE)) == []
+
+
 @pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])
 def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
     sent = placed(code)

@@ -58,7 +58,8 @@ class NodePlan:
         interface: The interface that holds it.
         python: Absolute path of the interpreter.
         workdir: Folder in which the ranks run, on that node.
-        code: How the code got there: ``in place``, ``verified equal`` or ``shipped``.
+        code: The code is ``in place``, ``verified equal``, ``not compared`` (with ``--ship never``,
+            if it is too large) or ``shipped``.
         entry: What its ranks run, with paths of that node.
         env: Variables of this node's ranks that we set, with their sources. Values of forwarded
             variables do not stand here.

@@ -72,7 +72,7 @@ class Place:
     """Where a node's ranks run.
 
     Attributes:
-        code: The code is ``in place``, ``verified equal`` or ``shipped``.
+        code: The code is ``in place``, ``verified equal``, ``not compared`` or ``shipped``.
         workdir: Folder in which they run there.
         entry: What they run, with that node's paths.
         copies: What is sent there first.
@@ -338,6 +338,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         notes=(
             *notes,
             *link_notes(job, supplies, surveys),
+            *code_notes(job, supplies),
             *slot_notes(job, hosts),
             *gpu_notes(hosts, [survey.facts for survey in surveys]),
         ),
@@ -430,6 +431,8 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
     if tree is not None:
         root = code_root(host, tree)
         code = _code_placement(job, host, root, survey.code)
+        if code == "verified equal" and not tree.manifest:
+            code = "not compared"
         if code == "shipped":
             _check_links(job, tree)
             target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
@@ -463,6 +466,13 @@ def _check_links(job: Job, tree: Tree) -> None:
     """Raises SettingError if the tree has links out of it that may not be followed."""
     if not job.follow_links:
         reject_outward(tree.root, tree.outward)
+
+
+def code_notes(job: Job, supplies: Supplies) -> list[str]:
+    """Returns a note on code that was too large to be compared."""
+    if supplies.code is None or supplies.code.manifest or job.ship.value != "never":
+        return []
+    return [f"the code in {supplies.code.root} is too large to compare with that of the hosts"]
 
 
 def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> list[str]:

@@ -110,8 +110,8 @@ class Fetcher:
         if moved:
             examples = ", ".join(moved[:3]) + (" …" if len(moved) > 3 else "")
             self._note(
-                f"paceline: {pluralize(len(moved), 'file')} of {host} came to another place, where"
-                f" they replace nothing and no program looks for code: {examples}"
+                f"paceline: {pluralize(len(moved), 'file')} of {host} came to another place, which"
+                f" replaces nothing and where no program looks for code: {examples}"
             )
         return list(files)
 

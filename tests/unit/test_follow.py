@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from agents import Served, agent_in_thread
+from paceline.agent import detached_runs
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
@@ -149,6 +151,26 @@ def test_several_followers_of_one_folder_do_no_harm(cache: Path, tmp_path: Path)
         assert (path / "metrics.jsonl").read_bytes() == (remote / "metrics.jsonl").read_bytes()
 
     run(path, work)
+
+
+def test_requests_at_the_same_time_lock_a_folder_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there(cache)
+    opened, open_lock = threading.Barrier(2), detached_runs._open_lock
+
+    def open_together(folder: Path) -> int:
+        opened.wait(20)
+        return open_lock(folder)
+
+    async def work(follower: Follower, served: Served) -> None:
+        other = Follower(served.node.channel, RUN_ID, follower._path)
+        with monkeypatch.context() as patch:
+            patch.setattr(detached_runs, "_open_lock", open_together)
+            await asyncio.gather(follower.refresh(), other.refresh())
+        assert len(served.agent.run_locks) == 1  # and no other descriptor is left
+
+    run(home(tmp_path), work)
 
 
 def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path: Path) -> None:

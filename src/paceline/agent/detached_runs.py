@@ -227,10 +227,14 @@ def _has_ended(record: Message) -> bool:
 
 def _lock_folder(agent: Agent, folder: Path) -> None:
     """Keeps the folder while this agent reads it."""
-    if folder.name not in agent.run_locks:
-        with contextlib.suppress(OSError):  # there is nothing yet that could be removed
-            agent.run_locks[folder.name] = fd = _open_lock(folder)
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a disk may have none
+    if folder.name in agent.run_locks:
+        return
+    with contextlib.suppress(OSError):  # there is nothing yet that could be removed
+        fd = _open_lock(folder)
+        if agent.run_locks.setdefault(folder.name, fd) != fd:  # another thread was faster
+            os.close(fd)
+            return
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a disk may have none
 
 
 def _open_lock(folder: Path) -> int:

@@ -295,7 +295,7 @@ def test_what_is_not_what_was_read_there_does_not_come(
     async def work(served: Served) -> None:
         await Fetcher(home).fetch_files(served.node.channel, str(there), {"f": BLOCK * 3}, home)
 
-    with pytest.raises(NodeError, match="did not arrive as it is there"):
+    with pytest.raises(NodeError, match="did not arrive unchanged"):
         run(work)
     assert below(home) == {}
 

@@ -51,7 +51,7 @@ USER_TIMEOUT = 18  # TCP_USER_TIMEOUT, which some Pythons lack
 
 
 class CallRefused(Exception):
-    """The launcher has rejected this node; the text says why."""
+    """The launcher has rejected this node; the message says why."""
 
 
 def mac(key: bytes, *parts: str) -> str:

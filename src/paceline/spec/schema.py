@@ -23,7 +23,7 @@ MAX_DIGITS = 20  # of an integer, as in a frame
 
 
 class InvalidValue(Exception):
-    """A value does not match its schema; the text says why."""
+    """A value does not match its schema; the message says why."""
 
 
 def describe_value(value: Any) -> str:

@@ -134,7 +134,7 @@ class TrainingLoop:
         self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)
 
     def _allow_losses(self, loader: Loader) -> None:
-        """Lets the loader divide batches anew when ranks are lost."""
+        """Lets the loader divide batches again when ranks are lost."""
         recovery = self._membership.recovery
         if recovery is None:
             return

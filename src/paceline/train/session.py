@@ -368,7 +368,7 @@ class Session(Member):
     def epochs(
         self, loader: Loader, epochs: int = 1, steps: int = 0, *, every: int = 0
     ) -> Iterator[int]:
-        """Yields epoch numbers from where the training stands until its end.
+        """Yields the numbers of the epochs that remain.
 
         Args:
             loader: The training loader; iterate over it once for each number.

@@ -226,7 +226,7 @@ async def fetch_file(
             await asyncio.to_thread(target.finish, size, sha256)
         except ValueError as problem:
             raise NodeError(
-                f"{path} of {channel.host.name} did not arrive as it is there", found=str(problem)
+                f"{path} of {channel.host.name} did not arrive unchanged", found=str(problem)
             ) from None
     finally:
         await asyncio.to_thread(target.drop)

@@ -244,7 +244,7 @@ class Follower:
         )  # fmt: skip
         if self._missing:
             files = ", ".join(sorted(self._missing)[:5])
-            raise NodeError(f"{files} did not come as they are there")
+            raise NodeError(f"{files} changed each time they were fetched")
         record = records.read_object(self._path / DETACHED) or {}
         record |= {FETCHED_AT: round(time.time(), 3), LAST_STATUS: state}
         text = json.dumps(record, indent=2) + "\n"

@@ -31,7 +31,7 @@ Described = Iterable[tuple[str, str]]  # values, each with what is said beside i
 
 
 def suggestions(program: click.Command, name: str, args: list[str], incomplete: str) -> list[Item]:
-    """Returns the possible next words after ``args``; ``incomplete`` is what stands of the next."""
+    """Returns the possible next words after ``args``; ``incomplete`` is the start of the next."""
     args = list(args)
     ctx = _resolve_context(program, {}, name, args)
     if _belongs_to_script(ctx):

@@ -59,7 +59,7 @@ def try_sync(path: Path) -> bool:
 
 @contextlib.contextmanager
 def keep_synced(path: Path) -> Iterator[Callable[[], bool]]:
-    """Keeps a run's folder up to date meanwhile; yields what says whether the run is over.
+    """Keeps a run's folder up to date meanwhile; yields a function that tells whether it has ended.
 
     Raises:
         PacelineError: The host cannot be asked at first, or the results cannot be fetched.

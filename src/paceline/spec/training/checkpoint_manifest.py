@@ -22,7 +22,7 @@ _FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}(?!(?i:head)\Z)\w[\w.-]{0,99}", re.AS
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint differs from what was written; the text says how."""
+    """A checkpoint differs from what was written; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ _CLOSE_TIMEOUT_S = 1.0  # for a writer to notice that nothing more is taken
 
 
 class CopyRefused(Exception):
-    """The peer does not accept the copy, or not from us; the text says why."""
+    """The peer does not accept the copy, at all or from this sender; the message says why."""
 
 
 class CopyChannel:

@@ -190,7 +190,7 @@ class Membership:
         self._comparison_end = self._member.progress.step + CHECKED_STEPS
 
     def keep_received(self) -> None:
-        """Keeps a copy of the state that this newcomer received, before its script goes on.
+        """Keeps a copy of the state that this newcomer received, before its script continues.
 
         The script repeats what the other ranks have done already before an epoch's first batch;
         :meth:`restore_received` undoes that.

@@ -103,7 +103,7 @@ def write_results(folder: Path, rows: Sequence[scaling.Row]) -> None:
 
 
 def queue_time(scheduler: Scheduler) -> str:
-    """Returns how long this batch waited before it began, if its scheduler tells that."""
+    """Returns how long this batch waited before it began, if its scheduler reports that."""
     number = scheduler.allocation(os.environ)
     if number is None or not scheduler.can_follow() or not os.environ.get(SUBMITTED_VARIABLE):
         return ""

@@ -116,3 +116,14 @@ def test_a_checkpoint_knows_the_sizes() -> None:
     assert again.is_finished
     assert again.sizes == BucketSizes(125_000, 65_536)
     assert exchange.calls == [(125_000, 65_536)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "done"), [({}, True), ({"late": True}, False), ({"code": "int8"}, False)]
+)
+def test_a_checkpoint_of_an_earlier_version_is_read(changed: dict[str, Any], done: bool) -> None:
+    state = {"ranks": 2, "code": "", "may_be_late": True, "size": 125_000, "first": 65_536,
+             "late": False, "order": [0, 2, 1], **changed}  # fmt: skip
+    again = overlap_of(RecordingExchange())
+    again.load_state_dict(state)
+    assert (again.is_finished, again.sizes == BucketSizes(125_000, 65_536)) == (done, done)

@@ -132,10 +132,16 @@ class BucketTrial:
         return {"ranks": ranks, "size": self.sizes.size, "first": self.sizes.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Uses what was found before at once, if for as many ranks and exact averages."""
+        """Uses what was found before at once, if for as many ranks and exact averages.
+
+        A checkpoint of an earlier version may hold sizes for late updates (``late``) or coded
+        gradients (``code``): then sizes are tried again.
+        """
         if self._was_exact != self._is_exact:
             self.restart(0)
         if self.is_finished or state.get("ranks") != self._comms.world.size:
+            return
+        if state.get("late") or state.get("code"):
             return
         self.use(BucketSizes(state["size"], state["first"]))
         self.is_finished = True

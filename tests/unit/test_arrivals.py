@@ -345,3 +345,22 @@ def test_what_stays_on_a_node_is_not_removed_with_the_job(tmp_path: Path, cache:
 
     run(work)
     assert (cache / "jobs/job/code/a/.git/x").exists()
+
+
+def test_the_model_of_a_run_of_an_earlier_version_is_replaced(tmp_path: Path) -> None:
+    """Which kept no record of what was brought, beside the files of a tracker."""
+    planted = {"events.jsonl": b"", "result.json": b"{}", "tensorboard/events.out": b"theirs",
+               "model/config.json": b'{"sha256": "a"}', "model/model.safetensors": b"old",
+               "model/net.py": b"mine"}  # fmt: skip
+    home, there = fill(tmp_path / "run", planted), tmp_path / "node"
+    RunDirectory(home).close()
+    RunDirectory(home).close()
+    results = {"model/config.json": b'{"sha256": "b"}', "model/model.safetensors": b"new",
+               "model/net.py": b"evil", "tensorboard/events.out": b"newer"}  # fmt: skip
+    bring(home, results, there)
+    found = content(home)
+    assert found["model/model.safetensors"] == b"new"
+    assert found["model/config.json"] == b'{"sha256": "b"}'
+    assert found["model/net.py"] == b"mine"
+    assert found["tensorboard/events.out"] == b"theirs"
+    assert found["files/n1/tensorboard/events.out"] == b"newer"

@@ -49,6 +49,7 @@ class Arrivals:
                 lines = file.read(_MAX_RECORD_BYTES).split(b"\n")
         except FileNotFoundError:
             self.mark_start()
+            self._adopt_model()
             return
         for line in lines:
             entry = records.parse_json(line.decode("utf-8", "replace"))
@@ -77,6 +78,16 @@ class Arrivals:
             or _INPUT.fullmatch(path.name)
             for path in self._folder.iterdir()
         )
+
+    def _adopt_model(self) -> None:
+        """Counts the model of a run by an earlier version, which has no record, as arrived."""
+        described = records.read_object(self._folder / names.MODEL_CONFIG) or {}
+        if (self._folder / names.EVENTS).exists() and "sha256" in described:
+            for file in (self._folder / names.MODEL).iterdir():
+                path = f"{names.MODEL}/{file.name}"
+                if names.is_product(path):
+                    self._arrived.add(path)
+                    self._write(path)
 
     def place(self, path: str, host: str) -> str:
         """The path below the folder for a file of a host, if no reason refuses its own path."""

@@ -36,7 +36,7 @@ from paceline.remote import this_machine
 from paceline.remote.agent_code import detach_source
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.fanout import refusal_error, use_pidfd_watcher
-from paceline.remote.link import ProcessLink
+from paceline.remote.link import ProcessLink, spawn
 from paceline.remote.login import MAX_ATTEMPTS, MAX_PARALLEL_LOGINS, Wrap, connect
 from paceline.remote.openssh import (
     NO_ANSWER,
@@ -579,15 +579,8 @@ class Login:
         Uses no ssh on this machine. Does not wait for a reply.
         """
         remote = agent_command(python)
-        process = await asyncio.create_subprocess_exec(
-            *(remote if host.local else ssh_command(host, ssh, remote)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C goes to the launcher only
-            limit=MAX_MESSAGE_BYTES,
-        )
-        login = cls(host, ProcessLink(process))
+        command = remote if host.local else ssh_command(host, ssh, remote)
+        login = cls(host, ProcessLink(await spawn(command, limit=MAX_MESSAGE_BYTES)))
         login._stderr_task = asyncio.create_task(login._read_stderr())
         text = json.dumps(start).encode()
         login._link.writer.write(detach_source(program) + b"%010d" % len(text) + text)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -15,6 +16,56 @@ from paceline.remote.openssh import SSH_FAILED
 
 EXIT_GRACE_S = 0.5  # after the child's end
 _POLL_S = 0.01
+
+
+async def spawn(
+    argv: Sequence[str], *, stdin: int = PIPE, stderr: int = PIPE,
+    env: Mapping[str, str] | None = None, limit: int = 1 << 16,
+) -> asyncio.subprocess.Process:  # fmt: skip
+    """Starts a command; Ctrl-C is for the launcher alone, which ends the job in order.
+
+    May be cancelled. asyncio's function would then wait until all pipes to the child are closed,
+    and a grandchild (ssh's ProxyCommand) may hold one open for minutes.
+
+    Args:
+        argv, env: The command, and its environment if it is not this process's.
+        stdin, stderr: As of ``subprocess``; standard output is a pipe.
+        limit: Bytes of a line that can be read from a pipe.
+    """
+    creating = asyncio.ensure_future(asyncio.create_subprocess_exec(
+        *argv, stdin=stdin, stdout=PIPE, stderr=stderr, env=env, limit=limit,
+        start_new_session=True,
+    ))  # fmt: skip
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        await asyncio.wait([creating])  # for milliseconds
+        if not creating.cancelled() and creating.exception() is None:
+            await _kill(creating.result())
+        raise
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    _signal_group(process, signal.SIGKILL)
+    try:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(wait_for_exit(process), EXIT_GRACE_S)
+    finally:
+        _close_pipes(process)
+
+
+def _signal_group(process: asyncio.subprocess.Process, signum: int) -> None:
+    """Signals the child's whole group, including a ProxyCommand that holds the pipes."""
+    # macOS raises "not permitted" for a group that has just ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signum)
+
+
+def _close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Closes the pipes, which a grandchild may hold open, before the event loop ends."""
+    transport = getattr(process, "_transport", None)  # asyncio offers no other way
+    if transport is not None:
+        transport.close()
 
 
 async def wait_for_exit(process: asyncio.subprocess.Process) -> None:
@@ -31,16 +82,12 @@ async def run_process(
     argv: Sequence[str], timeout_s: float, stdin: str = "", env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end; raises asyncio.TimeoutError once it was killed."""
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE, env=env, start_new_session=True,
-    )  # fmt: skip
+    process = await spawn(argv, env=env)
     try:
         streams = await asyncio.wait_for(process.communicate(stdin.encode()), timeout_s)
     finally:
         if process.returncode is None:
-            process.kill()
-            await wait_for_exit(process)
+            await _kill(process)
     out, err = (stream.decode(errors="replace") for stream in streams)
     assert process.returncode is not None
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
@@ -127,12 +174,7 @@ class ProcessLink:
 
     async def drop(self) -> None:
         """Kills the child, so that it cannot pass on the end of its input."""
-        self._signal(signal.SIGKILL)
-        try:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(wait_for_exit(self._process), EXIT_GRACE_S)
-        finally:
-            self._close_pipes()
+        await _kill(self._process)
 
     async def release(self) -> None:
         """Kills the child unless it is the agent, which is no longer ours to end."""
@@ -144,7 +186,7 @@ class ProcessLink:
             transport._proc = None  # or asyncio would kill it when it closes the pipes
         if sys.version_info < (3, 12):
             asyncio.get_child_watcher().remove_child_handler(self._process.pid)
-        self._close_pipes()
+        _close_pipes(self._process)
 
     async def end(self, patience_s: float) -> None:
         """Waits for the child, then terminates, then kills it."""
@@ -157,28 +199,16 @@ class ProcessLink:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._read_to_end(), EXIT_GRACE_S)
         finally:
-            self._close_pipes()
+            _close_pipes(self._process)
 
     async def _terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        _signal_group(self._process, signal.SIGTERM)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(wait_for_exit(self._process), 2.0)
         if self._process.returncode is None:
-            self._signal(signal.SIGKILL)
+            _signal_group(self._process, signal.SIGKILL)
             await wait_for_exit(self._process)
-
-    def _close_pipes(self) -> None:
-        """Closes the pipes, which a grandchild may hold open, before the event loop ends."""
-        transport = getattr(self._process, "_transport", None)  # asyncio offers no other way
-        if transport is not None:
-            transport.close()
 
     async def _read_to_end(self) -> None:
         while not (self.reader.at_eof() and self.errors.at_eof()):
             await asyncio.sleep(0.005)  # the channel's own tasks do the reading
-
-    def _signal(self, signum: int) -> None:
-        """Signals the child's whole group, including a ProxyCommand that holds the pipes."""
-        # macOS raises "not permitted" for a group that has just ended
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signum)

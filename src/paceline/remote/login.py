@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paceline.remote import reconnection, this_machine, warm
 from paceline.remote.channel import Channel, LoginError
-from paceline.remote.link import Link, ProcessLink, run_process
+from paceline.remote.link import Link, ProcessLink, run_process, spawn
 from paceline.remote.openssh import (
     SILENT,
     SshOptions,
@@ -114,15 +114,7 @@ async def effective_config(host: Host, options: SshOptions) -> dict[str, list[st
 
 
 async def _start(command: list[str], is_agent: bool = False) -> Link:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
-        limit=1 << 20,
-    )
-    return ProcessLink(process, is_agent)
+    return ProcessLink(await spawn(command, limit=1 << 20), is_agent)
 
 
 async def connect_to_warm_agent(

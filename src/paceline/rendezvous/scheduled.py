@@ -16,7 +16,7 @@ from typing import Protocol
 from paceline.agent import caller
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
-from paceline.remote.link import wait_for_exit
+from paceline.remote.link import spawn, wait_for_exit
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.rendezvous.endpoint import local_addresses
 from paceline.rendezvous.listener import Connection, Listener, caller_command, caller_config
@@ -327,14 +327,10 @@ async def run_command(argv: Sequence[str], env: Mapping[str, str | None]) -> tup
 async def _spawn(argv: Sequence[str], env: Mapping[str, str | None]) -> asyncio.subprocess.Process:
     """Starts a command with these variables on top of the launcher's; ``None`` removes one."""
     merged: dict[str, str | None] = {**os.environ, **env}
-    return await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+    return await spawn(
+        argv, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.STDOUT,
         env={name: value for name, value in merged.items() if value is not None},
-        start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
-    )
+    )  # fmt: skip
 
 
 async def _read(stream: asyncio.StreamReader, output: bytearray) -> None:

@@ -1,0 +1,36 @@
+"""Child processes under links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from paceline.remote.link import run_process, spawn
+
+HOLDS_PIPES = ["sh", "-c", "sleep 60 & exec sleep 60"]  # as ssh's ProxyCommand does
+
+
+def test_starting_a_command_can_be_cancelled_at_any_point() -> None:
+    async def cancelled_after(steps: int) -> float:
+        starting = asyncio.create_task(spawn(HOLDS_PIPES))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        time.sleep(0.05)  # the shell starts its child meanwhile
+        starting.cancel()
+        start = time.monotonic()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return time.monotonic() - start
+
+    async def cancelled() -> list[float]:
+        return [await cancelled_after(steps) for steps in range(8)]  # started after nine
+
+    assert max(asyncio.run(cancelled())) < 20
+
+
+def test_a_command_is_killed_when_its_time_is_over() -> None:
+    start = time.monotonic()
+    with contextlib.suppress(asyncio.TimeoutError):
+        asyncio.run(run_process(HOLDS_PIPES, 0.2))
+    assert time.monotonic() - start < 20

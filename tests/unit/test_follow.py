@@ -23,9 +23,10 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import detached_of
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError
+from paceline.spec.rundir import is_growing
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import follow
-from paceline.transfer.follow import Follower, RunState, is_growing, is_remote
+from paceline.transfer.follow import Follower, RunState, is_remote
 
 RUN_ID = "ab" * 6
 
@@ -321,7 +322,9 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
     ("path", "added", "comes"),
     [("events.jsonl", True, True), ("logs/n1/0.log", True, True), ("screen.txt", True, True),
      ("plan.json", False, True), ("detached.json", False, False), ("owner.json", False, False),
-     (".paceline-key", False, False), ("model/config.json", False, True)],
+     (".paceline-key", False, False), ("model/config.json", False, True),
+     ("checkpoints/10/manifest.json", False, False), ("Checkpoints/10/x", False, False),
+     ("returned/0", False, False), ("files-before-1/model/config.json", False, False)],
 )  # fmt: skip
 def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:
     assert (is_growing(path), is_remote(path)) == (added, comes)

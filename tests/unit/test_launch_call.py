@@ -20,7 +20,7 @@ from paceline import api
 from paceline.agent.ranks import pickles
 from paceline.agent.ranks.function_call import FunctionCall
 from paceline.launch import call, interrupts
-from paceline.launch.call import RankError
+from paceline.launch.call import RankError, temporary_call_folder
 from paceline.launch.planning.planner import with_inputs
 from paceline.launch.results.summary import RunOutcome
 from paceline.spec.errors import NodeError, SettingError
@@ -207,6 +207,30 @@ def left(folder: Path, rank: int, value: Any, kind: str = "returned") -> Event:
     written = pickles.write(str(path), [("it", value)], cloudpickle)
     about = {"bytes": written.size, "sha256": written.sha256}
     return Event(kind, f"n{rank}", rank, fields=about)
+
+
+def test_only_what_a_call_has_left_is_removed(tmp_path: Path) -> None:
+    returned = tmp_path / "returned"
+    with temporary_call_folder(tmp_path, "train"):
+        (tmp_path / "call").touch()
+        returned.mkdir()
+        for name in ("0", "-1", "notes.txt"):
+            (returned / name).touch()
+    assert [path.name for path in returned.iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "call").exists()
+
+
+def test_a_link_is_not_emptied(tmp_path: Path) -> None:
+    run, documents = tmp_path / "run", tmp_path / "documents"
+    for folder in (run, documents):
+        folder.mkdir()
+    (documents / "0").touch()
+    with temporary_call_folder(run, "train"):
+        (run / "returned").symlink_to(documents)
+    assert [path.name for path in documents.iterdir()] == ["0"]
+    with pytest.raises(SettingError, match="links under names"), temporary_call_folder(run, "x"):
+        pass
+    assert (documents / "0").exists()
 
 
 def test_results_come_by_rank_and_by_host(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from paceline.cli import program
 from paceline.launch.results.summary import log_tail
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
-from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.rundir import log_file, safe_name
 
@@ -189,13 +188,11 @@ def test_a_run_directory_is_for_its_user_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["logs", "logs/n1", "logs/n1/0.log", "events.jsonl", "plan.json"])
 def test_links_in_a_run_directory_are_not_followed(tmp_path: Path, name: str) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    (run / name).parent.mkdir(parents=True)
+    directory = RunDirectory(run)
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
     other.mkdir()
     (other / "0.log").write_text("theirs")
-    (run / names.METRICS).touch()  # of an earlier run
-    (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(other / "0.log" if "." in name else other)
-    directory = RunDirectory(run)
     if name == "plan.json":
         directory.write_json(name, {})  # takes the link's place
     else:
@@ -241,9 +238,30 @@ def test_a_foreign_key_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_linked_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("0" * 24)
     (tmp_path / ".paceline-key").symlink_to(tmp_path / "other")
-    with pytest.raises(NodeError, match="cannot write") as caught:
+    with pytest.raises(SettingError, match="links under names that a run uses") as caught:
         RunDirectory(tmp_path)
-    assert "symbolic link" in caught.value.found
+    assert ".paceline-key -> " in caught.value.found
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "model", "returned", "Logs"])
+def test_a_folder_whose_links_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    """It would choose what is read, sent to hosts and removed."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
+    (run / "events.jsonl").touch()  # of an earlier run
+    (run / "data").symlink_to(other)  # of the user: no run uses that name
+    RunDirectory(run).close()
+    (run / name).symlink_to(other)
+    with pytest.raises(SettingError, match="links under names that a run uses"):
+        RunDirectory(run)
+    assert (run / name).is_symlink()
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    RunDirectory(tmp_path / "run").close()
 
 
 def test_a_full_disk_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,6 +309,7 @@ def saved_by(node: Node, home: RunDirectory) -> tuple[ResultCollector, list[str]
     """What is expected after this node's rank 0 has saved a model, and what the user was told."""
     notes: list[str] = []
     results = ResultCollector(home, notes.append)
+    results.set_first_node(node)
     results.on_event(node, Event("model saved", node.name, 0, fields={"sha256": "ab"}))
     return results, notes
 
@@ -334,6 +335,24 @@ def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:
         assert {name: (home.path / name).read_bytes() for name in MODEL} == MODEL
         assert results.missing_results(fleet_of(writer, first)) is None
         assert not notes
+
+    run(work)
+    home.close()
+
+
+def test_only_the_node_that_saves_is_believed(tmp_path: Path) -> None:
+    home, forged = RunDirectory(tmp_path / "run"), fill(tmp_path / "n2", MODEL)
+    real = {**MODEL, "model/model.safetensors": content("r", 900)}
+    there = fill(tmp_path / "n1", real)
+
+    async def work(served: Served) -> None:
+        first, other = hosted(served, "n1", there), hosted(served, "n2", forged)
+        results, _ = saved_by(first, home)
+        for kind in ("model saved", "model kept elsewhere"):
+            fields = {"sha256": "cd", "folder": str(forged)}
+            results.on_event(other, Event(kind, "n2", 1, fields=fields))
+        await results.fetch(fleet_of(first, other))
+        assert {name: (home.path / name).read_bytes() for name in MODEL} == real
 
     run(work)
     home.close()

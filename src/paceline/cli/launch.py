@@ -52,7 +52,7 @@ def launch_job(
         on_success: Called with the run directory once the job has ended well.
     """
     from paceline.rundir import named_paths
-    from paceline.rundir.directory import claimed, fresh_path, require_replaceable
+    from paceline.rundir.directory import claimed, fresh_path, require_usable
 
     if dispatch.kind == "submit":
         directory = ctx.params["run_dir"] or fresh_path(parent, job.name)
@@ -73,7 +73,7 @@ def launch_job(
     run_dir = None
     if not ctx.params["plan_only"]:
         run_dir = ctx.params["run_dir"] or ctx.with_resource(claimed(parent, job.name))
-        require_replaceable(run_dir)
+        require_usable(run_dir)
     inspect = make_inspect(ctx, job, cluster, dispatch, run_dir)
     if run_dir is None:
         return show_plan(ctx, job, cluster, dispatch.transport, package, inspect)

@@ -7,6 +7,7 @@ import inspect
 import linecache
 import logging
 import marshal
+import os
 import sys
 import sysconfig
 import threading
@@ -16,10 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, overload
 
+from paceline.agent.files import safe_paths
 from paceline.agent.ranks import pickles
 from paceline.launch.planning.entry import COMPILER, preload_of
 from paceline.launch.results.summary import RunOutcome, log_tail
-from paceline.rundir.directory import claim, short
+from paceline.rundir.directory import claim, require_usable, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError
 from paceline.spec.events import Event
@@ -410,11 +412,20 @@ def temporary_call_folder(run_dir: Path | None, name: str) -> Iterator[Path]:
     """
     path = (run_dir or claim(Path(names.DEFAULT_PARENT), name)).absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_usable(path)
     try:
         yield path
     finally:
-        for pickled in [path / names.CALL, *(path / names.RETURN_VALUES).glob("*")]:
-            pickled.unlink(missing_ok=True)
-        for folder in (path / names.RETURN_VALUES, path):
-            with suppress(OSError):  # there is more in it
-                folder.rmdir()
+        _remove_pickles(path)
+        with suppress(OSError):  # there is more in it
+            path.rmdir()
+
+
+def _remove_pickles(run_dir: Path) -> None:
+    """Removes the call and what ranks returned; follows no links."""
+    with suppress(OSError), safe_paths.FolderCache(str(run_dir)) as folders:
+        folders.remove(names.CALL)
+        for name in os.listdir(folders.descriptor(names.RETURN_VALUES)):  # noqa: PTH208
+            if name.lstrip("-").isdecimal():  # a rank; -1 is a whole host
+                folders.remove(f"{names.RETURN_VALUES}/{name}")
+        (run_dir / names.RETURN_VALUES).rmdir()

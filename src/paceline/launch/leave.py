@@ -60,6 +60,7 @@ from paceline.spec.launchers import PROCESS_VARIABLES
 from paceline.spec.serialization import to_jsonable
 from paceline.spec.settings import Source
 from paceline.transfer import data
+from paceline.transfer.checkpoints import CheckpointFetcher, local_sizes
 from paceline.transfer.data import DataFolder
 from paceline.transfer.files import send_tree
 from paceline.transfer.follow import is_remote
@@ -271,7 +272,8 @@ class _DetachedStart:
             if kind != "package":
                 folders[kind] = await send_tree(channel, tree.manifest, tree.file, name, kind)
         assert directory.key
-        own_files = [names.KEY, names.METRICS, names.CHECKPOINTS]
+        checkpoints = await asyncio.to_thread(local_sizes, directory.path / names.CHECKPOINTS)
+        own_files = [names.KEY, names.METRICS, *(f"{names.CHECKPOINTS}/{p}" for p in checkpoints)]
         run = await asyncio.to_thread(read_parts, directory.path, own_files)
         self._sent_manifest = run.manifest
         folders[RUN_FOLDER] = await send_tree(channel, run.manifest, run.file, name, RUN_FOLDER)
@@ -370,10 +372,7 @@ class _DetachedStart:
                 return None, folder
             elif "over" in report:
                 if channel is not None and directory is not None:
-                    await Fetcher(directory.path, self._screen.note).fetch(
-                        channel, f"{folder}/{RUN_FOLDER}", self._sent_manifest, directory.path,
-                        skip=lambda path: not is_remote(path), supervisor=True,
-                    )  # fmt: skip
+                    await self._fetch_results(channel, directory, f"{folder}/{RUN_FOLDER}")
                 login.send({"do": "done"})
                 if error := report.get("error"):
                     raise PacelineError(
@@ -381,6 +380,14 @@ class _DetachedStart:
                         exit_code=report["over"],
                     )  # fmt: skip
                 return int(report["over"]), folder
+
+    async def _fetch_results(self, channel: Channel, directory: RunDirectory, root: str) -> None:
+        """Fetches the files of a run that was over before it was detached."""
+        note = self._screen.note
+        fetcher = Fetcher(directory.path, note)
+        await CheckpointFetcher(channel, root, directory.path, fetcher, note=note).sync()
+        await fetcher.fetch(channel, root, self._sent_manifest, directory.path,
+                            skip=lambda path: not is_remote(path), supervisor=True)  # fmt: skip
 
     async def _next_message(self, login: Login) -> dict[str, Any] | None:
         """Returns the supervisor's next message; raises if a caller fails first."""

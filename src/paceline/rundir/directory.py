@@ -48,7 +48,7 @@ class RunDirectory:
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
-            require_replaceable(self.path)
+            require_usable(self.path)
             self._read_key()
             self._claim()
             Arrivals(self.path).mark_start()  # before the run writes other files
@@ -229,9 +229,21 @@ class RunDirectory:
                 (self.path / name).unlink()
 
 
-def require_replaceable(folder: Path) -> None:
-    """Raises SettingError if files that a run would replace are not those of a run."""
-    foreign = names.replaced_files(folder) if folder.is_dir() else []
+def require_usable(folder: Path) -> None:
+    """Raises SettingError if a run must not use the folder.
+
+    That is so if files that a run would replace are not those of a run. Or if a name of a run is a
+    link: then a folder from elsewhere would choose what is read, sent to hosts and removed.
+    """
+    if not folder.is_dir():
+        return
+    if links := [path for path in names.run_entries(folder) if path.is_symlink()]:
+        raise SettingError(
+            f"the run directory {folder} holds links under names that a run uses",
+            found="\n".join(f"{path.name} -> {path.readlink()}" for path in links[:5]),
+            remedy="Remove them. To use another disk, give a --run-dir there, which may be a link",
+        )
+    foreign = names.replaced_files(folder)
     if foreign:
         raise SettingError(
             f"the run directory {folder} holds files of something else",

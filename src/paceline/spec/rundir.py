@@ -79,6 +79,13 @@ def replaced_files(folder: Path) -> list[str]:
     return sorted(present & replaced)
 
 
+def run_entries(folder: Path) -> list[Path]:
+    """The entries of a folder under names that a run uses, in order."""
+    products = {MODEL, *PRODUCTS}
+    entries = sorted(folder.iterdir())
+    return [path for path in entries if path.name in products or is_launcher_file(path.name)]
+
+
 def safe_name(name: str) -> str:
     """A host's name as a folder's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
@@ -234,6 +241,16 @@ def is_reserved(path: str) -> bool:
 def is_fetched_separately(path: str) -> bool:
     """Whether a path in a node's run folder is not fetched with the other results."""
     return path.split("/")[0] in (CHECKPOINTS, CALL, RETURN_VALUES) or path.startswith(".paceline")
+
+
+def is_growing(path: str) -> bool:
+    """Whether a file of a run directory is only appended to."""
+    return path in (EVENTS, METRICS, SCREEN) or path.split("/")[0] in (LOGS, DEBUG)
+
+
+def is_backup(path: str) -> bool:
+    """Whether a path holds files of an earlier start, which a later one has moved aside."""
+    return is_launcher_file(path) and "-before-" in path.split("/")[0]
 
 
 def reserved_reason(path: str) -> str:

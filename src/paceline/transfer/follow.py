@@ -28,7 +28,7 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import write_text
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
-from paceline.spec.detached import DETACHED, SCREEN, DetachedRecord, SupervisorLocation
+from paceline.spec.detached import DETACHED, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import read_events
 from paceline.spec.formatting import shell_text
@@ -38,7 +38,6 @@ from paceline.transfer.results import Fetcher, write_error
 MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
 MAX_PARALLEL = 8
 OVERLAP_BYTES = 256  # bytes before the new ones that must match
-_GROWING = {names.EVENTS, names.METRICS, SCREEN}
 _LOCAL_FILES = {DETACHED, names.OWNER, names.FORECAST, names.BATCH, "index.html"}
 
 
@@ -60,16 +59,11 @@ class RunState:
         return self.state != "running"
 
 
-def is_growing(path: str) -> bool:
-    """Whether a file of a run directory is only appended to."""
-    top = path.split("/")[0]
-    return path in _GROWING or top in (names.LOGS, names.DEBUG)
-
-
 def is_remote(path: str) -> bool:
-    """Whether a file is taken from the supervisor's host."""
+    """Whether a file is taken from the supervisor's host, by its name alone."""
     top = safe_paths.fold_name(path.split("/")[0])
-    return top not in _LOCAL_FILES and not top.startswith(".")
+    is_local = top in _LOCAL_FILES or top.startswith(".") or names.is_backup(path)
+    return not is_local and not names.is_fetched_separately(top)
 
 
 class UnknownRun(NodeError):
@@ -128,7 +122,7 @@ class Follower:
             for path, (mark, size) in changed.items()
             if is_remote(path)
             and not safe_paths.refusal_reason(path)
-            and (is_growing(path) or size <= MAX_SMALL_BYTES)
+            and (names.is_growing(path) or size <= MAX_SMALL_BYTES)
         ]
         await self._run_limited(fetches)
         has_ended = detached.ended is not None
@@ -150,7 +144,7 @@ class Follower:
 
     async def _fetch(self, path: str, mark: str, size: int) -> None:
         try:
-            if is_growing(path):
+            if names.is_growing(path):
                 await self._append(path, mark, size)
             else:
                 data = await self._read(path, 0, size, is_complete=True)
@@ -238,7 +232,7 @@ class Follower:
         await fetcher.fetch(
             self.channel, self._root, None, self._path,
             skip=lambda path: path in _LOCAL_FILES or names.is_fetched_separately(path)
-            or is_growing(path),
+            or names.is_growing(path) or names.is_backup(path),
             rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip

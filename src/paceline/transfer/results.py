@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from paceline.agent.files import safe_paths
 from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
+from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import short
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize
-from paceline.spec.rundir import FETCHED, is_launcher_file
+from paceline.spec.rundir import FETCHED, backup_name, is_growing, is_launcher_file
 from paceline.transfer.files import await_answer, fetch_file
 from paceline.transfer.tree import Manifest
 
@@ -97,8 +100,9 @@ class Fetcher:
             name = self._in_run(target, path)
             direct = supervisor and is_launcher_file(name) and not name.startswith(f"{FETCHED}/")
             place = name if direct else arrivals.place(name, host)
-            replaces_earlier = self.keeps_earlier and not direct
-            set_aside = partial(arrivals.set_aside, place) if replaces_earlier else None
+            set_aside = partial(arrivals.set_aside, place) if self.keeps_earlier else None
+            if direct:
+                set_aside = partial(self._back_up, name) if is_growing(name) else None
             await self._fetch_to(channel, root, path, size, place, set_aside)
             if not direct:
                 await asyncio.to_thread(arrivals.record, place)
@@ -114,6 +118,21 @@ class Fetcher:
                 f" replaces nothing and where no program looks for code: {examples}"
             )
         return list(files)
+
+    def _back_up(self, path: str, incoming: str) -> None:
+        """Renames a log of an earlier run, unless the file that replaces it continues it."""
+        folder = str(self._directory)
+        try:
+            fd = safe_paths.open_file(folder, path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        with os.fdopen(fd, "rb") as earlier, Path(incoming).open("rb") as replacement:
+            while block := earlier.read(BLOCK_BYTES):
+                if replacement.read(len(block)) != block:
+                    break
+            else:
+                return
+        safe_paths.rename(folder, path, backup_name(Path(path)).as_posix(), durable=False)
 
     async def list_files(self, channel: Channel, root: str, manifest: Manifest | None) -> Sizes:
         """Returns the sizes of new and changed files below ``root`` of a node."""

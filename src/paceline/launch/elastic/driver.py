@@ -453,7 +453,10 @@ class ElasticDriver:
             self._screen.note(f"paceline: {node.name} is here, as a spare")
 
     def on_event(self, node: Node, event: Event) -> None:
-        """Handles an event of an agent."""
+        """Handles an event of an agent, unless that is of a rank of another node."""
+        attempt = self.attempt
+        if attempt is not None and not attempt.recovery.has_rank(node.name, event.rank):
+            return
         if event.kind in ("imported", "import failed", "fork server died"):
             node.on_fork_server_event(event)
             self.show_imports()
@@ -462,7 +465,6 @@ class ElasticDriver:
         elif event.kind == "connection restored":
             text = f"the connection to {node.name} was lost"
             self._screen.note(f"paceline: {text}; dialled again after {event['seconds']:.1f} s")
-        attempt = self.attempt
         if attempt is not None:
             attempt.on_event(node, event)
             if event.kind == "regrouped":

@@ -226,6 +226,10 @@ class RecoveryController:
         """Number of hosts with ranks, including hosts that are lost for the moment."""
         return len(self._commands.parts)
 
+    def has_rank(self, host: str, rank: int | None) -> bool:
+        """Whether no other host has the rank of an event; also for an event of no rank."""
+        return rank is None or self._commands.hosts_of.get(rank, host) == host
+
     @property
     def departing_nodes(self) -> list[Node]:
         """Nodes that were asked to leave and have not been replaced."""

@@ -55,7 +55,14 @@ class ResultCollector:
         )  # fmt: skip
 
     def on_event(self, node: Node, event: Event) -> None:
-        """Follows the ranks' events about checkpoints, models and return values."""
+        """Follows the ranks' events about checkpoints, models and return values.
+
+        What concerns the whole job comes from the rank that saves, not from any other node.
+        """
+        if event.kind in ("returned", "raised") and event.rank is not None:
+            self._return_files[event.rank] = node, event["bytes"]
+        if node is not self.first:
+            return
         if event.kind == "begin" and not self._has_begun:
             self._has_begun, self._fetcher.keeps_earlier = True, not event["resumed"]
         if event.kind == "model kept elsewhere" and event["folder"]:
@@ -65,8 +72,6 @@ class ResultCollector:
             folder = f"{model_folder or node.run_folder}/{names.MODEL}"
             is_shared = node.shared_run_dir and not model_folder
             self._unfetched_model = None if is_shared else _Model(node, folder, event["sha256"])
-        if event.kind in ("returned", "raised") and event.rank is not None:
-            self._return_files[event.rank] = node, event["bytes"]
         if event.kind == "keeps checkpoints":
             self._max_checkpoints = event["keep"] or 0
             if self._checkpoints is not None:

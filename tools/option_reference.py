@@ -45,9 +45,10 @@ it is in several, the first of this list counts:
 3. `paceline.toml` in the current folder, under `[run]`. The key is the option without `--`:
    `nproc-per-node = 2`.
 
-An option in the table of a command takes the variable and the key of the setting of that name, too.
-See [how settings are read](run.md#settings). Some settings in `paceline.toml` need
-[your trust](run.md#settings-that-start-programs).
+The line "Settings" below a command's table lists the settings that the command takes, also those
+that the table explains. Any other option in the table has no variable and no key in `[run]`, even
+if a setting has the same name. See [how settings are read](run.md#settings). Some settings in
+`paceline.toml` need [your trust](run.md#settings-that-start-programs).
 """
 RECIPE_TEXT = """\
 ## Recipes
@@ -103,10 +104,11 @@ def _command_sections(command: click.Command, words: tuple[str, ...]) -> Iterato
         if {"--help", "--help-all"}.intersection(option.opts):
             continue
         setting = settings_registry().get(key_of(option))
-        if setting is not None and is_setting(option) and row_of(setting) == row_of(option):
+        if setting is not None and is_setting(option):
             shared.append(f"`--{key_of(option)}`")
-        else:
-            rows.append(row_of(option))
+            if row_of(setting) == row_of(option):
+                continue
+        rows.append(row_of(option))
     if isinstance(command, Verb) and command.options_of:
         rows += [row for _, section in sections_of(command.options_of) for row in section]
     if rows:

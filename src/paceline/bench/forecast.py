@@ -241,8 +241,8 @@ def conclusion(results: Sequence[Forecast]) -> str:
     text = f"fastest: {pluralize(best.hosts, 'host')}, {format_duration(best.total)} of training"
     if largest.hosts != best.hosts:
         text += (
-            f"; up to {pluralize(largest.hosts, 'host')} at {largest.efficiency:.0%} efficiency,"
-            f" {format_duration(largest.total)}"
+            f"; most hosts that are at least {MIN_EFFICIENCY:.0%} efficient: {largest.hosts}"
+            f" ({format_duration(largest.total)})"
         )
     return text
 

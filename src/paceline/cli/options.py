@@ -179,7 +179,8 @@ LAUNCH = [
     click.option("--name", help="Name of the run.", show_default="from the script"),
     MASTER_PORT,
     click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "ccl", "mpi"]),
-                 help="Refuse to start if torch lacks this backend."),
+                 help="Refuse to start if torch lacks this backend. Recipes use it; a script of"
+                      " your own must choose it itself."),
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
                  help="Copy the code to the hosts; auto: if it is missing or different there."),
     click.option("--follow-links", is_flag=True, help="Also send the targets of links that lead"
@@ -187,8 +188,8 @@ LAUNCH = [
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
                  help="auto binds each rank to its own cores, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
-                 help="Heartbeat timeout: a node stops its ranks when it has lost the launcher"
-                      " for this long."),
+                 help="Heartbeat timeout: a node that hears nothing from the launcher for 70 % of"
+                      " this time lets its ranks save, and ends them before the time is over."),
     click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
                  help="Time between SIGTERM and SIGKILL when you stop the job."),
     click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",

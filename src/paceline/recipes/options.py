@@ -61,8 +61,9 @@ class Options:
     global_batch: int = 64
     """Samples of one step over all processes; the same at any number of processes."""
     batch_per_process: int = 0
-    """Samples per process in a step. The global batch then grows with the number of processes, and
-    --global-batch is only the batch that --lr is meant for (0: divide --global-batch)."""
+    """Samples per process in a step. 0: --global-batch is divided among the processes. Otherwise
+    the global batch grows with the number of processes, and --global-batch is only the batch that
+    --lr is meant for."""
     micro_batch: str = "0"
     """Largest number of samples that a process computes at once; gradients of more are accumulated.
     A number (0: no limit), a number for some hosts, such as n2=8, or auto (each process tries what
@@ -524,7 +525,8 @@ class TranslationOptions(Options):
     """Train an encoder-decoder transformer from scratch on a parallel corpus."""
 
     model: str = "base"
-    """Size: tiny, small, base or big. The four options below change one of its numbers."""
+    """Size: tiny, small, base or big. --d-model, --layers, --heads and --ff each change one of its
+    dimensions."""
     d_model: int = 0
     """Width of the model (0: by --model; base: 512)."""
     layers: int = 0

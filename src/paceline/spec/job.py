@@ -235,7 +235,7 @@ class Job:
         bind: Whether ranks get CPUs of their own.
         debug: The libraries under the job shall tell what they do.
         any_world: Accept a world other than the planned one.
-        lease_s: Heartbeat timeout: seconds without the launcher after which a node ends the job.
+        lease_s: Heartbeat timeout: seconds without the launcher within which a node ends the job.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
         hang_timeout_s: Seconds after which a hang is ended; 0 only tells of it, ``auto`` measures
             them where ranks tell their steps.

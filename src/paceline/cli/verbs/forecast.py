@@ -69,8 +69,8 @@ class ForecastVerb(Verb):
               help="Measure every host alone, not one of each kind.")  # fmt: skip
 @click.option("--seconds", type=Seconds(0.0), default=DEFAULT_SECONDS, show_default=True,
               metavar="N",
-              help="How long to measure steps in each try; a round of steps is always"
-              " finished.")  # fmt: skip
+              help="How long to measure steps in each try. A round through all batch sizes"
+              " that has begun is finished.")  # fmt: skip
 @click.option("--price", type=Number(0.0), metavar="MONEY",
               help="Price of a host per hour: also print the cost of the training.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),

@@ -80,8 +80,8 @@ class Row:
 @settings_options(HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--prune", is_flag=True,
-              help="Remove files of finished runs from the hosts; first fetch what belongs to a"
-                   " run below runs/.")  # fmt: skip
+              help="Remove files of ended runs from the hosts. If a run has a folder below runs/"
+                   " here, fetch its results into it first.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> None:
     """List the runs below runs/ and detached runs on hosts.

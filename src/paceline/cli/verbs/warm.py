@@ -57,7 +57,7 @@ def command() -> None:
 @click.pass_context
 def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float,
        **_: object) -> None:  # fmt: skip
-    """Start an agent on every host that waits for `paceline run` with the same options.
+    """Start an agent on every host; it waits for `paceline run` with the same options.
 
     With SCRIPT, the modules that it imports are imported, too. A command with another interpreter,
     environment or imports still works, but has to import again.

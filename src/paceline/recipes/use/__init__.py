@@ -94,7 +94,7 @@ class BenchmarkOptions:
     iterations: int = 30
     """Timed calls per batch size."""
     warm_up: int = 5
-    """Untimed calls before them."""
+    """Untimed calls before the timed ones."""
     threads: int = 0
     """Threads of the CPU (0: torch's choice)."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"

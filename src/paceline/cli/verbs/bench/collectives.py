@@ -79,7 +79,9 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
     "-i", "--stepbytes", default="0", help="Bytes from one size to the next, instead of a factor."
 )
 @count_option("-n", "--iters", minimum=1, default=20, help="Timed calls of each size.")
-@count_option("-w", "--warmup-iters", minimum=0, default=5, help="Untimed calls before them.")
+@count_option(
+    "-w", "--warmup-iters", minimum=0, default=5, help="Untimed calls before the timed ones."
+)
 @count_option("-c", "--verify", minimum=0, default=1,
               help="0: do not check the results (--check of nccl-tests).")  # fmt: skip
 @click.option("-d", "--datatype", type=click.Choice(list(bandwidth.TYPES)), default="float",

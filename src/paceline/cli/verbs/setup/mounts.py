@@ -19,10 +19,16 @@ from paceline.spec.errors import SettingError
 @click.option("--at", required=True, help="Mount point on every host.")
 @click.option("--user", default="", help="Account on the server (cifs).")
 @click.option(
-    "--uid", type=click.IntRange(0), help="Owner of the files on the hosts (cifs); yours."
+    "--uid",
+    type=click.IntRange(0),
+    help="Owner of the files on the hosts (cifs).",
+    show_default="your own",
 )
 @click.option(
-    "--gid", type=click.IntRange(0), help="Group of the files on the hosts (cifs); yours."
+    "--gid",
+    type=click.IntRange(0),
+    help="Group of the files on the hosts (cifs).",
+    show_default="your own",
 )
 def command(kind: Any, server: str, path: str, at: str, user: str, uid: int | None,
            gid: int | None) -> None:  # fmt: skip

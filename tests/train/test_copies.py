@@ -75,16 +75,14 @@ def writer(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def taker(tmp_path: Path) -> Iterator[Receiver]:
-    one = Receiver(tmp_path / "taker", KEY, "127.0.0.1")
+    one = Receiver(tmp_path / "taker", KEY, "127.0.0.1", keep=2)
     yield one
     one.close()
 
 
-def offer(taker: Receiver, store: Store, name: str, *, key: bytes = KEY, keep: int = 2) -> int:
+def offer(taker: Receiver, store: Store, name: str, *, key: bytes = KEY) -> int:
     with socket.create_connection(taker.address, 5) as connection:
-        return send_checkpoint(
-            CopyChannel.connect(connection, key), store, name, keep, lambda _: None
-        )
+        return send_checkpoint(CopyChannel.connect(connection, key), store, name, lambda _: None)
 
 
 def test_a_copy_is_whole_and_pruned_as_the_original(
@@ -98,6 +96,24 @@ def test_a_copy_is_whole_and_pruned_as_the_original(
     assert json.loads((root / "best.json").read_text())["checkpoint"] == "20"
     assert sha256(root / "40/a/b") == sha256(writer.root / "40/a/b")
     assert offer(taker, writer, "40") == 0  # it has that
+
+
+def test_a_host_of_the_job_removes_no_earlier_checkpoints(tmp_path: Path, writer: Store) -> None:
+    """Each of them knows the key, so who offers something is not believed all of it."""
+    root = tmp_path / "taker"
+    earlier = Store(root)
+    earlier.claim_token(0, "")
+    for step in (10, 20, 30):
+        make(earlier, step, best=step == 10)
+    taker = Receiver(root, KEY, "127.0.0.1", keep=1)
+    taker.token = 2
+    forger = Store(tmp_path / "forger", token=2)
+    offer(taker, forger, make(forger, 10**6))
+    assert intact(root) == ["1000000.2", "30", "10"]  # the newest and the best that were there
+    forger = Store(tmp_path / "other", token=999_999)
+    with pytest.raises(CopyRefused, match="another writer"):
+        offer(taker, forger, make(forger, 1))
+    taker.close()
 
 
 def test_frozen_weights_travel_once(tmp_path: Path, writer: Store, taker: Receiver) -> None:
@@ -161,7 +177,7 @@ def test_no_other_name_is_taken(tmp_path: Path, writer: Store, taker: Receiver, 
     raw = (writer.root / "10/manifest.json").read_text()
     with socket.create_connection(taker.address, 5) as connection:
         talk = CopyChannel.connect(connection, KEY)
-        talk.send(name=name, manifest=raw, token=1, keep=2)
+        talk.send(name=name, manifest=raw, token=1)
         with pytest.raises(CopyRefused, match="no name of this checkpoint"):
             talk.receive()
     assert not (tmp_path / "taker").exists()
@@ -172,7 +188,7 @@ def test_files_stay_inside(tmp_path: Path, taker: Receiver) -> None:
         raw = Manifest(10, {name: FileEntry("0" * 64, 1)}, {}).encode().decode()
         with socket.create_connection(taker.address, 5) as connection:
             talk = CopyChannel.connect(connection, KEY)
-            talk.send(name="10", manifest=raw, token=1, keep=2)
+            talk.send(name="10", manifest=raw, token=1)
             with pytest.raises(CopyRefused, match="no file of a checkpoint"):
                 talk.receive()
 
@@ -201,7 +217,7 @@ def cut_off(taker: Receiver, store: Store, name: str, pieces: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
         with pytest.raises(OSError):
-            send_checkpoint(CopyChannel.connect(connection, KEY), store, name, 2, cut)
+            send_checkpoint(CopyChannel.connect(connection, KEY), store, name, cut)
 
 
 def test_a_copy_that_was_cut_off_again_and_again_comes_to_its_end(
@@ -241,7 +257,7 @@ def test_a_lost_writer_keeps_no_other_waiting(
     with socket.create_connection(taker.address, 5) as connection:
         talk = CopyChannel.connect(connection, KEY)
         raw = (writer.root / name / MANIFEST).read_text()
-        talk.send(name=name, manifest=raw, token=writer.token, keep=2)
+        talk.send(name=name, manifest=raw, token=writer.token)
         assert talk.receive() == {"send": True, "have": {}, "shared": []}
         taker.drop_sender()  # there is a new group
         assert offer(taker, writer, name) > 0
@@ -297,11 +313,11 @@ def rounds(told: list[CopyResult], count: int) -> list[CopyResult]:
 
 
 def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store) -> None:
-    takers = [Receiver(tmp_path / host, KEY, "127.0.0.1") for host in "bcd"]
+    takers = [Receiver(tmp_path / host, KEY, "127.0.0.1", keep=3) for host in "bcd"]
     takers[0].close()  # its host is gone
     peers = [_Peer(host, one.address) for host, one in zip("bcd", takers, strict=True)]
     told: list[CopyResult] = []
-    sender = _Sender(writer, 3, KEY, peers, 1, told.append)
+    sender = _Sender(writer, KEY, peers, 1, told.append)
     make(writer, 10, best=True)
     sender.wake()
     (first,) = rounds(told, 1)
@@ -356,7 +372,7 @@ def test_a_hostile_or_silent_host_is_replaced(
         hostile.start()
         peers = [_Peer("b", listener.getsockname()[:2]), _Peer("c", taker.address)]
         told: list[CopyResult] = []
-        sender = _Sender(writer, 3, KEY, peers, 1, told.append)
+        sender = _Sender(writer, KEY, peers, 1, told.append)
         make(writer, 10)
         sender.wake()
         (first,) = rounds(told, 1)
@@ -381,7 +397,7 @@ def test_in_a_new_group_what_was_under_way_comes_first(
     monkeypatch.setattr(copies, "rest_seconds", lambda took: 3600.0)
     told: list[CopyResult] = []
     peers = [_Peer("b", taker.address)]
-    former = _Sender(writer, 3, KEY, peers, 1, told.append)
+    former = _Sender(writer, KEY, peers, 1, told.append)
     make(writer, 10)
     former.wake()
     deadline = time.monotonic() + 60
@@ -390,11 +406,11 @@ def test_in_a_new_group_what_was_under_way_comes_first(
     make(writer, 20)
     former.close()
     monkeypatch.setattr(copies, "rest_seconds", lambda took: 0.0)
-    sender = _Sender(writer, 3, KEY, peers, 1, told.append, former)
+    sender = _Sender(writer, KEY, peers, 1, told.append, former)
     sender.wake()
     assert [(one.step, one.problem) for one in rounds(told, 2)] == [(10, ""), (20, "")]
     sender.close()
-    last = _Sender(writer, 3, KEY, peers, 1, told.append, sender)
+    last = _Sender(writer, KEY, peers, 1, told.append, sender)
     assert last._hosts_by_name == {"10": {"b"}, "20": {"b"}}
     last.close()
 
@@ -405,7 +421,7 @@ def test_copying_rests_and_hurries(
     rested: list[float] = []
     monkeypatch.setattr(copies, "rest_seconds", lambda took: rested.append(took) or 30.0)
     told: list[CopyResult] = []
-    sender = _Sender(writer, 2, KEY, [_Peer("b", taker.address)], 1, told.append)
+    sender = _Sender(writer, KEY, [_Peer("b", taker.address)], 1, told.append)
     make(writer, 10)
     sender.wake()
     assert eventually(lambda: bool(rested))

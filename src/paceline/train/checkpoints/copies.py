@@ -145,7 +145,7 @@ class CopyCoordinator:
         """Starts this rank's receiver and returns its address."""
         if self._receiver is None or not self._receiver.is_alive:
             with contextlib.suppress(OSError):
-                self._receiver = Receiver(self._store.root, self._key, own_address())
+                self._receiver = Receiver(self._store.root, self._key, own_address(), self._keep)
         if self._receiver is None:
             return None
         self._receiver.admit_hosts()
@@ -160,7 +160,6 @@ class CopyCoordinator:
         if peers:
             self._sender = _Sender(
                 self._store,
-                self._keep,
                 self._key,
                 peers,
                 count,
@@ -200,14 +199,13 @@ class _Sender:
     def __init__(
         self,
         store: Store,
-        keep: int,
         key: bytes,
         peers: Sequence[_Peer],
         count: int,
         report: Callable[[CopyResult], None],
         predecessor: _Sender | None = None,
     ) -> None:
-        self._store, self._keep, self._key = store, keep, key
+        self._store, self._key = store, key
         self._peers, self._count, self._report = [*peers], count, report
         self._hosts_by_name: dict[str, set[str]] = {}  # hosts by the name of what they have
         self.in_progress = ""  # its name
@@ -315,7 +313,7 @@ class _Sender:
                     raise CopyRefused("the training has ended")
                 self._fast.wait(rest_seconds(duration_s - round_trip_s))
 
-            return send_checkpoint(talk, self._store, name, self._keep, pause)
+            return send_checkpoint(talk, self._store, name, pause)
 
 
 def rest_seconds(duration_s: float) -> float:

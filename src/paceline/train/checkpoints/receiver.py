@@ -147,14 +147,17 @@ class Receiver:
 
     Args:
         address: Of this host, as the others reach it.
+        keep: How many stay here, besides the newest and the best of earlier runs. The sender, which
+            any host of the job could be, does not choose that.
 
     Attributes:
         address: Address and port.
-        token: The largest that this rank has heard of.
+        token: The present writer's; 0: this rank has heard of none yet.
     """
 
-    def __init__(self, root: Path, key: bytes, address: str) -> None:
-        self._root, self._key = root, key
+    def __init__(self, root: Path, key: bytes, address: str, keep: int) -> None:
+        self._root, self._key, self._keep = root, key, keep
+        self._protected = Store(root).newest_and_best()
         self.token = 0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=4)
@@ -236,7 +239,7 @@ class Receiver:
         version, store = parse_version(name), Store(self._root, int(offer["token"]))
         if version is None or version[1] != manifest.step or version[0] > store.token:
             raise CopyRefused(f"{name[:100]!r} is no name of this checkpoint")
-        if store.token < self.token:
+        if self.token not in (0, store.token):
             raise CopyRefused("another writer has taken over")
         store.check_not_fenced()
         with contextlib.suppress(OSError):
@@ -272,7 +275,7 @@ class Receiver:
         finally:
             if not can_continue:
                 shutil.rmtree(folder, ignore_errors=True)
-        store.prune(int(offer["keep"]))
+        store.prune(self._keep, self._protected)
         return {"taken": True}
 
 
@@ -358,13 +361,12 @@ def _receive_files(
 
 
 def send_checkpoint(
-    talk: CopyChannel, store: Store, name: str, keep: int, pause: Callable[[float], None]
+    talk: CopyChannel, store: Store, name: str, pause: Callable[[float], None]
 ) -> int:
     """Offers a checkpoint and sends what the receiver lacks; returns the bytes that were sent.
 
     Args:
         store, name: The writer's store, and the checkpoint's name there.
-        keep: How many the receiver keeps.
         pause: Called with the seconds that each piece took; returns when the next may go.
 
     Raises:
@@ -381,7 +383,7 @@ def send_checkpoint(
             (file, entry.bytes, opened.enter_context((folder / file).open("rb")))
             for file, entry in sorted(manifest.files.items())
         ]
-        talk.send(name=name, manifest=raw.decode(), token=store.token, keep=keep)
+        talk.send(name=name, manifest=raw.decode(), token=store.token)
         answer, sent = talk.receive(), 0
         if not matches(_REPLY, answer):
             raise CopyRefused("it answers an offer with what no receiver of this version sends")

@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -274,15 +274,25 @@ class Store:
             pointer = {"step": version[1], "checkpoint": checkpoint_name(version)}
             files.write_json(self.root / name, pointer)
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the newest ``keep`` and the best, and leftovers of killed writers."""
+    def newest_and_best(self) -> set[Version]:
+        """Returns the versions of the newest and the best complete checkpoint, if there are any."""
+        complete = [checkpoint for checkpoint in self.scan()[0] if checkpoint.is_complete]
+        chosen = [*complete[:1], self.best_of(complete)]
+        return {checkpoint.version for checkpoint in chosen if checkpoint is not None}
+
+    def prune(self, keep: int, protected: Collection[Version] = ()) -> None:
+        """Removes all but the newest ``keep``, the best and the protected ones.
+
+        Also removes leftovers of killed writers.
+        """
         checkpoints, _ = self.scan()
         best_checkpoint = self.best_of(checkpoints)
         if best_checkpoint is not None:  # a former writer may have noted its own, late
             self.point(BEST, best_checkpoint.version)
         complete = [checkpoint.version for checkpoint in checkpoints if checkpoint.is_complete]
         retained = sorted(complete, reverse=True)[:keep]
-        obsolete = expired(complete, keep, {best_checkpoint.version if best_checkpoint else None})
+        best_version = best_checkpoint.version if best_checkpoint else None
+        obsolete = expired(complete, keep, {best_version, *protected})
         if len(retained) == keep:  # else what is not whole may be all that somebody has
             obsolete += [
                 checkpoint.version

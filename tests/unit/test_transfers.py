@@ -25,7 +25,7 @@ from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
 from paceline.launch.results.collector import ResultCollector
-from paceline.remote.channel import AgentRefusal
+from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
@@ -37,7 +37,7 @@ from paceline.spec.rundir import frozen_file, parse_version
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import checkpoints, files, results
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
-from paceline.transfer.results import Fetcher
+from paceline.transfer.results import Fetcher, write_error
 from paceline.transfer.tree import Tree, cache_files, read_parts
 
 BLOCK = 512
@@ -298,6 +298,12 @@ def test_what_is_not_what_was_read_there_does_not_come(
     with pytest.raises(NodeError, match="did not arrive unchanged"):
         run(work)
     assert below(home) == {}
+
+
+def test_a_folder_name_of_a_host_is_quoted_in_what_is_to_be_typed() -> None:
+    channel = cast(Channel, SimpleNamespace(host=Host("n1")))
+    error = write_error(channel, "/x/$(touch here)", Path("/run"), OSError(5, "no", "/run/a"))
+    assert error.remedy.endswith("by hand: scp -r 'n1:/x/$(touch here)' .")
 
 
 # --- the trained model, when rank 0 is on another host by now than when it was written

@@ -16,7 +16,7 @@ from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import short
 from paceline.spec.errors import NodeError
-from paceline.spec.formatting import pluralize
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import FETCHED, backup_name, is_growing, is_launcher_file
 from paceline.transfer.files import await_answer, fetch_file
 from paceline.transfer.tree import Manifest
@@ -89,7 +89,7 @@ class Fetcher:
             raise NodeError(
                 f"the results on {channel.host.name} are larger than what is brought back",
                 found=f"{total >> 20} MiB in {root}",
-                remedy=f"Copy them by hand: scp -r {channel.host.address}:{root} .",
+                remedy=f"Copy them by hand: {_scp_command(channel, root)}",
             )
         host = channel.host.name
         self._check_room(channel, root, total)
@@ -153,7 +153,7 @@ class Fetcher:
                 f"the results on {channel.host.name} do not fit on this disk",
                 found=problem,
                 remedy="Make room there, or copy them by hand to another disk:"
-                f" scp -r {channel.host.address}:{root} .",
+                f" {_scp_command(channel, root)}",
             )
 
     async def _leave(self, channel: Channel, root: str, rejected: Mapping[str, str]) -> None:
@@ -206,5 +206,10 @@ def write_error(channel: Channel, root: str, folder: Path, problem: OSError) -> 
         f"cannot write what {channel.host.name} sends",
         found=f"{problem.strerror} ({problem.filename or folder})",
         remedy="Make room there, or look at what is in the way, or copy by hand:"
-        f" scp -r {channel.host.address}:{root} .",
+        f" {_scp_command(channel, root)}",
     )
+
+
+def _scp_command(channel: Channel, root: str) -> str:
+    """The command that copies a node's folder, whose name the node has chosen."""
+    return shell_text(["scp", "-r", f"{channel.host.address}:{root}", "."])

@@ -222,6 +222,17 @@ def test_a_folder_that_cannot_be_written_to(folder: Path, tmp_path: Path) -> Non
     assert len([*(tmp_path / "home").rglob("index.json")]) == 1
 
 
+def test_an_index_is_not_written_through_a_link(folder: Path, tmp_path: Path) -> None:
+    """A folder from elsewhere could lead it to any other one."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "index.json").write_text("{}")
+    (folder / ".paceline-index").symlink_to(other)
+    assert len(ShardedDataset(folder)) == 37
+    assert [path.name for path in other.iterdir()] == ["index.json"]
+    assert (other / "index.json").read_text() == "{}"
+
+
 # -- what is wrong -----------------------------------------------------------------------------
 
 

@@ -334,7 +334,8 @@ def _index_of(files: tuple[_File, ...]) -> _Index:
 
 
 def _index_folders(folder: Path) -> Iterator[Path]:
-    yield folder / _INDEX
+    if not (folder / _INDEX).is_symlink():  # the folder may come from somebody else
+        yield folder / _INDEX
     with contextlib.suppress(RuntimeError):  # nobody's home
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         yield Path(_CACHE_FOLDER).expanduser() / name

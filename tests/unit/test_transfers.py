@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
@@ -25,7 +24,8 @@ from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
 from paceline.launch.results.collector import ResultCollector
-from paceline.remote.channel import AgentRefusal, Channel
+from paceline.remote import channel as channel_module
+from paceline.remote.channel import AgentRefusal, Channel, HostSilent
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
@@ -678,26 +678,25 @@ def test_a_host_that_does_not_answer_is_named_and_given_up(
 ) -> None:
     there, home = fill(tmp_path / "there", FILES), tmp_path / "run"
     home.mkdir()
-    monkeypatch.setattr(files, "NOTE_AFTER_S", 0.05)
-    monkeypatch.setattr(files, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(channel_module, "NOTE_AFTER_S", 0.05)
+    monkeypatch.setattr(channel_module, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setitem(server.OPERATIONS, op, lambda *_: None)
-    noted: list[str] = []
+    late: list[str] = []
 
     async def work(served: Served) -> None:
-        await Fetcher(home, noted.append).fetch(served.node.channel, str(there), None, home)
+        served.node.channel.on_late = late.append
+        await Fetcher(home).fetch(served.node.channel, str(there), None, home)
 
-    action = {"list_results": f"listed the files in {there}",
-              "read_block": "sent the next part of a file"}[op]  # fmt: skip
-    with pytest.raises(NodeError, match=re.escape(f"n1 has not {action} for ")):
+    with pytest.raises(HostSilent, match=rf"n1 has not done its part \({op.replace('_', ' ')}\)"):
         run(work)
-    assert [f"waiting for n1, which has not {action} yet" in note for note in noted] == [True]
+    assert late == [op]
 
 
 def test_a_silent_host_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint was being fetched when the training ended; then a model is to be fetched."""
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
-    monkeypatch.setattr(files, "NOTE_AFTER_S", 0.05)
-    monkeypatch.setattr(files, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(channel_module, "NOTE_AFTER_S", 0.05)
+    monkeypatch.setattr(channel_module, "ANSWER_TIMEOUT_S", 0.3)
     asked: list[str] = []
     monkeypatch.setitem(
         server.OPERATIONS, "list_results", lambda agent, request, blob: asked.append(request["op"])
@@ -710,9 +709,8 @@ def test_a_silent_host_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
         results.on_event(node, Event("checkpoint", "n1", 0, fields={"step": 10}))
         await asyncio.sleep(0)
         await results.fetch(fleet_of(node))
-        assert len(notes) == 2
-        assert "waiting for n1, which has not listed the files" in notes[0]
-        assert "could not fetch the results of n1: n1 has not listed the files" in notes[1]
+        (note,) = notes
+        assert "could not fetch the results of n1: n1 has not done its part (list resu" in note
 
     run(work)
     assert asked == ["list_results"]

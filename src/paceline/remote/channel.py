@@ -51,6 +51,8 @@ PARK_TIMEOUT_S = 5.0  # for an agent to be done with a job
 HELLO_STALL_S = 5.0  # for the rest of a greeting that has begun
 POLL_S = 5.0  # between checks of a host without a lease
 SILENCE_TIMEOUT_S = 60.0  # after which such a host is abandoned
+NOTE_AFTER_S = 15.0  # without an answer, the user is told which host is waited for
+ANSWER_TIMEOUT_S = 600.0  # a slow network disk with many files takes minutes
 GOODBYE_TIMEOUT_S = 2.0  # to repeat the goodbye on another link after a break
 
 
@@ -71,6 +73,7 @@ class Channel:
         identity: The agent's random identity, hexadecimal.
         noise: Output outside frames (login banners), decoded.
         fingerprint: The host key, if this login pinned it for the first time.
+        on_late: Called with the name of a request whose answer is late.
         lost: Set when the connection has ended.
         violation: The protocol violation that ended the connection, if any.
         warm_slot: Where the agent can wait for the next command; ``None`` if it cannot.
@@ -90,6 +93,7 @@ class Channel:
         self.lost = asyncio.Event()
         self.received_at = 0.0
         self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_late: Callable[[str], None] = lambda op: None
         self.warm_slot: warm.WarmSlot | None = None
         self.is_parked = False
         self._link = link
@@ -249,7 +253,7 @@ class Channel:
         """Sends a request and returns the answer.
 
         Raises:
-            NodeError: The agent refuses.
+            NodeError: The agent refuses, or does not answer in ten minutes.
             ConnectionError: The connection ended before the answer.
         """
         message, _ = await self.request_with_blob(op, blob=blob, **fields)
@@ -270,14 +274,26 @@ class Channel:
             if self._is_linked:
                 with contextlib.suppress(OSError):
                     await self._link.writer.drain()
-            message, data = await answer
+            message, data = await self._await_answer(op, answer)
         except asyncio.CancelledError:
+            answer.cancel()
             if waiting is not None and self._lanes.withdraw(waiting):
                 del self._pending[number]  # it was never sent
             raise
         if "error" in message:
             raise AgentRefusal(self.host, op, message)
         return message, data
+
+    async def _await_answer(
+        self, op: str, answer: asyncio.Future[tuple[Message, bytes]]
+    ) -> tuple[Message, bytes]:
+        await asyncio.wait([answer], timeout=NOTE_AFTER_S)
+        if not answer.done():
+            self.on_late(op)
+            await asyncio.wait([answer], timeout=ANSWER_TIMEOUT_S - NOTE_AFTER_S)
+        if answer.cancel():  # it did not come
+            raise HostSilent(self.host, op)
+        return answer.result()
 
     def _enqueue(self, message: Message, blob: bytes = b"") -> QueuedFrame | None:
         """Sends a frame now, or queues a long one in its lane; may be for the next link."""
@@ -640,6 +656,17 @@ class ProtocolViolation(NodeError):
             found=violation,
             remedy=f"Leave {host.name} out until it is known what answers there: "
             f"ssh {host.address}",
+        )
+
+
+class HostSilent(NodeError):
+    """A host is connected but does not answer a request."""
+
+    def __init__(self, host: Host, op: str) -> None:
+        super().__init__(
+            f"{host.name} has not done its part ({op.replace('_', ' ')}) for"
+            f" {ANSWER_TIMEOUT_S:.0f} s",
+            remedy=f"Look for a slow or hanging disk there: ssh {host.address}",
         )
 
 

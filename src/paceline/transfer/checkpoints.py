@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.agent.files import safe_paths
 from paceline.agent.files.snapshot import hash_file
-from paceline.remote.channel import AgentRefusal, Channel
+from paceline.remote.channel import AgentRefusal, Channel, HostSilent
 from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
@@ -31,7 +31,7 @@ from paceline.spec.rundir import (
     read_pointer,
 )
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
-from paceline.transfer.files import HostSilent, send_blocks
+from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher, Sizes, room_problem
 
 MAX_REFUSAL_NOTES = 20  # a hostile node may list very many checkpoints

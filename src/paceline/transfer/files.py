@@ -21,40 +21,6 @@ ENTRY_BATCH = 2000  # entries of a manifest in a message
 MAX_SMALL_BYTES = 1 << 16  # files up to this size share messages
 FILE_OVERHEAD_BYTES = 1 << 10  # that a file counts at least: a message holds at most 1024 files
 WINDOW_SIZE = 4  # blocks: enough for a far node, few enough for the agent's memory
-NOTE_AFTER_S = 15.0  # without an answer, the user is told which host is waited for
-ANSWER_TIMEOUT_S = 600.0  # a slow network disk with many files takes minutes
-Note = Callable[[str], None]
-
-
-class HostSilent(NodeError):
-    """A host is connected but does not answer a request."""
-
-
-async def await_answer(channel: Channel, answer: Awaitable[T], action: str, note: Note) -> T:
-    """Awaits a host's answer; notes that it is late, and gives up after ``ANSWER_TIMEOUT_S``.
-
-    Args:
-        action: What the host has to do, as a past participle.
-        note: Shows a line to the user.
-
-    Raises:
-        HostSilent: The host has not answered.
-    """
-    task, host = asyncio.ensure_future(answer), channel.host.name
-    try:
-        await asyncio.wait([task], timeout=NOTE_AFTER_S)
-        if not task.done():
-            note(f"paceline: waiting for {host}, which has not {action} yet"
-                 f" (for at most {ANSWER_TIMEOUT_S / 60:.0f} min; Ctrl-C ends it)")  # fmt: skip
-            await asyncio.wait([task], timeout=ANSWER_TIMEOUT_S - NOTE_AFTER_S)
-        if not task.done():
-            raise HostSilent(
-                f"{host} has not {action} for {ANSWER_TIMEOUT_S:.0f} s",
-                remedy=f"Look for a slow or hanging disk there: ssh {channel.host.address}",
-            )
-        return task.result()
-    finally:
-        task.cancel()
 
 
 class Window:
@@ -63,13 +29,14 @@ class Window:
     Args:
         channel: The node's channel.
         on_answer: Handles each answer and the bytes that came with it.
-        note: Tells the user of late answers (see :func:`await_answer`); ``None``: they may be late.
     """
 
-    def __init__(self, channel: Channel,
-                 on_answer: Callable[[Any, bytes], Awaitable[None]] | None = None,
-                 note: Note | None = None) -> None:  # fmt: skip
-        self._channel, self._on_answer, self._note = channel, on_answer, note
+    def __init__(
+        self,
+        channel: Channel,
+        on_answer: Callable[[Any, bytes], Awaitable[None]] | None = None,
+    ) -> None:
+        self._channel, self._on_answer = channel, on_answer
         self._tasks: deque[asyncio.Task[Any]] = deque()
 
     async def request(self, op: str, **fields: Any) -> None:
@@ -79,12 +46,7 @@ class Window:
         self._tasks.append(asyncio.ensure_future(self._channel.request_with_blob(op, **fields)))
 
     async def _receive(self) -> None:
-        task = self._tasks.popleft()
-        answer, data = await (
-            task
-            if self._note is None
-            else await_answer(self._channel, task, "sent the next part of a file", self._note)
-        )
+        answer, data = await self._tasks.popleft()
         if self._on_answer is not None:
             await self._on_answer(answer, data)
 
@@ -201,9 +163,8 @@ async def send_blocks(channel: Channel, path: Path, op: str, /, **fields: Any) -
 
 
 async def fetch_file(
-    channel: Channel, root: str, path: str, size: int, target: IncomingFile,
-    note: Note = lambda text: None,
-) -> None:  # fmt: skip
+    channel: Channel, root: str, path: str, size: int, target: IncomingFile
+) -> None:
     """Fetches a file of a node, which gets its name only when it is complete.
 
     Raises AgentRefusal if the node cannot read it or it has changed, and NodeError or OSError if it
@@ -217,7 +178,7 @@ async def fetch_file(
         await asyncio.to_thread(target.add, target.size, data)
 
     try:
-        async with Window(channel, receive, note) as window:
+        async with Window(channel, receive) as window:
             for offset in range(0, max(size, 1), BLOCK_BYTES):
                 count = min(BLOCK_BYTES, size - offset)
                 await window.request("read_block", root=root, path=path, offset=offset,

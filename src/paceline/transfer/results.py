@@ -18,7 +18,7 @@ from paceline.rundir.directory import short
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import FETCHED, backup_name, is_growing, is_launcher_file
-from paceline.transfer.files import await_answer, fetch_file
+from paceline.transfer.files import fetch_file
 from paceline.transfer.tree import Manifest
 
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
@@ -136,9 +136,7 @@ class Fetcher:
 
     async def list_files(self, channel: Channel, root: str, manifest: Manifest | None) -> Sizes:
         """Returns the sizes of new and changed files below ``root`` of a node."""
-        listing = channel.request("list_results", root=root, manifest=manifest)
-        action = f"listed the files in {root}"
-        answer = await await_answer(channel, listing, action, self.note_once)
+        answer = await channel.request("list_results", root=root, manifest=manifest)
         return {file["path"]: file["size"] for file in answer["files"]}
 
     def note_once(self, text: str) -> None:
@@ -160,8 +158,7 @@ class Fetcher:
         """Has a node keep the folder of files that are not fetched, and notes them with reasons."""
         host = channel.host.name
         self.incomplete_hosts.add(host)
-        keeping = channel.request("keep_folder", root=root)
-        await await_answer(channel, keeping, "kept its folder", self.note_once)
+        await channel.request("keep_folder", root=root)
         examples = "; ".join(f"{path:.100} ({why})" for path, why in [*rejected.items()][:3])
         files_text = pluralize(len(rejected), "file")
         self._note(f"paceline: {files_text} stayed on {host} in {root}: {examples}")
@@ -192,7 +189,7 @@ class Fetcher:
             arriving = await asyncio.to_thread(
                 IncomingFile, folder, place, before_rename=before_rename
             )
-            await fetch_file(channel, root, path, size, arriving, self.note_once)
+            await fetch_file(channel, root, path, size, arriving)
         except OSError as problem:
             if isinstance(problem, ConnectionError):
                 raise

@@ -33,6 +33,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
+from paceline.remote.channel import ANSWER_TIMEOUT_S
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
@@ -100,6 +101,7 @@ class ElasticDriver:
         self._reconnector: Reconnector | None = None
         self._next = _NextStart("", "", request.min_hosts, job.wait_for_nodes_s.value)
         self._had_ranks: set[str] = set()
+        self._late_answers: set[tuple[str, str]] = set()  # by host and request
         self._announced = False
         self._warned_of_copies = False
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
@@ -111,6 +113,17 @@ class ElasticDriver:
         """Sets the nodes, and follows their events and losses."""
         self.fleet, self.missing = fleet, missing
         fleet.on_event, fleet.on_lost = self.on_event, self.on_lost
+        fleet.on_late = self._on_late
+
+    def _on_late(self, node: Node, op: str) -> None:
+        """Notes once which host is waited for."""
+        if (node.name, op) not in self._late_answers:
+            self._late_answers.add((node.name, op))
+            self._screen.note(
+                f"paceline: waiting for {node.name}, which has not done its part yet"
+                f" ({op.replace('_', ' ')}; for at most {ANSWER_TIMEOUT_S / 60:.0f} min; Ctrl-C"
+                " ends it)"
+            )
 
     # --- attempts ----------------------------------------------------------------------------
 

@@ -221,6 +221,7 @@ class Fleet:
         former: Those that were lost before the last start.
         on_event: Called with every event of an agent.
         on_lost: Called once when a node is lost, with the reason.
+        on_late: Called with the name of a request that a node has not answered for long.
     """
 
     def __init__(self, channels: Sequence[Channel], lease_s: float,
@@ -228,6 +229,7 @@ class Fleet:
                  on_lost: Callable[[Node, str], None] = lambda node, why: None,
                  ) -> None:  # fmt: skip
         self.on_event, self.on_lost = on_event, on_lost
+        self.on_late: Callable[[Node, str], None] = lambda node, op: None
         self.spares: list[Node] = []
         self.former: list[Node] = []
         self.lease_s = lease_s
@@ -312,6 +314,7 @@ class Fleet:
 
         channel.stop_watching()
         channel.on_event = route
+        channel.on_late = lambda op: self.on_late(node, op)
         self._beats.append(asyncio.create_task(self._beat(node)))
         return node
 

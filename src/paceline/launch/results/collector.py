@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
+from paceline.remote.channel import HostSilent
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure
 from paceline.transfer.checkpoints import CheckpointFetcher
-from paceline.transfer.files import HostSilent
 from paceline.transfer.results import Fetcher
 
 

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import time
 
-from paceline.remote.link import run_process, spawn
+import pytest
+
+from paceline.remote import link
+from paceline.remote.link import OutputTooLong, run_process, spawn
 
 HOLDS_PIPES = ["sh", "-c", "sleep 60 & exec sleep 60"]  # as ssh's ProxyCommand does
 
@@ -34,3 +37,17 @@ def test_a_command_is_killed_when_its_time_is_over() -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         asyncio.run(run_process(HOLDS_PIPES, 0.2))
     assert time.monotonic() - start < 20
+
+
+def test_a_command_gets_its_input_and_both_outputs_are_read() -> None:
+    script = "cat; echo error >&2; exit 3"
+    done = asyncio.run(run_process(["sh", "-c", script], 20, stdin="text"))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "text", "error\n")
+    done = asyncio.run(run_process(["true"], 20, stdin="not read" * 100_000))
+    assert done.returncode == 0
+
+
+def test_a_command_that_prints_without_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_OUTPUT_BYTES", 1 << 20)
+    with pytest.raises(OutputTooLong, match="more than 1 MiB"):
+        asyncio.run(run_process(["yes"], 60))

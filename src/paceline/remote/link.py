@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.remote.openssh import SSH_FAILED
+from paceline.spec.errors import NodeError
 
 EXIT_GRACE_S = 0.5  # after the child's end
+MAX_OUTPUT_BYTES = 16 << 20  # of a command that is run to its end
 _POLL_S = 0.01
 
 
@@ -81,16 +83,39 @@ async def wait_for_exit(process: asyncio.subprocess.Process) -> None:
 async def run_process(
     argv: Sequence[str], timeout_s: float, stdin: str = "", env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; raises asyncio.TimeoutError once it was killed."""
+    """Runs a command to its end.
+
+    Raises:
+        asyncio.TimeoutError, OutputTooLong: It was killed.
+    """
     process = await spawn(argv, env=env)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
-        streams = await asyncio.wait_for(process.communicate(stdin.encode()), timeout_s)
+        process.stdin.write(stdin.encode())
+        process.stdin.close()
+        reading = asyncio.gather(_read_output(process.stdout), _read_output(process.stderr))
+        outputs = await asyncio.wait_for(reading, timeout_s)
+        await asyncio.wait_for(wait_for_exit(process), timeout_s)
     finally:
         if process.returncode is None:
             await _kill(process)
-    out, err = (stream.decode(errors="replace") for stream in streams)
     assert process.returncode is not None
-    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+    return subprocess.CompletedProcess(argv, process.returncode, *outputs)
+
+
+async def _read_output(stream: asyncio.StreamReader) -> str:
+    output = bytearray()
+    while data := await stream.read(1 << 16):
+        output += data
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise OutputTooLong(f"a command printed more than {MAX_OUTPUT_BYTES >> 20} MiB")
+    return output.decode(errors="replace")
+
+
+class OutputTooLong(NodeError):
+    """A command printed more than any that is needed does."""
 
 
 class Writer(Protocol):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from paceline.remote.link import run_process
+from paceline.remote.link import OutputTooLong, run_process
 from paceline.remote.openssh import (
     SSH_FAILED,
     Refusal,
@@ -63,6 +63,8 @@ async def run_on_host(host: Host, options: SshOptions, remote: list[str], script
         result = await run_process(argv, TIMEOUT_S, script, environment)
     except asyncio.TimeoutError:
         result = CompletedProcess(argv, SSH_FAILED, "", "Connection timed out")
+    except OutputTooLong as error:
+        result = CompletedProcess(argv, SSH_FAILED, "", error.message)
     refusal = classify(result.stderr, SSH_FAILED, host) if result.returncode == SSH_FAILED else None
     return LoginResult(result.returncode, result.stdout, result.stderr, refusal)
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import ShardedDataset, write_shards
 from paceline.train.data import shards, tars
+from paceline.train.data.disk_lock import exclusive_lock
 from paceline.train.data.fetch import BatchRequest, Draws, Fetch, order_of, with_prefetch_hints
 from paceline.train.data.order import ShardOrder
 
@@ -231,6 +232,21 @@ def test_an_index_is_not_written_through_a_link(folder: Path, tmp_path: Path) ->
     assert len(ShardedDataset(folder)) == 37
     assert [path.name for path in other.iterdir()] == ["index.json"]
     assert (other / "index.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o600), (0o002, 0o620)])
+def test_who_may_not_write_cannot_lock(tmp_path: Path, umask: int, mode: int) -> None:
+    path = tmp_path / "lock"
+    path.touch(0o644)  # of an earlier version
+    former = os.umask(umask)
+    try:
+        for lock in (path, tmp_path / "new"):
+            with exclusive_lock(lock) as is_held:
+                assert is_held
+    finally:
+        os.umask(former)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode & 0o777 == mode
 
 
 # -- what is wrong -----------------------------------------------------------------------------

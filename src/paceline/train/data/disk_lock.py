@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.train.files import lock
@@ -44,7 +44,11 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> It
     Raises:
         OSError: The file cannot be made.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    # who may not write it may not read it either: reading is enough to lock it for all
+    mode = 0o622
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    with suppress(OSError):  # somebody else's
+        os.fchmod(file, os.fstat(file).st_mode & mode)
     try:
         yield _acquire(file, on_wait)
     finally:

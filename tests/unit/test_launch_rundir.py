@@ -18,6 +18,8 @@ from paceline.cli import program
 from paceline.launch.results.summary import log_tail
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
+from paceline.rundir.ownership import FETCHED_AT
+from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.rundir import log_file, safe_name
 
@@ -256,6 +258,18 @@ def test_a_folder_whose_links_lead_elsewhere_is_refused(tmp_path: Path, name: st
     with pytest.raises(SettingError, match="links under names that a run uses"):
         RunDirectory(run)
     assert (run / name).is_symlink()
+
+
+def test_a_folder_whose_detached_run_is_not_over_is_refused(tmp_path: Path) -> None:
+    """A second run there would train beside the first, whose results would replace its own."""
+    location = SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1000.0).to_json()
+    (tmp_path / "detached.json").write_text(json.dumps(location))
+    with pytest.raises(SettingError, match="detached run that is not over") as caught:
+        RunDirectory(tmp_path)
+    assert f"paceline attach {tmp_path}" in caught.value.remedy
+    assert (tmp_path / "detached.json").exists()
+    (tmp_path / "detached.json").write_text(json.dumps({**location, FETCHED_AT: 2000.0}))
+    RunDirectory(tmp_path).close()
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:

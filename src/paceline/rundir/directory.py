@@ -16,7 +16,7 @@ from typing import IO, Any
 from paceline.agent.files import safe_paths, snapshot
 from paceline.remote import this_machine
 from paceline.rundir.arrivals import Arrivals
-from paceline.rundir.ownership import owner_alive, owner_here, read_owner
+from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
@@ -232,8 +232,9 @@ class RunDirectory:
 def require_usable(folder: Path) -> None:
     """Raises SettingError if a run must not use the folder.
 
-    That is so if files that a run would replace are not those of a run. Or if a name of a run is a
-    link: then a folder from elsewhere would choose what is read, sent to hosts and removed.
+    That is so if files that a run would replace are not those of a run; if a detached run is not
+    over, or its results are not here; or if a name of a run is a link: then a folder from elsewhere
+    would choose what is read, sent to hosts and removed.
     """
     if not folder.is_dir():
         return
@@ -242,6 +243,16 @@ def require_usable(folder: Path) -> None:
             f"the run directory {folder} holds links under names that a run uses",
             found="\n".join(f"{path.name} -> {path.readlink()}" for path in links[:5]),
             remedy="Remove them. To use another disk, give a --run-dir there, which may be a link",
+        )
+    if (detached := detached_of(folder)) is not None:
+        attach, stop = (shell_text(["paceline", verb, str(folder)]) for verb in ("attach", "stop"))
+        remove = shell_text(["rm", str(folder / names.DETACHED)])
+        raise SettingError(
+            f"the run directory {folder} belongs to a detached run that is not over, or whose"
+            " results are not here",
+            found=f"it was detached on {detached.host}",
+            remedy=f"Give another --run-dir. Or fetch its results first: {attach}\nIf it still"
+            f" runs, that shows it, and {stop} ends it. If that host is gone for good: {remove}",
         )
     foreign = names.replaced_files(folder)
     if foreign:

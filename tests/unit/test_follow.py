@@ -324,6 +324,8 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
      ("plan.json", False, True), ("detached.json", False, False), ("owner.json", False, False),
      (".paceline-key", False, False), ("model/config.json", False, True),
      ("checkpoints/10/manifest.json", False, False), ("Checkpoints/10/x", False, False),
+     ("report.html", False, False), ("stacks/now.txt", False, True),
+     ("debug/__init__.py", True, False), ("stacks/x.SO", False, False),
      ("returned/0", False, False), ("files-before-1/model/config.json", False, False)],
 )  # fmt: skip
 def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:

@@ -79,8 +79,10 @@ _PYTHON = record(executable=optional(text()), version=SHORT_TEXT)
 _TORCH = record(
     {"cuda": optional(SHORT_TEXT), "hip": optional(SHORT_TEXT)}, version=optional(SHORT_TEXT)
 )
-_NAME = record(hostname=SHORT_TEXT, resolves_to=optional(list_of(address, 1000)),
-               hosts_lines=list_of(text(), 10_000))  # fmt: skip
+_HOST_NAME = regex(r"[^\s\x00-\x1f\x7f]{1,255}", "a host's name")
+_NUMBERED_LINE = regex(r"[0-9]+: [^\n\r\x00]+", "a numbered line")
+_NAME = record(hostname=_HOST_NAME, resolves_to=optional(list_of(address, 1000)),
+               hosts_lines=list_of(_NUMBERED_LINE, 10_000))  # fmt: skip
 _CPUS = list_of(integer(0, 1 << 20), 1 << 16)
 _CPU = record(available=_CPUS, cores=list_of(_CPUS, 1 << 16),
               nodes=dict_of(_CPUS, INTEGER_TEXT, 1 << 12), quota=optional(number), model=text(),

@@ -38,7 +38,10 @@ from paceline.transfer.results import Fetcher, write_error
 MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
 MAX_PARALLEL = 8
 OVERLAP_BYTES = 256  # bytes before the new ones that must match
-_LOCAL_FILES = {DETACHED, names.OWNER, names.FORECAST, names.BATCH, "index.html"}
+_LOCAL_FILES = {
+    DETACHED, names.OWNER, names.FORECAST, names.BATCH, names.REPORT, "index.html",
+}  # fmt: skip
+_CODE_SUFFIXES = (".py", ".pyc", ".so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ def is_remote(path: str) -> bool:
     """Whether a file is taken from the supervisor's host, by its name alone."""
     top = safe_paths.fold_name(path.split("/")[0])
     is_local = top in _LOCAL_FILES or top.startswith(".") or names.is_backup(path)
-    return not is_local and not names.is_fetched_separately(top)
+    # no record of a run is code; other files get their place by rundir/arrivals.py
+    is_record = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
+    is_code = is_record and path.casefold().endswith(_CODE_SUFFIXES)
+    return not (is_local or is_code or names.is_fetched_separately(top))
 
 
 class UnknownRun(NodeError):
@@ -75,10 +81,14 @@ class Follower:
 
     Args:
         path: The local folder, private to this user; links in it are not followed.
+
+    Attributes:
+        has_report: The run has a page, which is made here anew: that host could put anything in it.
     """
 
     def __init__(self, channel: Channel, run_id: str, path: Path) -> None:
         self.channel, self.run_id, self._path = channel, run_id, path
+        self.has_report = False
         self._afresh = True
         self._arrivals = Arrivals(path)
         self._root = ""
@@ -110,6 +120,7 @@ class Follower:
             )
         afresh, self._afresh, self._root = self._afresh, False, str(answer["root"])
         files = {file["path"]: (file["mark"], file["size"]) for file in answer["files"]}
+        self.has_report = self.has_report or names.REPORT in files
         changed = {**self._missing, **files}
         for path in answer["gone"]:
             changed.pop(path, None)
@@ -250,7 +261,7 @@ class Follower:
         answer = await self.channel.request("ask_run", run_id=self.run_id, wish=dict(message))
         if answer["answer"] is None:
             return None
-        reply = json.loads(answer["answer"])
+        reply = records.parse_json(answer["answer"])
         return reply if isinstance(reply, dict) else {}
 
     async def signal(self, times: int) -> bool:

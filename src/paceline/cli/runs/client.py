@@ -156,6 +156,10 @@ class RemoteLauncher:
                 is_whole = await self._follower.finish(self._status.state, note)
             except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
+            if self._follower.has_report:
+                from paceline.report.writer import write_at_end
+
+                await asyncio.to_thread(write_at_end, self.path)
         run = self._status.record
         with contextlib.suppress(NodeError, ConnectionError):
             await self._follower.discard(

@@ -47,6 +47,10 @@ def start_detached(ctx: click.Context, job: Job, cluster: Cluster, transport: Tr
     finally:
         screen.close()
     if outcome.exit_code is not None:
+        if job.report:
+            from paceline.report.writer import write_at_end
+
+            write_at_end(run_dir)  # the supervisor has already named it
         return outcome.exit_code
     if ctx.params["keep"]:
         from paceline.cli.runs.attached import attach_to_run

@@ -22,6 +22,7 @@ from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
 from paceline.recipes.tokens import saved_encoding
 from paceline.recipes.use import evaluate, predict
+from paceline.recipes.use import text as use_text
 from paceline.spec.errors import DataError, SettingError
 
 ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", "yes")]
@@ -267,3 +268,20 @@ def test_unknown_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert f"--model {tmp_path}/none could not be loaded" in said
     assert f"there is no folder {tmp_path}/none" in said
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "expected"),
+    [
+        ("id,review,sentiment\n1,good,pos\n", "", ["good"]),  # as train reads it
+        ("Review,id\ngood,1\n", "", ["good"]),
+        ("a,b\n1,2\n", "a", ["1"]),
+        ("pos,good\nneg,bad\n", "", ["good", "bad"]),
+        ("good\nbad\n", "", ["good", "bad"]),
+    ],
+)
+def test_texts_to_predict_are_found_by_their_column(
+    tmp_path: Path, table: str, column: str, expected: list[str]
+) -> None:
+    (tmp_path / "t.csv").write_text(table)
+    assert [*use_text._texts([str(tmp_path / "t.csv")], column)] == expected

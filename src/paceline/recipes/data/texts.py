@@ -26,7 +26,7 @@ _LABEL_COLUMNS = (
     *("label", "labels", "class", "category", "target"),
     *("sentiment", "topic", "coarse_label", "cls"),
 )
-_TEXT_COLUMNS = (
+TEXT_COLUMNS = (
     *("text", "sentence", "content", "review", "message"),
     *("title", "comment", "description", "txt"),
 )
@@ -183,7 +183,7 @@ def _read_table(path: Path, options: TextOptions) -> list[Any]:
     header = [cell.strip() for cell in rows[0]]
     lower = {cell.lower() for cell in header}
     are_named = options.label_column or options.text_column
-    if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*_TEXT_COLUMNS}):
+    if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*TEXT_COLUMNS}):
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
 
@@ -220,7 +220,7 @@ def _find_columns(name: str, row: Mapping[str, Any], options: TextOptions) -> tu
     columns: list[str] = []
     for given, candidates, flag in (
         (options.label_column, _LABEL_COLUMNS, "label"),
-        (options.text_column, _TEXT_COLUMNS, "text"),
+        (options.text_column, TEXT_COLUMNS, "text"),
     ):
         column = given or next((c for c in row if c and c.lower() in candidates), "")
         if column not in row:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.texts import TextData, load_texts, parse_rows
+from paceline.recipes.data.texts import TEXT_COLUMNS, TextData, load_texts, parse_rows
 from paceline.recipes.networks import build_text_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.text import TextTensors, evaluate
@@ -155,18 +155,21 @@ def _texts(inputs: Iterable[str], column: str) -> Iterator[str]:
 
 
 def _column(path: Path, column: str) -> Iterator[str]:
-    """Yields the texts of a table: the named column, else ``text``, else the second or only one."""
+    """Yields the texts of a table.
+
+    They are in the column of this name, else in the first with a name that training recognises;
+    without such a header in the second or only one.
+    """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = parse_rows(path, file, delimiter)
     if not rows:
         raise DataError(f"{path} is empty")
-    name = column or "text"
-    if name in rows[0]:
-        place, rows = rows[0].index(name), rows[1:]
-    else:
-        place = min(1, len(rows[0]) - 1)
-    yield from (row[place] for row in rows if len(row) > place)
+    header = [cell.strip() for cell in rows[0]]
+    known = [place for place, name in enumerate(header) if name.lower() in TEXT_COLUMNS]
+    known = [header.index(column)] if column in header else known
+    place = known[0] if known else min(1, len(header) - 1)
+    yield from (row[place] for row in rows[bool(known) :] if len(row) > place)
 
 
 @torch.inference_mode()

@@ -222,6 +222,10 @@ def test_who_is_left_of_a_host_that_supervised_saves_what_it_has(site: Site) -> 
     )
     assert max(kept) >= last, kept
     assert max(kept) % 50, kept  # no checkpoint was due
+    refused = site.run("--run-dir", str(left.directory), "outlive.py", steps)
+    assert refused.code == 2
+    assert f"paceline attach {left.directory}" in refused.err
+    paceline("attach", "--lines", str(left.directory), cwd=site.project)
     ended = site.run("--run-dir", str(left.directory), "outlive.py", steps)
     assert ended.code == 0, ended.err
     assert left.events("resumed")[-1]["step"] == max(kept)

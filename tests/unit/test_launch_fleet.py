@@ -464,11 +464,8 @@ def test_a_restart_says_that_checkpoints_stay_on_their_host(session: bool) -> No
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
-    told = (
-        "paceline: the hosts do not share the project folder: ranks find only checkpoints that were"
-        " saved on their own host"
-    )
-    assert notes == ([] if session else [told])
+    assert len(notes) == (0 if session else 1)
+    assert all("ranks find only checkpoints that were saved on their own" in n for n in notes)
 
 
 class Starting(Launcher):

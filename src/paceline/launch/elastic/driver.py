@@ -335,8 +335,11 @@ class ElasticDriver:
         own_copies = len(nodes) > 1 and any("code" in node.copies for node in nodes)
         if own_copies and not startup.is_session and not self._warned_of_copies:
             self._warned_of_copies = True
-            self._screen.note("paceline: the hosts do not share the project folder: ranks find only"
-                              " checkpoints that were saved on their own host")  # fmt: skip
+            self._screen.note(
+                "paceline: the hosts do not share the project folder: ranks find only checkpoints"
+                " that were saved on their own host, so they may begin at different steps. Let"
+                " rank 0 load and broadcast, or save to a disk that all hosts see"
+            )
 
     async def _diagnose(self, failure: Failure, departing: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip

@@ -22,7 +22,7 @@ from paceline.recipes.use import benchmark, evaluate, export, predict, quantize,
 from paceline.recipes.use.export import spread_ids
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.quantize import check_drop
-from paceline.spec.errors import DataError
+from paceline.spec.errors import DataError, SettingError
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +121,27 @@ def test_onnx_gives_the_network_s_scores_at_other_lengths(reverser: Path, export
     with torch.no_grad():
         assert torch.allclose(other(*given), model.network(*given), atol=1e-4)
     assert (exported.parent / "tokenizer-source.json").is_file()
+
+
+@pytest.mark.parametrize("link", ["run/export", "run/export/torch", "run/export/torch/model.pt2"])
+def test_links_of_a_run_directory_are_not_written_through(tmp_path: Path, link: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert export.output_path(run, "export/torch", "") == run / "export/torch"
+    (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path)
+    with pytest.raises(SettingError, match="is or holds a link"):
+        export.output_path(run, "export/torch", "")
+    assert export.output_path(run, "export/torch", str(run / "other")) == run / "other"
+
+
+def test_a_linked_tokenizer_is_not_exported(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits / "model", tmp_path / "run/model")
+    (tmp_path / "key").write_text("PRIVATE")
+    (tmp_path / "run/model/a-token.json").symlink_to(tmp_path / "key")
+    assert export.main([f"--run={tmp_path / 'run'}", "--format=torch"]) == 0
+    names = {path.name for path in (tmp_path / "run/export/torch").iterdir()}
+    assert names == {"config.json", "model.pt2"}
 
 
 def test_torch_program_gives_the_network_s_scores(digits: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from paceline.train import Batched, files
 def export(options: ExportOptions) -> None:
     """Writes the model to a folder and prints its files."""
     model: PortableModel = module_of(options.run).portable(options.run)
-    folder = Path(options.to or model.folder / "export" / options.format).expanduser()
+    folder = output_path(model.folder, f"export/{options.format}", options.to)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         WRITERS[options.format](model, folder)
@@ -40,6 +40,26 @@ def export(options: ExportOptions) -> None:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None
     for path in sorted(folder.iterdir()):
         print(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def output_path(run: Path, name: str, to: str) -> Path:
+    """Returns where a command writes: --to, or a path in the run directory.
+
+    Raises:
+        SettingError: Links there lead elsewhere. A run directory may come from a stranger.
+    """
+    if to:
+        return Path(to).expanduser()
+    path = run / name
+    inside = [parent for parent in path.parents if parent.is_relative_to(run) and parent != run]
+    entries = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+    if links := [place for place in (*inside, path, *entries) if place.is_symlink()]:
+        raise SettingError(
+            f"{path} is or holds a link, through which other files would be written",
+            found="\n".join(f"{link} -> {link.readlink()}" for link in links[:5]),
+            remedy="remove the links, or name another place: --to",
+        )
+    return path
 
 
 def write_transformers(model: PortableModel, folder: Path) -> None:
@@ -129,7 +149,8 @@ def write_metadata(model: PortableModel, folder: Path, form: Format) -> None:
     files.write_json(folder / name, dict(model.config))
     source = model.folder / rundir.MODEL
     for path in source.glob("*token*.json"):
-        shutil.copyfile(path, folder / path.name)
+        if not path.is_symlink():
+            shutil.copyfile(path, folder / path.name)
     if form == "transformers" and "normalisation" in model.config:
         (folder / "preprocessor_config.json").write_text(json.dumps(_preprocessing(model.config)))
 

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.recipes.argv import check_at_least, check_fraction, run_command
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import module_of
-from paceline.recipes.use.export import PortableModel, silence_exporters, to_onnx
+from paceline.recipes.use.export import PortableModel, output_path, silence_exporters, to_onnx
 from paceline.recipes.use.onnx_file import OnnxNetwork, runtime
 from paceline.spec.errors import DataError
 from paceline.train import files
@@ -28,7 +28,7 @@ def quantize(options: QuantizeOptions) -> None:
     check_at_least("--samples", options.samples, 0)
     model: PortableModel = module_of(options.run).portable(options.run)
     static = model.static if options.approach == "auto" else options.approach == "static"
-    target = Path(options.to or model.folder / "quantized/model.onnx").expanduser()
+    target = output_path(model.folder, "quantized/model.onnx", options.to)
     with tempfile.TemporaryDirectory() as temporary:
         full, small = Path(temporary) / "whole.onnx", Path(temporary) / "small.onnx"
         to_onnx(model, full)

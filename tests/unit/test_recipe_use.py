@@ -97,6 +97,14 @@ def test_attention_is_drawn(reverser: Path, tmp_path: Path) -> None:
         assert picture.size[0] > 200
 
 
+def test_class_names_do_not_command_the_terminal() -> None:
+    name = "cat\x1b]52;c;cm0gLXJm\x07\x9b2J"
+    prediction = predict.Prediction("a.png", torch.tensor([0.9, 0.1]), (name, "dog"))
+    assert prediction.line(1) == "a.png: cat 0.9000"
+    assert prediction.to_json(1).isprintable()
+    assert json.loads(prediction.to_json(1))["class"] == name
+
+
 def test_predicting_translations_names_the_right_command(
     reverser: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

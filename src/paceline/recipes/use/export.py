@@ -25,6 +25,7 @@ from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import module_of
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.terminal import clean_line
 from paceline.train import Batched, files
 
 
@@ -39,7 +40,7 @@ def export(options: ExportOptions) -> None:
     except OSError as error:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None
     for path in sorted(folder.iterdir()):
-        print(f"{path}  {path.stat().st_size:,} bytes")
+        print(f"{clean_line(str(path))}  {path.stat().st_size:,} bytes")
 
 
 def output_path(run: Path, name: str, to: str) -> Path:

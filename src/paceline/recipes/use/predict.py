@@ -13,6 +13,7 @@ from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.use import PredictOptions
 from paceline.recipes.use.evaluate import module_of
 from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.terminal import clean_line
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,15 @@ class Prediction:
 
     def line(self, top_k: int) -> str:
         """Returns a line with the likeliest classes and their probabilities."""
-        return f"{self.name}: " + "  ".join(f"{name} {p:.4f}" for name, p in self.top(top_k))
+        text = f"{self.name}: " + "  ".join(f"{name} {p:.4f}" for name, p in self.top(top_k))
+        return clean_line(text)  # a model's class names may come from a stranger
 
     def to_json(self, top_k: int) -> str:
         """Returns a JSON object: input, class, probabilities of the likeliest classes."""
         ranked = self.top(top_k)
         content = {"input": self.name, "class": ranked[0][0], "probabilities": dict(ranked)}
-        return json.dumps(content, ensure_ascii=False)
+        text = json.dumps(content, ensure_ascii=False)
+        return text if text.isprintable() else json.dumps(content)
 
 
 def predict(options: PredictOptions) -> int:

@@ -25,6 +25,7 @@ from paceline.recipes.use.evaluate import local_session
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.translation import NAMES, TrainedTranslator, load_trained
 from paceline.spec.errors import SettingError
+from paceline.spec.terminal import clean
 
 BATCH = 32
 """Sentences of standard input that are translated at once."""
@@ -44,7 +45,7 @@ def translate(options: TranslateOptions) -> None:
         network, search = network_of(session, model, options)
         for chunk in _chunks(given, BATCH if sys.stdin and not sys.stdin.isatty() else 1):
             for line in translations(session, network, model, search, chunk):
-                print(line, flush=True)
+                print(clean(line), flush=True)
         if options.attention:
             draw(session, network, model, search, options)
 

@@ -571,6 +571,31 @@ def test_limits_that_are_none(hard: Any) -> None:
     assert lie_in(lambda: Conversation().event({"event": "hello", **said}, b""))
 
 
+@pytest.mark.parametrize("count", [1000, 200_000])
+def test_events_that_take_much_memory_are_refused(count: int) -> None:
+    """A list of empty lists takes twenty times its text."""
+    conversation = Conversation()
+    conversation.event(hello(), b"")
+    conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
+    nested: list[Any] = [[] for _ in range(count)]
+    report = {"event": "said", "rank": 0, "data": {"kind": "event", "event": "own", "a": nested}}
+    assert conversation.event(report, b"") == (count == 1000)
+    ended = {**TOLD["rank ended"][0], "event": "rank ended", "memory": {"a": nested}}
+    refused = lie_in(lambda: conversation.event(ended, b""))
+    assert bool(refused) == (count != 1000)
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_an_event_holds_few_fields_that_its_kind_does_not_have(count: int) -> None:
+    other: list[Any] = [[] for _ in range(count)]
+    report = {"kind": "checkpoint", "step": 3, "other": other}
+    message = {"event": "said", "rank": 0, "data": report}
+    fields = Event.from_message("n1", message).fields
+    assert fields == ({"step": 3, "other": [[]]} if count == 1 else {"step": 3})
+    metrics = {"event": "said", "rank": 0, "data": {"kind": "metrics", "step": 3, "loss": 0.5}}
+    assert Event.from_message("n1", metrics).fields == {"step": 3, "loss": 0.5}
+
+
 def test_hostile_events(tmp_path: Path) -> None:
     """What passes can be written down, shown and judged."""
     chosen = random.Random(11)

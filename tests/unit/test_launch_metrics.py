@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.launch import recorder
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory
@@ -34,6 +35,32 @@ class MetricsLog(Recorder):
 
     def append(self, record: dict[str, Any]) -> None:
         self.record(Event("metrics", "n1", 0, fields=record))
+
+
+def test_events_kept_in_memory_are_bounded(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the beginning and of the end are kept, as readers of the file see them."""
+    monkeypatch.setattr(recorder, "MAX_HISTORY_BYTES", 2000)
+    log = MetricsLog(directory)
+    for number in range(100):
+        log.event("note", "n1", 0, number=number, text="x" * 100)
+    numbers = [event["number"] for event in log.events]
+    assert 16 < len(numbers) < 30
+    first = [number for number in numbers if number < 50]
+    assert numbers == [*range(len(first)), *range(100 - len(numbers) + len(first), 100)]
+    log.event("note", text="x" * 3000)
+    assert [event["number"] for event in log.events] == first
+
+
+def test_metrics_kept_in_memory_are_bounded(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_METRICS", 3)
+    log = MetricsLog(directory)
+    log.append({"loss": 1.0, "a": 2, "long": "x" * 5000, "nested": [[]] * 100})
+    log.append({"loss": 0.5, "b": 3, "c": 4})
+    assert log.metrics == {"loss": 0.5, "a": 2, "b": 3}
 
 
 def trained(log: MetricsLog, *steps: int) -> None:

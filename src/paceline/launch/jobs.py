@@ -128,11 +128,12 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         screen.close()
         directory.close()
     recorder, executed, failure = launcher.recorder, launcher.driver.plan, result.failure
+    events = recorder.events
     is_displayed = failure is not None and failure.rank is not None and screen.is_visible(
         failure.host, failure.rank)  # fmt: skip
     return RunOutcome(
-        directory.path, result, recorder.events, recorder.metrics, time.monotonic() - started_at,
-        directory.begins, is_resumable(result, recorder.events),
+        directory.path, result, events, recorder.metrics, time.monotonic() - started_at,
+        directory.begins, is_resumable(result, events),
         executed.world_size if executed else 0, tuple(screen.shipped_copies), is_displayed,
     )  # fmt: skip
 

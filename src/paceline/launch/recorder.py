@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,10 +18,12 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
 from paceline.spec.plan import Plan
+from paceline.spec.schema import memory_bytes
 from paceline.spec.training.metrics import StepFilter
 
 STATE_PERIOD_S = 1.0  # between two versions of ranks.json while the job waits for nodes
-MAX_EVENTS = 20_000  # kept in memory, of the beginning and of the end each
+MAX_HISTORY_BYTES = 8 << 20  # of events kept in memory, of the beginning and of the end each
+MAX_METRICS, MAX_METRIC_BYTES = 10_000, 4096  # names, and in memory of a name and its value
 
 
 class LibraryFilter:
@@ -59,6 +62,31 @@ class LibraryFilter:
         return partial
 
 
+class EventHistory:
+    """The first and the last events, as text: parsed, they may take twenty times as much."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._last: deque[str] = deque()
+        self._first_bytes = self._last_bytes = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds an event; the oldest of the last ones is dropped for it."""
+        text = json.dumps(line)
+        if not self._last and self._first_bytes + len(text) <= MAX_HISTORY_BYTES:
+            self._first.append(text)
+            self._first_bytes += len(text)
+            return
+        self._last.append(text)
+        self._last_bytes += len(text)
+        while self._last_bytes > MAX_HISTORY_BYTES:
+            self._last_bytes -= len(self._last.popleft())
+
+    def read(self) -> tuple[Event, ...]:
+        """Returns the events."""
+        return read_events(map(json.loads, [*self._first, *self._last]))
+
+
 class Recorder:
     """Writes events to the run directory and the screen.
 
@@ -80,8 +108,7 @@ class Recorder:
         self._step_filter = StepFilter()
         self._directory = directory
         self._screen = screen
-        self._first_events: list[Mapping[str, Any]] = []
-        self._last_events: deque[Mapping[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._history = EventHistory()
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
         self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
         self._waiting: NodeWait | None = None  # while no ranks run
@@ -98,13 +125,12 @@ class Recorder:
         line = self._directory.event(kind, host, rank, **details)
         if (event := Event.read(line)) is not None:
             self.run_state.apply(event, time.monotonic())
-        is_early = len(self._first_events) < MAX_EVENTS
-        (self._first_events if is_early else self._last_events).append(line)
+        self._history.add(line)
 
     @property
     def events(self) -> tuple[Event, ...]:
         """The events so far; of very many, the first and the last."""
-        return read_events([*self._first_events, *self._last_events])
+        return self._history.read()
 
     @property
     def path(self) -> str:
@@ -166,7 +192,7 @@ class Recorder:
             self._start_metrics(resumed=bool(event["resumed"]))
         elif event.kind == "metrics":
             if event["split"] != "pace":  # timing, not a result
-                self.metrics |= event.fields
+                self._keep_metrics(event.fields)
             if self._step_filter.accept(event.fields, (event.host, event.rank)):
                 self.run_state.add_metrics(event.fields)
                 timestamp = {} if "time" in event.fields else {"time": round(time.time(), 3)}
@@ -181,6 +207,13 @@ class Recorder:
             self.event(event.kind, event.host, event.rank, **written)
         elif event.kind in ("heartbeat", "pace", "progress"):
             self.run_state.apply(event, time.monotonic())
+
+    def _keep_metrics(self, values: Mapping[str, Any]) -> None:
+        """Keeps the last value of each name, unless they are too many or too large."""
+        for name, value in values.items():
+            is_known = name in self.metrics or len(self.metrics) < MAX_METRICS
+            if is_known and memory_bytes({name: value}) <= MAX_METRIC_BYTES:
+                self.metrics[name] = value
 
     def _output(self, event: Event, stream: str, blob: bytes) -> None:
         if blob:

@@ -32,6 +32,7 @@ from paceline.spec.schema import (
     dict_of,
     integer,
     list_of,
+    memory_bytes,
     number,
     optional,
     record,
@@ -47,6 +48,7 @@ Fields = Mapping[str, Any]
 BOOT = MARK
 MAX_BANNER_BYTES = 4 << 20  # output of a login before the agent starts
 MAX_FIELDS = 4096
+MAX_EVENT_BYTES = 8 << 20  # in memory; a rank's line has at most 1 MiB
 
 
 def relative_path(value: Any, path: str) -> None:
@@ -391,6 +393,10 @@ class Conversation:
         if not isinstance(kind, str) or kind not in EVENTS:
             raise InvalidValue(f"an event called {describe_value(kind)}")
         EVENTS[kind](message, f"the event {kind}")
+        if kind not in ("hello", "output") and memory_bytes(message) > MAX_EVENT_BYTES:
+            if kind == "said":
+                return False
+            raise InvalidValue(f"an event {kind} of more than {MAX_EVENT_BYTES >> 20} MiB")
         if blob and kind != "output":
             raise InvalidValue(f"{len(blob)} bytes with the event {kind}")
         if "rank" in message:

@@ -27,6 +27,7 @@ from paceline.spec.schema import (
     integer,
     list_of,
     matches,
+    memory_bytes,
     number,
     optional,
     record,
@@ -253,6 +254,8 @@ KINDS: dict[str, Kind] = {
     "hang over": _kind("launcher", "seconds"),
 }
 _COMMON_KEYS = {"event", "host", "rank", "time"}  # in every line
+_FREE_KINDS = {"metrics", "progress"}  # besides a program's own: values under any names
+MAX_OTHERS_BYTES = 16 << 10  # in memory, of further fields of a known kind
 _IN_RESULT = {"hooked", "origin", "traceback"}  # only in result.json, for the first failure
 
 
@@ -312,6 +315,11 @@ class Event:
         if data.get("kind") == "event":
             omitted = {"kind", *_COMMON_KEYS}
         fields = {name: value for name, value in data.items() if name not in omitted}
+        if (allowed := allowed_fields(kind)) is not None and kind not in _FREE_KINDS:
+            known = {name: value for name, value in fields.items() if name in allowed}
+            others = {name: value for name, value in fields.items() if name not in allowed}
+            if memory_bytes(others, MAX_OTHERS_BYTES) > MAX_OTHERS_BYTES:
+                fields = known
         time = float(data["time"]) if is_timed else 0.0
         return cls(kind, host, message.get("rank"), time, fields, blob)
 
@@ -321,8 +329,7 @@ class Event:
         name, host, rank, time = (line.get(key) for key in ("event", "host", "rank", "time"))
         if not isinstance(name, str):
             return None
-        kind = KINDS.get(name)
-        allowed = None if kind is None else {*kind.required, *kind.optional}
+        allowed = allowed_fields(name)
         fields = {
             name: value for name, value in line.items()
             if name not in _COMMON_KEYS
@@ -335,6 +342,12 @@ class Event:
             float(time) if isinstance(time, (int, float)) and matches(number, time) else 0.0,
             fields,
         )
+
+
+def allowed_fields(kind: str) -> set[str] | None:
+    """The names of the fields of a kind; ``None`` for a program's own, which has any."""
+    known = KINDS.get(kind)
+    return None if known is None else {*known.required, *known.optional}
 
 
 def reported_kind(data: Message) -> str | None:

@@ -36,6 +36,7 @@ from paceline.spec.plan import Plan
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
 HURRIED_PATIENCE_S = 0.8  # the same when the user has asked twice
+MAX_REPORTS, MAX_STRANGERS = 10_000, 100  # kept of an attempt
 
 
 class Attempt:
@@ -241,7 +242,8 @@ class Attempt:
         self.startup.on_event(event)
         self._newcomers.durations.on_event(event, time.monotonic())
         if event.kind == independence.REPORT:
-            self._reports.append(event)
+            if len(self._reports) < MAX_REPORTS:
+                self._reports.append(event)
         elif event.kind in ("rank frozen", "rank thawed"):
             self._hangs.on_freeze_event(event)
         elif event.kind == "heartbeat":
@@ -277,6 +279,8 @@ class Attempt:
         if failure.rank is None and not node.running:
             return
         if failure.kind == "early":
+            if any((end.host, end.rank) == (failure.host, failure.rank) for end in self._early):
+                return
             self._early.append(failure)
             self._hangs.rank_ended(node.name, -1 if event.rank is None else event.rank)
         else:
@@ -300,7 +304,7 @@ class Attempt:
 
     def _note_stranger(self, host: str, address: str) -> None:
         """Reports an address from which connections are refused, once."""
-        if address not in self._strangers:
+        if address not in self._strangers and len(self._strangers) < MAX_STRANGERS:
             self._strangers.add(address)
             self._screen.note(
                 f"paceline: warning: {host} refused a connection from {address}, which is not one"
@@ -309,7 +313,9 @@ class Attempt:
 
     def fail(self, failure: Failure) -> None:
         """Ends the attempt after a failure."""
-        self._failures.append(failure)
+        key = (failure.host, failure.rank, failure.kind)
+        if key not in ((other.host, other.rank, other.kind) for other in self._failures):
+            self._failures.append(failure)
         self._failed.set()
 
     def node_lost(self, node: Node, reason: str) -> None:

@@ -19,6 +19,8 @@ from paceline.spec.failure import LAUNCHER_HOST, Failure
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
+MAX_OVERFLOWS = 100  # folders in which models were saved for lack of room
+
 
 @dataclass(frozen=True, slots=True)
 class _Model:
@@ -66,7 +68,9 @@ class ResultCollector:
         if event.kind == "begin" and not self._has_begun:
             self._has_begun, self._fetcher.keeps_earlier = True, not event["resumed"]
         if event.kind == "model kept elsewhere" and event["folder"]:
-            self._overflow_models.append((node, event["folder"]))
+            overflow = (node, event["folder"])
+            if overflow not in self._overflow_models and len(self._overflow_models) < MAX_OVERFLOWS:
+                self._overflow_models.append(overflow)
         if event.kind == "model saved" and event["sha256"]:
             model_folder = event["folder"] or ""  # on a disk of the node's own
             folder = f"{model_folder or node.run_folder}/{names.MODEL}"

@@ -37,7 +37,7 @@ STARTING = "starting"  # a newcomer
 RUNNING = "running"  # the phase of a rank without reports
 MAX_POINTS = 512  # of a curve
 MAX_CURVES = 8
-MAX_NEWS = 40
+MAX_NEWS, MAX_NEWS_CHARS = 40, 4096
 BYTES_TO_BITS = 8
 
 _PARTS = dict_of(number, SHORT_TEXT, 20)
@@ -266,7 +266,7 @@ class RunState:
             self._lost.add(event.host)
         elif event.kind == "recovery":  # the other ranks continue without the host
             self._lost.clear()
-        return News(event.time, text.split("\n", 1)[0], is_bad)
+        return News(event.time, text.split("\n", 1)[0][:MAX_NEWS_CHARS], is_bad)
 
     def _merge_straggler_news(self, event: Event, news: News) -> News:
         """Merges the two news of a rank that was slow for a while."""

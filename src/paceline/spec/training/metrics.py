@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is no record
+_MAX_SPLITS = 1000
 _MAX_SENDERS = 4096  # steps of splits whose sender is remembered
 
 
@@ -51,7 +52,8 @@ class StepFilter:
             return False
         if len(self._senders) > _MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
-        self._recorded = _maxima(self._recorded, {split: step})
+        if split in self._recorded or len(self._recorded) < _MAX_SPLITS:
+            self._recorded = _maxima(self._recorded, {split: step})
         return True
 
 

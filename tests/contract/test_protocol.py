@@ -493,6 +493,7 @@ def test_hostile_answers(op: str) -> None:
         ("run_folder", {"shared": True, "folder": "/etc"}),
         ("run_folder", {"shared": False, "folder": "/home/u/runs/1"}),
         ("run_folder", {"shared": False, "folder": f"/c/paceline/runs/{'0' * 24}"}),
+        ("run_folder", {"shared": False, "folder": f"/c\n/paceline/runs/{KEY}"}),
         ("build_tree", {"root": "/etc", "damaged": []}),
         ("build_tree", {"root": "/c/paceline/jobs/r/code", "damaged": ["cd" * 32]}),
         ("lacking_blobs", {"hashes": ["cd" * 32]}),

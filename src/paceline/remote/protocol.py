@@ -70,11 +70,14 @@ PORT = integer(1, 65535)
 INTEGER_TEXT = regex("[0-9]{1,8}", "a number")
 SHA256 = regex("[0-9a-f]{64}", "a SHA-256")
 IDENTITY = regex("[0-9a-f]{32}", "an identity")
+FOLDER = regex("/[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "an absolute path of usual characters")
+# commands that users are told to type contain these names
+INTERFACE = regex(r"[^\s\x00-\x1f\x7f-\x9f$`;&|<>()'\"\\]{0,256}", "the name of an interface")
 HOLDERS = list_of(tuple_of(PROCESS, text(MAX_LONG_TEXT)), 1000)
 
-_ADDRESS = record(interface=SHORT_TEXT, address=address, prefix=integer(0, 128),
+_ADDRESS = record(interface=INTERFACE, address=address, prefix=integer(0, 128),
                   family=choice(4, 6), scope=SHORT_TEXT, usable=boolean)  # fmt: skip
-_LINK = record(name=SHORT_TEXT, kind=SHORT_TEXT, state=SHORT_TEXT, mtu=integer(0, 1 << 31),
+_LINK = record(name=INTERFACE, kind=SHORT_TEXT, state=SHORT_TEXT, mtu=integer(0, 1 << 31),
                speed=integer(-MAX_INTEGER), addresses=list_of(_ADDRESS, 10_000))  # fmt: skip
 _DISK = record({"total": SIZE, "free": SIZE, "writable": boolean, "noexec": boolean}, path=text())
 _PYTHON = record(executable=optional(text()), version=SHORT_TEXT)
@@ -94,7 +97,7 @@ _GPU = record(
 )
 _DEVICES = record(gpus=list_of(_GPU, 1000), nvidia_driver=optional(SHORT_TEXT))
 _PORT_OF_CARD = record(name=SHORT_TEXT, port=integer(0, 1 << 16), active=boolean, speed=integer(-1),
-                       interfaces=list_of(SHORT_TEXT, 1000))  # fmt: skip
+                       interfaces=list_of(INTERFACE, 1000))  # fmt: skip
 _LIMITS = record(
     nofile=integer(-1), nofile_hard=integer(-1), memlock=integer(-1, 1 << 64), shm=SIZE
 )
@@ -168,20 +171,20 @@ ANSWERS: dict[str, Schema] = {
     "kill": record(killed=SIZE),
     "compare_tree": record(exists=boolean, missing=list_of(text()), different=list_of(text())),
     "lacking_blobs": record(hashes=list_of(SHA256)),
-    "build_tree": record(root=text(), damaged=list_of(SHA256)),
-    "run_folder": record(shared=boolean, folder=text()),
+    "build_tree": record(root=FOLDER, damaged=list_of(SHA256)),
+    "run_folder": record(shared=boolean, folder=FOLDER),
     "look": record(paths=list_of(_PATH_STATE)),
     "which": record(path=optional(text())),
     "disk": record(disks=list_of(_DISK)),
     "list_results": record(files=list_of(_FILE, MAX_RESULTS)),
     "read_block": record({"sha256": SHA256}),
     "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
-    "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=text(),
+    "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=FOLDER,
                           files=list_of(_CHANGED), gone=list_of(relative_path)),
     "ask_run": record(answer=optional(_OUTPUT)),
     "signal_run": record(sent=boolean),
     "discard_run": record(gone=boolean),
-    "data_folder": record(marks=list_of(SHORT_TEXT, 1001), folder=text(), sign=text(),
+    "data_folder": record(marks=list_of(SHORT_TEXT, 1001), folder=FOLDER, sign=FOLDER,
                           free=SIZE),
     "list_data": record(files=list_of(tuple_of(relative_path, SIZE, integer(-MAX_INTEGER)), 2000),
                         last=boolean),

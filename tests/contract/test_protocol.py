@@ -416,6 +416,26 @@ def test_the_largest_answer_takes_little_memory() -> None:
     within_bounds(lambda: Decoder(max_json=MAX_ANSWER).feed(framed(body)))
 
 
+@pytest.mark.parametrize("first", ["re", "event"])
+def test_only_answers_are_long(first: str) -> None:
+    """Parsing holds the launcher's loop, on which the other hosts' leases depend."""
+    body = b'{"%s":1,"a":[%s0]}' % (first.encode(), b"[]," * (frames.MAX_EVENT // 3))
+    decoder = Decoder(max_json=MAX_ANSWER, max_event=frames.MAX_EVENT)
+    if first == "re":
+        assert len(decoder.feed(framed(body))) == 1
+    else:
+        with pytest.raises(FrameError, match="an event of 4 MiB"):
+            decoder.feed(framed(body))
+
+
+def test_frequent_answers_are_small() -> None:
+    conversation = Conversation()
+    conversation.add_request(1, "lease", {})
+    answer = {"re": 1, "monotonic": 1.0, "time": 1.0, "other": [[] for _ in range(200_000)]}
+    with pytest.raises(InvalidValue, match="8 MiB in memory"):
+        conversation.answer(answer, b"")
+
+
 # --- hostile variants
 
 ABSURD: list[Any] = [

@@ -30,6 +30,7 @@ _HEADER = struct.Struct(">4sII")
 MAX_JSON = 64 * 1024 * 1024  # bytes
 MAX_BLOB = 64 * 1024 * 1024
 MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty times as much
+MAX_EVENT = 4 * 1024 * 1024  # of JSON of an event; a rank's report has at most 1 MiB in UTF-8
 MAX_HELLO = 2 * 1024 * 1024  # of JSON before a node has said who it is
 MAX_ANSWER_BLOB = 2 * 1024 * 1024
 MAX_DIGITS = 20  # of a whole number
@@ -40,6 +41,8 @@ MAX_NOISE_BYTES = 8192  # kept of what is outside frames
 ACK_BYTES = 4 * 1024  # bytes heard, after which who has nothing to say says that it heard them
 WRITE_BYTES = 1 << 16  # bytes of one write
 WRITE_FRAMES = 64
+
+ANSWER_START = b'{"re":'  # so that the kind of a long message is known before it is parsed
 
 Message = Dict[str, Any]
 
@@ -82,14 +85,17 @@ class Decoder:
 
     Args:
         max_json, max_blob: Bytes above which something is no frame.
+        max_event: Bytes of JSON above which a frame must be an answer.
 
     Attributes:
         noise: The last bytes outside frames.
     """
 
-    def __init__(self, max_json: int = MAX_JSON, max_blob: int = MAX_BLOB) -> None:
+    def __init__(
+        self, max_json: int = MAX_JSON, max_blob: int = MAX_BLOB, max_event: int = MAX_JSON
+    ) -> None:
         self._buffer = bytearray()
-        self._max_json, self._max_blob = max_json, max_blob
+        self._max_json, self._max_blob, self._max_event = max_json, max_blob, max_event
         self._garbage_bytes = 0
         self.noise = bytearray()
 
@@ -104,7 +110,7 @@ class Decoder:
     def feed(self, data: bytes) -> List[Tuple[Message, bytes]]:
         """Adds ``data``; returns the frames that are now whole, in order.
 
-        FrameError when too much looked like frames and was none.
+        FrameError when too much looked like frames and was none, or for too long an event.
         """
         self._buffer += data
         frames: List[Tuple[Message, bytes]] = []
@@ -121,7 +127,10 @@ class Decoder:
             end = _HEADER.size + body_length + blob_length
             if len(self._buffer) < end:
                 return frames
-            message = _parse(self._buffer[_HEADER.size : _HEADER.size + body_length])
+            body = self._buffer[_HEADER.size : _HEADER.size + body_length]
+            if body_length > self._max_event and not body.startswith(ANSWER_START):
+                raise FrameError("an event of %d MiB" % (body_length >> 20))
+            message = _parse(body)
             if message is None:
                 self._garbage_bytes += end
                 if self._garbage_bytes > MAX_GARBAGE_BYTES:
@@ -238,7 +247,8 @@ class Outbox:
 
     def post(self, message: Message, blob: bytes = b"") -> None:
         """Queues a frame; from any thread. ValueError if it is too long for the launcher."""
-        frame = encode(dict(message, heard=self.num_received), blob, MAX_ANSWER)
+        max_bytes = MAX_ANSWER if "re" in message else MAX_EVENT
+        frame = encode(dict(message, heard=self.num_received), blob, max_bytes)
         lane = multiplexing.lane_of(message, len(frame), blob)
         with self._lock:
             is_lost = self.broken and not self.retains

@@ -330,7 +330,7 @@ class Agent:
     def reply(self, request: Message, blob: bytes = b"", **answer: Any) -> None:
         """Answers a request; from any thread."""
         if "id" in request:
-            self.outbox.post(dict(answer, re=request["id"]), blob)
+            self.outbox.post(dict({"re": request["id"]}, **answer), blob)
 
     def in_thread(self, work: Work, request: Optional[Message] = None) -> None:
         """Runs slow work in a new thread; a failure becomes the request's answer."""

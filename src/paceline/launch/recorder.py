@@ -212,7 +212,8 @@ class Recorder:
         """Keeps the last value of each name, unless they are too many or too large."""
         for name, value in values.items():
             is_known = name in self.metrics or len(self.metrics) < MAX_METRICS
-            if is_known and memory_bytes({name: value}) <= MAX_METRIC_BYTES:
+            is_small = memory_bytes({name: value}, MAX_METRIC_BYTES) <= MAX_METRIC_BYTES
+            if is_known and is_small:
                 self.metrics[name] = value
 
     def _output(self, event: Event, stream: str, blob: bytes) -> None:

@@ -18,6 +18,7 @@ from paceline.agent.frames import (
     ACK_BYTES,
     MAX_ANSWER,
     MAX_ANSWER_BLOB,
+    MAX_EVENT,
     MAX_HELLO,
     Decoder,
     FrameError,
@@ -49,6 +50,7 @@ HELLO_TIMEOUT_S = 30.0
 END_OF_INPUT_S = 3.0  # a shell such as fish reads all of its input first
 PARK_TIMEOUT_S = 5.0  # for an agent to be done with a job
 HELLO_STALL_S = 5.0  # for the rest of a greeting that has begun
+MAX_WORK_S = 0.05  # on the frames of one host before other tasks run
 POLL_S = 5.0  # between checks of a host without a lease
 SILENCE_TIMEOUT_S = 60.0  # after which such a host is abandoned
 NOTE_AFTER_S = 15.0  # without an answer, the user is told which host is waited for
@@ -333,8 +335,12 @@ class Channel:
                 self.received_at = loop.time()
                 self._cancel_reconnect()  # the link only stalled
                 self._unacked_bytes += len(data)
+                started_at = loop.time()
                 for message, blob in self._decoder.feed(data):
                     self._on_frame(message, blob)
+                    if loop.time() - started_at > MAX_WORK_S:
+                        await asyncio.sleep(0)  # other hosts' leases must not run out
+                        started_at = loop.time()
                 if self._unacked_bytes > ACK_BYTES:
                     self._enqueue({})  # acknowledges, as every frame does
                 data = b""
@@ -447,8 +453,10 @@ class Channel:
                 return
             self._unacked_bytes += ACK_BYTES  # the next part waits for an acknowledgement
             for frame in self._joiner.add(message, blob):
-                for inner in _decoder().feed(frame):
-                    self._on_message(*inner)
+                inner_frames = _decoder().feed(frame)
+                if len(inner_frames) != 1:
+                    raise InvalidValue(f"{len(inner_frames)} messages in pieces of one")
+                self._on_message(*inner_frames[0])
         except ValueError as error:
             raise InvalidValue(str(error)) from None
 
@@ -629,7 +637,7 @@ class Channel:
 
 def _decoder(noise: bytes = b"", max_json: int = MAX_ANSWER) -> Decoder:
     """A decoder for an agent's frames, with the noise of an earlier link."""
-    decoder = Decoder(max_json=max_json, max_blob=MAX_ANSWER_BLOB)
+    decoder = Decoder(max_json=max_json, max_blob=MAX_ANSWER_BLOB, max_event=MAX_EVENT)
     decoder.add_noise(noise)
     return decoder
 

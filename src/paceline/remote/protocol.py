@@ -224,6 +224,14 @@ ANSWERS: dict[str, Schema] = {
 _REFUSAL = record({"holders": HOLDERS, "activating": boolean}, error=text(MAX_LONG_TEXT))
 
 
+PERIODIC_OPS = ("lease", "clock", "vitals", "counters")  # requested again and again
+
+
+def _check_memory(message: Message, path: str) -> None:
+    if memory_bytes(message, MAX_EVENT_BYTES) > MAX_EVENT_BYTES:
+        raise InvalidValue(f"{path} takes more than {MAX_EVENT_BYTES >> 20} MiB in memory")
+
+
 def _check_subset(
     received: Sequence[str], requested: Sequence[str] | set[str], subject: str
 ) -> None:
@@ -382,6 +390,8 @@ class Conversation:
         if "error" in message:
             _REFUSAL(message, path)
         else:
+            if op in PERIODIC_OPS:
+                _check_memory(message, path)
             ANSWERS.get(op, any_json)(message, path)
             if op in RELATIONS:
                 RELATIONS[op](fields, message)
@@ -395,11 +405,11 @@ class Conversation:
         kind = message.get("event")
         if not isinstance(kind, str) or kind not in EVENTS:
             raise InvalidValue(f"an event called {describe_value(kind)}")
+        if kind not in ("hello", "said"):
+            _check_memory(message, f"the event {kind}")
         EVENTS[kind](message, f"the event {kind}")
-        if kind not in ("hello", "output") and memory_bytes(message) > MAX_EVENT_BYTES:
-            if kind == "said":
-                return False
-            raise InvalidValue(f"an event {kind} of more than {MAX_EVENT_BYTES >> 20} MiB")
+        if kind == "said" and memory_bytes(message, MAX_EVENT_BYTES) > MAX_EVENT_BYTES:
+            return False
         if blob and kind != "output":
             raise InvalidValue(f"{len(blob)} bytes with the event {kind}")
         if "rank" in message:

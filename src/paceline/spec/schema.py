@@ -149,10 +149,13 @@ def any_json(value: Any, path: str, depth: int = MAX_DEPTH) -> None:
         reject(path, value, "a number of usual size")
 
 
-def memory_bytes(value: Any) -> int:
-    """Roughly the memory that a JSON value takes: empty lists take twenty times their text."""
+def memory_bytes(value: Any, limit: int) -> int:
+    """Roughly the memory that a JSON value takes: empty lists take twenty times their text.
+
+    Does not count on above ``limit``.
+    """
     total, waiting = 0, [value]
-    while waiting:
+    while waiting and total <= limit:
         item = waiting.pop()
         total += 64 + (len(item) if isinstance(item, str) else 0)
         if isinstance(item, dict):

@@ -358,7 +358,8 @@ class NodeJob:
             os.close(fd)
         elif name == "events":
             for event in rank.parse_events(data):
-                self._post({"event": "said", "rank": rank.rank, "data": event})
+                with contextlib.suppress(ValueError):  # too long; the program may write anything
+                    self._post({"event": "said", "rank": rank.rank, "data": event})
         else:
             self._post({"event": "output", "rank": rank.rank, "stream": name}, data)
 

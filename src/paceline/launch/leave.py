@@ -46,10 +46,12 @@ from paceline.remote.openssh import (
     classify,
     ssh_command,
 )
+from paceline.remote.protocol import FOLDER, PORT
 from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
 from paceline.rundir import detached_file
 from paceline.rundir.directory import Redactor, RunDirectory, short
+from paceline.rundir.records import parse_json
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, RUN_FOLDER, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
@@ -57,6 +59,17 @@ from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, NodeRange
 from paceline.spec.launchers import PROCESS_VARIABLES
+from paceline.spec.schema import (
+    SIZE,
+    InvalidValue,
+    Schema,
+    boolean,
+    integer,
+    list_of,
+    record,
+    text,
+    tuple_of,
+)
 from paceline.spec.serialization import to_jsonable
 from paceline.spec.settings import Source
 from paceline.transfer import data
@@ -69,7 +82,7 @@ from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
 
 MARK = b"\xf5PLleave "
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 8 << 20
 SUPERVISOR_LIBRARIES = ("click",)  # pure Python
 CALLER_TIMEOUT_S = 15.0  # for a caller to connect to its supervisor
 FIRST_REPLY_S = 30.0  # for a login's first message
@@ -77,6 +90,42 @@ REFUSALS_S = 1.0  # to collect other refusals after the first
 DETACH_TIMEOUT_S = 15.0  # for callers to detach
 SUPERVISOR_GRACE_S = 20.0  # for a supervisor to end an abandoned job
 IGNORED_FOLDERS = ("__pycache__",)
+
+
+_TEXT = text(MAX_MESSAGE_BYTES)
+MESSAGES: dict[str, Schema] = {
+    "refused": record({"found": _TEXT, "remedy": _TEXT}, refused=_TEXT),
+    "listening": record(listening=list_of(tuple_of(text(), PORT), 1000), folder=FOLDER),
+    "starting": record(starting=text(), done=SIZE, of=SIZE),
+    "text": record(text=_TEXT, err=boolean),
+    "running": record(running=boolean),  # the ranks; after listening
+    "left": record(left=boolean),  # it is detached; after running
+    "over": record(
+        {"error": record(message=_TEXT, found=_TEXT, remedy=_TEXT)}, over=integer(-1000, 1000)
+    ),
+}
+"""The schema of a supervisor's messages, which are not trusted, by the field that names them."""
+
+
+class SupervisorMessages:
+    """Checks a supervisor's messages, and that none comes twice or too early."""
+
+    def __init__(self) -> None:
+        self._received = set[str]()
+
+    def check(self, message: Mapping[str, Any]) -> None:
+        """Raises InvalidValue if no supervisor sends the message now."""
+        kind = next((name for name in MESSAGES if name in message), None)
+        if kind is None:
+            names = ", ".join([*message][:5])
+            raise InvalidValue(f"a message of no known kind: {names:.200}")
+        MESSAGES[kind](message, f"the message {kind}")
+        if kind in self._received and kind not in ("starting", "text"):
+            raise InvalidValue(f"the message {kind} twice")
+        needed = {"running": "listening", "left": "running"}.get(kind)
+        if needed is not None and needed not in self._received:
+            raise InvalidValue(f"the message {kind} before {needed}")
+        self._received.add(kind)
 
 
 class Containers(Protocol):
@@ -348,19 +397,26 @@ class _DetachedStart:
     async def _follow_start(self, login: Login, channel: Channel | None,
                              directory: RunDirectory | None) -> tuple[int | None, str]:  # fmt: skip
         """Follows the supervisor until it is detached (exit status ``None``) or the run is over."""
-        folder = ""
+        folder, messages = "", SupervisorMessages()
         while True:
             report = await self._next_message(login)
             if report is None:
                 raise self._supervisor_error(login)
+            try:
+                messages.check(report)
+            except InvalidValue as problem:
+                raise NodeError(
+                    f"{self._host.name} sent what no supervisor of this version sends",
+                    found=str(problem), remedy="Name another host: --supervisor HOST",
+                ) from None  # fmt: skip
             if "refused" in report:
                 raise NodeError(
                     f"{self._host.name} cannot supervise the run: {report['refused']}",
                     found=report.get("found", ""), remedy=report.get("remedy", ""),
                 )  # fmt: skip
             if "listening" in report:
-                folder = str(report["folder"])
-                self._start_callers(login, [(str(a), int(p)) for a, p in report["listening"]])
+                folder = report["folder"]
+                self._start_callers(login, [(a, p) for a, p in report["listening"]])
             elif "starting" in report:
                 self._screen.starting(report["starting"], report["done"], report["of"])
             elif "text" in report:
@@ -371,7 +427,7 @@ class _DetachedStart:
             elif "left" in report:
                 return None, folder
             elif "over" in report:
-                if channel is not None and directory is not None:
+                if channel is not None and directory is not None and folder:
                     await self._fetch_results(channel, directory, f"{folder}/{RUN_FOLDER}")
                 login.send({"do": "done"})
                 if error := report.get("error"):
@@ -379,7 +435,7 @@ class _DetachedStart:
                         error["message"], found=error["found"], remedy=error["remedy"],
                         exit_code=report["over"],
                     )  # fmt: skip
-                return int(report["over"]), folder
+                return report["over"], folder
 
     async def _fetch_results(self, channel: Channel, directory: RunDirectory, root: str) -> None:
         """Fetches the files of a run that was over before it was detached."""
@@ -566,15 +622,10 @@ async def start_caller(host: Host, python: str, ssh: SshOptions, start: Mapping[
 
 @dataclass
 class Login:
-    """A login with a program that may be detached from it.
-
-    Attributes:
-        is_detached: Whether the program reported that it is detached.
-    """
+    """A login with a program that may be detached from it."""
 
     host: Host
     _link: ProcessLink
-    is_detached: bool = False
     _stderr: bytearray = field(default_factory=bytearray)
     _stderr_task: asyncio.Task[None] | None = None
 
@@ -619,13 +670,15 @@ class Login:
             self._link.writer.write(b"stay\n")
 
     async def receive(self) -> dict[str, Any] | None:
-        """Returns the next message; ``None`` at the end. Ignores what start-up files print."""
+        """Returns the next message, empty if it is invalid; ``None`` at the end.
+
+        Ignores what start-up files print.
+        """
         while (line := await self._read_line()).endswith(b"\n"):
             _, mark, payload = line.partition(MARK)
             if mark:
-                message: dict[str, Any] = json.loads(payload)
-                self.is_detached = self.is_detached or "left" in message
-                return message
+                message = parse_json(payload.decode(errors="replace"))
+                return message if isinstance(message, dict) else {}
         if self._stderr_task is not None:
             await asyncio.wait([self._stderr_task], timeout=0.5)
         await self._link.has_exited()

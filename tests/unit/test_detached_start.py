@@ -1,0 +1,75 @@
+"""What a launching machine believes of the supervisor that it starts on another host."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.launch import leave
+from paceline.launch.leave import MARK, Login, SupervisorMessages
+from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
+from paceline.spec.schema import InvalidValue
+
+LISTENING = {"listening": [["10.0.0.1", 4000]], "folder": "/h/detached/abc", "run": "/h/run"}
+RUNNING, LEFT, OVER = {"running": True}, {"left": True}, {"over": 0}
+TEXT, STARTING = {"text": "hello\n", "err": False}, {"starting": "sending", "done": 1, "of": 2}
+FAILED = {"over": 2, "error": {"message": "m", "found": "", "remedy": ""}}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[TEXT, STARTING, STARTING, LISTENING, TEXT, RUNNING, TEXT, LEFT], [LISTENING, OVER],
+     [FAILED], [{"refused": "no Python", "found": "3.6", "remedy": "x"}],
+     [LISTENING, RUNNING, OVER]],
+)  # fmt: skip
+def test_what_a_supervisor_says(messages: list[dict[str, Any]]) -> None:
+    received = SupervisorMessages()
+    for message in messages:
+        received.check(message)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [([LISTENING, LISTENING], "the message listening twice"),
+     ([RUNNING], "running before listening"), ([LISTENING, LEFT], "left before running"),
+     ([LISTENING, RUNNING, RUNNING], "running twice"), ([{}], "no known kind"),
+     ([{"listening": [["10.0.0.1", "x"]], "folder": "/a"}], "whole number"),
+     ([{"listening": 3, "folder": "/a"}], "a list"), ([{"listening": []}], "lacks folder"),
+     ([{"listening": [], "folder": "a"}], "absolute path"), ([{"text": 3, "err": False}], "text"),
+     ([{"starting": "x"}], "lacks done"), ([{"over": "0"}], "whole number"),
+     ([{"over": 1, "error": "x"}], "a table"), ([{"over": 1, "error": {}}], "lacks message")],
+)  # fmt: skip
+def test_what_no_supervisor_says(messages: list[dict[str, Any]], problem: str) -> None:
+    received = SupervisorMessages()
+    for message in messages[:-1]:
+        received.check(message)
+    with pytest.raises(InvalidValue, match=problem):
+        received.check(messages[-1])
+
+
+@pytest.mark.parametrize("line", [b"{", b"[" * 100_000, b"3", b"\xff", b"{}"])
+def test_a_hostile_supervisor_starts_no_second_callers(
+    line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(
+        leave._DetachedStart, "_start_callers", lambda self, login, told: started.append(told)
+    )
+    start = leave._DetachedStart.__new__(leave._DetachedStart)
+    start._host, start._caller_tasks = Host("n1"), []
+
+    async def follow() -> None:
+        reader = asyncio.StreamReader(limit=1 << 20)
+        message = b'{"listening": [["10.0.0.1", 4000]], "folder": "/h"}'
+        reader.feed_data(b"banner\n" + MARK + message + b"\n" + MARK + line + b"\n")
+        reader.feed_eof()
+        login = Login(Host("n1"), cast(Any, SimpleNamespace(reader=reader)))
+        await start._follow_start(login, None, None)
+
+    with pytest.raises(NodeError, match="n1 sent what no supervisor of this version sends"):
+        asyncio.run(follow())
+    assert started == [[("10.0.0.1", 4000)]]

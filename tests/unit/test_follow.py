@@ -285,6 +285,51 @@ def test_a_supervisor_that_is_about_to_go_is_waited_for(cache: Path, tmp_path: P
         run(path, work)
 
 
+@pytest.mark.parametrize("limit", ["size", "number", "room"])
+def test_files_that_do_not_fit_are_not_begun(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A hostile host announces files of any size and number."""
+    remote, path = there(cache), home(tmp_path)
+    fill(remote, {"events.jsonl": "{}\n", "logs/n1/0.log": "x"})
+    os.truncate(remote / "logs/n1/0.log", 1 << (40 if limit == "size" else 12))
+    if limit == "number":
+        monkeypatch.setattr(follow, "MAX_RESULTS", 0)
+    if limit == "room":
+        monkeypatch.setattr(follow, "room_problem", lambda _, size: "full" if size > 2000 else "")
+    notes: list[str] = []
+
+    async def work(follower: Follower, _: Served) -> None:
+        follower.note = notes.append
+        for _ in range(2):
+            assert (await follower.refresh()).state == "running"
+        assert not (path / "logs").exists()
+        assert (path / "events.jsonl").read_text() == "{}\n"
+        with pytest.raises(NodeError, match="not all results on n1 are fetched") as caught:
+            await follower.finish()
+        assert "logs/n1/0.log: " in caught.value.found
+
+    run(path, work)
+    assert notes[0].startswith("paceline: not all files of n1 are fetched: logs/n1/0.log: ")
+    assert len(notes) == 2  # once, and once more at the end
+
+
+def test_a_disk_that_fills_up_keeps_some_room(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, path = there(cache), home(tmp_path)
+    fill(remote, {"logs/n1/0.log": "x" * 1000})
+    room = [""] * 6 + ["full"] * 100
+    monkeypatch.setattr(follow, "room_problem", lambda _, size: room.pop(0))
+
+    async def work(follower: Follower, _: Served) -> None:
+        with pytest.raises(NodeError, match="cannot write what n1 sends"):
+            await follower.refresh()
+
+    run(path, work)
+    assert (path / "logs/n1/0.log").stat().st_size == 5 * 64
+
+
 def test_links_here_are_not_followed(cache: Path, tmp_path: Path) -> None:
     remote, path = there(cache), home(tmp_path)
     fill(remote, {"logs/n1/0.log": "text\n"})

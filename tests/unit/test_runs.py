@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import program
-from paceline.cli.runs import run_lookup
+from paceline.cli.runs import attached, run_lookup
 from paceline.cli.runs import state as run_state
 from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import seek_lines
@@ -23,6 +23,7 @@ from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.report import explanation
+from paceline.rundir import records
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import SettingError
@@ -289,8 +290,8 @@ def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on
     shown = call("logs", "one")
     assert "[n1/0] a line" in shown.stdout
     assert f"  to resume: {again}\n" in shown.stderr
-    attached = call("attach", "one")
-    assert (attached.exit_code, f"  to resume: {again}\n" in attached.output) == (1, True)
+    ended = call("attach", "one")
+    assert (ended.exit_code, f"  to resume: {again}\n" in ended.output) == (1, True)
     os.chdir(folder)
     at = Path.cwd()
     again = f"(in {at.parents[1]}): paceline run --run-dir {at} -H n1,n2"
@@ -324,3 +325,22 @@ def test_of_several_the_running_one_is_explained() -> None:
     make("old", alive=True, age=100)
     make("new", code=1)
     assert f"process {ALIVE} on x" in call("explain").output
+
+
+def test_an_endless_file_is_read_at_its_beginning_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile host decides what is in it: it does not fit into memory."""
+    monkeypatch.setattr(records, "RECORDS_BYTES", 1000)
+    monkeypatch.setattr(attached, "READ_BYTES", 100)
+    path, file = tmp_path / "events.jsonl", attached._GrowingFile(tmp_path / "events.jsonl")
+    path.write_text("".join(f'{{"n": {n}}}\n\n\n' for n in range(1000)))
+    numbers = [json.loads(line)["n"] for line in file.lines() if line.startswith(b"{")]
+    count = len(numbers)
+    assert 100 < count < 220
+    assert numbers[0] == 0
+    assert numbers[-1] == 999
+    assert numbers == sorted(numbers)
+    with path.open("a") as more:
+        more.write('{"n": 1000}\n')
+    assert [*file.lines()] == [b'{"n": 1000}']

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files import safe_paths
-from paceline.agent.files.snapshot import BLOCK_BYTES
+from paceline.agent.files.snapshot import BLOCK_BYTES, MAX_RESULTS
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
@@ -33,7 +34,13 @@ from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import read_events
 from paceline.spec.formatting import shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
-from paceline.transfer.results import Fetcher, write_error
+from paceline.transfer.results import (
+    RESULT_LIMIT,
+    Fetcher,
+    copy_command,
+    room_problem,
+    write_error,
+)
 
 MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
 MAX_PARALLEL = 8
@@ -84,15 +91,20 @@ class Follower:
 
     Attributes:
         has_report: The run has a page, which is made here anew: that host could put anything in it.
+        note: Shows a line to the user.
     """
 
     def __init__(self, channel: Channel, run_id: str, path: Path) -> None:
+        self.note: Callable[[str], None] = lambda text: None
         self.channel, self.run_id, self._path = channel, run_id, path
         self.has_report = False
         self._afresh = True
         self._arrivals = Arrivals(path)
         self._root = ""
         self._missing: dict[str, tuple[str, int]] = {}  # files to retry: path → mark, size
+        self._sizes: dict[str, int] = {}  # of the fetched files
+        self._total_bytes = 0  # of these
+        self._excess = ""  # why some files are not fetched
         self._inodes: dict[str, str] = {}  # remote inodes of verified growing files
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
 
@@ -128,19 +140,43 @@ class Follower:
             if name in answer["gone"] or (afresh and name not in files):
                 (self._path / name).unlink(missing_ok=True)
         self._missing = {}
-        fetches = [
-            self._fetch(path, mark, size)
-            for path, (mark, size) in changed.items()
-            if is_remote(path)
-            and not safe_paths.refusal_reason(path)
-            and (names.is_growing(path) or size <= MAX_SMALL_BYTES)
-        ]
+        if afresh:
+            self._sizes, self._total_bytes, self._excess = {}, 0, ""
+        needed, fetches = 0, list[Coroutine[Any, Any, None]]()
+        for path, (mark, size) in changed.items():
+            is_small = names.is_growing(path) or size <= MAX_SMALL_BYTES
+            if not is_remote(path) or safe_paths.refusal_reason(path) or not is_small:
+                continue
+            new_bytes = max(0, size - self._local_size(path))
+            if self._fits(path, size, needed + new_bytes):
+                needed += new_bytes
+                fetches.append(self._fetch(path, mark, size))
         await self._run_limited(fetches)
         has_ended = detached.ended is not None
         state = "ended" if has_ended else "running"
         if answer["alive"] is False and not has_ended:
             state = "ended" if records.is_regular(self._path / names.RESULT) else "lost"
         return RunState(state, detached, bool(fetches))
+
+    def _local_size(self, path: str) -> int:
+        try:
+            return (self._path / path).lstat().st_size
+        except OSError:
+            return 0
+
+    def _fits(self, path: str, size: int, needed_bytes: int) -> bool:
+        """Whether a file of this size is fetched; notes the first that is not, with the reason."""
+        total = self._total_bytes - self._sizes.get(path, 0) + size
+        problem = room_problem(self._path, needed_bytes)
+        if total > RESULT_LIMIT or len(self._sizes) > MAX_RESULTS:
+            problem = f"{total >> 20} MiB up to there, more than what is brought back"
+        if not problem:
+            self._sizes[path], self._total_bytes = size, total
+        elif not self._excess:
+            self._excess = f"{path}: {problem}"
+            self.note(f"paceline: not all files of {self.channel.host.name} are fetched:"
+                      f" {self._excess}")  # fmt: skip
+        return not problem
 
     async def _run_limited(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
         async def limited(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -199,6 +235,8 @@ class Follower:
                 fd, offset = self._replace(fd, path), 0
             self._inodes[path] = inode
             while offset < size:
+                if room_problem(self._path, BLOCK_BYTES):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path / path))
                 data = await self._read(path, offset, min(BLOCK_BYTES, size - offset))
                 os.pwrite(fd, data, offset)
                 offset += len(data)
@@ -247,6 +285,12 @@ class Follower:
             rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip
+        if self._excess:
+            raise NodeError(
+                f"not all results on {self.channel.host.name} are fetched", found=self._excess,
+                remedy="Make room here, or copy them by hand to another disk: "
+                + copy_command(self.channel, self._root),
+            )  # fmt: skip
         if self._missing:
             files = ", ".join(sorted(self._missing)[:5])
             raise NodeError(f"{files} changed each time they were fetched")

@@ -89,7 +89,7 @@ class Fetcher:
             raise NodeError(
                 f"the results on {channel.host.name} are larger than what is brought back",
                 found=f"{total >> 20} MiB in {root}",
-                remedy=f"Copy them by hand: {_scp_command(channel, root)}",
+                remedy=f"Copy them by hand: {copy_command(channel, root)}",
             )
         host = channel.host.name
         self._check_room(channel, root, total)
@@ -151,7 +151,7 @@ class Fetcher:
                 f"the results on {channel.host.name} do not fit on this disk",
                 found=problem,
                 remedy="Make room there, or copy them by hand to another disk:"
-                f" {_scp_command(channel, root)}",
+                f" {copy_command(channel, root)}",
             )
 
     async def _leave(self, channel: Channel, root: str, rejected: Mapping[str, str]) -> None:
@@ -203,10 +203,10 @@ def write_error(channel: Channel, root: str, folder: Path, problem: OSError) -> 
         f"cannot write what {channel.host.name} sends",
         found=f"{problem.strerror} ({problem.filename or folder})",
         remedy="Make room there, or look at what is in the way, or copy by hand:"
-        f" {_scp_command(channel, root)}",
+        f" {copy_command(channel, root)}",
     )
 
 
-def _scp_command(channel: Channel, root: str) -> str:
+def copy_command(channel: Channel, root: str) -> str:
     """The command that copies a node's folder, whose name the node has chosen."""
     return shell_text(["scp", "-r", f"{channel.host.address}:{root}", "."])

@@ -8,11 +8,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.cli.runs.client import LauncherClient, client_for
+from paceline.cli.runs.client import LauncherClient, RemoteLauncher, client_for
 from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import rank_logs
 from paceline.cli.runs.run_end import explain_run
@@ -76,6 +76,8 @@ class _AttachedTerminal:
     def __init__(self, client: LauncherClient, lines: bool) -> None:
         self._client, self._path = client, client.path
         self._screen = Screen("all", display="lines" if lines else "live")
+        if isinstance(client, RemoteLauncher):
+            client.note = self._screen.note
         self._feed = Feed(client.path, self._screen)
         self._detach_requested = asyncio.Event()
         self._interrupts, self._command = 0, tuple[str, ...]()
@@ -208,11 +210,12 @@ class Feed:
         if news is not previous and news is not None and not self._first:
             self._screen.note(f"paceline: {news.text}")
 
-    def _records(self, name: str) -> list[dict[str, Any]]:
+    def _records(self, name: str) -> Iterator[dict[str, Any]]:
         file = self._path / name
-        lines = self._files.setdefault(file, _GrowingFile(file)).lines()
-        parsed = (records.parse_json(line.decode("utf-8", "replace")) for line in lines)
-        return [record for record in parsed if isinstance(record, dict)]
+        for line in self._files.setdefault(file, _GrowingFile(file)).lines():
+            record = records.parse_json(line.decode("utf-8", "replace"))
+            if isinstance(record, dict):
+                yield record
 
 
 class _GrowingFile:
@@ -250,14 +253,24 @@ class _GrowingFile:
         elif tail is not None:
             self._file.seek(0)
 
-    def lines(self) -> list[bytes]:
-        lines: list[bytes] = []
+    def lines(self) -> Iterator[bytes]:
+        """Yields new lines; of very many, those at the beginning and at the end."""
+        num_read = 0
         while data := self.read():
             *complete, self._partial = (self._partial + data).split(b"\n")
-            lines += complete
+            yield from filter(None, complete)
             if len(self._partial) > MAX_LINE_BYTES:
                 self._partial = b""
-        return lines
+            num_read += len(data)
+            if num_read >= records.RECORDS_BYTES:
+                self._skip_to_end(records.RECORDS_BYTES)
+                num_read = 0
+
+    def _skip_to_end(self, tail: int) -> None:
+        assert self._file is not None
+        if os.fstat(self._file.fileno()).st_size - self._file.tell() > tail:
+            self._file.seek(-tail, os.SEEK_END)
+            self._partial = b""  # what follows begins with a partial line, which is no valid JSON
 
 
 def print_end(path: Path, command: tuple[str, ...] = ()) -> int:

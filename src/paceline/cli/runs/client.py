@@ -13,6 +13,7 @@ import getpass
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,14 @@ class RemoteLauncher:
     """A client of a supervisor on another host, over SSH; reconnects when the connection breaks.
 
     Attributes:
+        note: Shows a line to the user.
         path: The run's folder here.
         last_error: Why the supervisor cannot be asked at present; empty while it can.
     """
 
     def __init__(self, path: Path, detached: SupervisorLocation) -> None:
         self.path, self.last_error = path, ""
+        self.note: Callable[[str], None] = _print_note
         self._detached = detached
         self._follower: Follower | None = None
         self._status: RunState | None = None
@@ -96,6 +99,7 @@ class RemoteLauncher:
         try:
             if self._follower is None:
                 self._follower = await follow(self.path, self._detached)
+                self._follower.note = self.note
             self._status = status = await self._follower.refresh()
             self.last_error = ""
         except UnknownRun:  # another follower brought everything, and it was removed there
@@ -142,10 +146,6 @@ class RemoteLauncher:
 
     async def fetch_results(self) -> None:
         """Fetches all results; after the last follower, the host removes the run's folder."""
-
-        def note(text: str) -> None:
-            say(format_for(text, sys.stderr), err=True)
-
         if self._follower is None or self._status is None:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.last_error)
         is_whole = True
@@ -153,7 +153,7 @@ class RemoteLauncher:
             if self._status.state == "lost":
                 await self._wait_for_ranks()
             try:
-                is_whole = await self._follower.finish(self._status.state, note)
+                is_whole = await self._follower.finish(self._status.state, _print_note)
             except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
             if self._follower.has_report:
@@ -187,6 +187,10 @@ class RemoteLauncher:
         follower, self._follower = self._follower, None
         if follower is not None:
             await follower.channel.close()
+
+
+def _print_note(text: str) -> None:
+    say(format_for(text, sys.stderr), err=True)
 
 
 def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:

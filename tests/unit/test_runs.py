@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -325,6 +328,30 @@ def test_of_several_the_running_one_is_explained() -> None:
     make("old", alive=True, age=100)
     make("new", code=1)
     assert f"process {ALIVE} on x" in call("explain").output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGINT])
+def test_a_terminal_is_left_though_the_host_never_answers(
+    tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def never(**_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def close() -> None:
+        pass
+
+    async def attach() -> int:
+        client: Any = SimpleNamespace(path=tmp_path, look=never, stop=never, close=close)
+        terminal = attached._AttachedTerminal(client, lines=True)
+        loop = asyncio.get_running_loop()
+        for count in range(3):  # SIGINT asks the run to stop twice
+            loop.call_later(0.3 * (count + 1), os.kill, os.getpid(), number)
+            if number != signal.SIGINT:
+                break
+        return await asyncio.wait_for(terminal.run(), 10.0)
+
+    assert asyncio.run(attach()) == 0
+    assert "the run continues; to attach again" in capfd.readouterr().err
 
 
 def test_an_endless_file_is_read_at_its_beginning_and_end(

@@ -330,12 +330,6 @@ def hosted(served: Served, name: str, folder: Path | None) -> Node:
     return Node(Host(name), served.node.channel, shared_run_dir=here, run_folder=str(folder or ""))
 
 
-def test_commands_to_paste_are_quoted() -> None:
-    channel: Any = SimpleNamespace(host=Host("n1", "10.0.0.1"))
-    error = write_error(channel, "/c/$(touch pwned)/run", Path("runs/1"), OSError(28, "full"))
-    assert error.remedy.endswith("scp -r '10.0.0.1:/c/$(touch pwned)/run' .")
-
-
 def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), fill(tmp_path / "node", MODEL)
 

@@ -55,6 +55,7 @@ POLL_S = 5.0  # between checks of a host without a lease
 SILENCE_TIMEOUT_S = 60.0  # after which such a host is abandoned
 NOTE_AFTER_S = 15.0  # without an answer, the user is told which host is waited for
 ANSWER_TIMEOUT_S = 600.0  # a slow network disk with many files takes minutes
+SLOW_OPS = {"hash_data", "have_data"}  # of files of any size: no limit
 GOODBYE_TIMEOUT_S = 2.0  # to repeat the goodbye on another link after a break
 
 
@@ -292,7 +293,8 @@ class Channel:
         await asyncio.wait([answer], timeout=NOTE_AFTER_S)
         if not answer.done():
             self.on_late(op)
-            await asyncio.wait([answer], timeout=ANSWER_TIMEOUT_S - NOTE_AFTER_S)
+            limit_s = None if op in SLOW_OPS else ANSWER_TIMEOUT_S - NOTE_AFTER_S
+            await asyncio.wait([answer], timeout=limit_s)
         if answer.cancel():  # it did not come
             raise HostSilent(self.host, op)
         return answer.result()

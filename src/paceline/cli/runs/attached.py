@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from paceline.cli.runs.client import LauncherClient, RemoteLauncher, client_for
 from paceline.cli.runs.describe import describe_run
@@ -32,6 +32,8 @@ from paceline.spec.events import Event, read_events, shipped_copies
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.formatting import shell_text
 from paceline.spec.terminal import format_for
+
+T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.5
 INITIAL_TAIL_BYTES = 2048  # bytes of each log that were there already
@@ -108,7 +110,9 @@ class _AttachedTerminal:
         """Follows the run to its end, or until the user leaves; returns whether it is over."""
         shown_error, is_first = "", True
         while True:
-            status = await self._client.look()
+            status = await self._unless_left(self._client.look())
+            if status is None:
+                return False
             self._command = status.record.command if status.record else ()
             if shown_error != self._client.last_error:
                 shown_error = self._client.last_error
@@ -119,12 +123,29 @@ class _AttachedTerminal:
             self._feed.update()
             if status.over and not shown_error:
                 self._screen.stop_live()
-                await self._client.fetch_results()
+                if await self._unless_left(self._fetch_results()) is None:
+                    return False
                 self._feed.update()
                 return True
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._detach_requested.wait(), POLL_INTERVAL_S)
                 return False
+
+    async def _unless_left(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Returns the result; ``None`` if the user leaves before: a host may never answer."""
+        working = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(self._detach_requested.wait())
+        try:
+            await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def _fetch_results(self) -> bool:
+        await self._client.fetch_results()
+        return True
 
     def _show_screen(self, keys: Keys) -> None:
         folder, start = short(self._path.absolute()), started_at(self._path)
@@ -142,6 +163,9 @@ class _AttachedTerminal:
         if self._echoes.is_echo(signal.SIGINT):
             return
         self._interrupts += 1
+        if self._interrupts > 2:  # the host does not answer
+            self._detach_requested.set()
+            return
         now = self._interrupts > 1
         self._screen.note("paceline: stopping at once" if now else
                           "paceline: SIGINT: stopping (once more to stop at once)")  # fmt: skip

@@ -81,6 +81,7 @@ class RemoteLauncher:
     def __init__(self, path: Path, detached: SupervisorLocation) -> None:
         self.path, self.last_error = path, ""
         self.note: Callable[[str], None] = _print_note
+        self._has_noted_delay = False
         self._detached = detached
         self._follower: Follower | None = None
         self._status: RunState | None = None
@@ -100,6 +101,7 @@ class RemoteLauncher:
             if self._follower is None:
                 self._follower = await follow(self.path, self._detached)
                 self._follower.note = self.note
+                self._follower.channel.on_late = self._note_late
             self._status = status = await self._follower.refresh()
             self.last_error = ""
         except UnknownRun:  # another follower brought everything, and it was removed there
@@ -114,6 +116,12 @@ class RemoteLauncher:
             self._reconnect_at = time.monotonic() + RECONNECT_DELAY_S
             status = replace(status, news=False)
         return status
+
+    def _note_late(self, op: str) -> None:
+        if not self._has_noted_delay:
+            self._has_noted_delay = True
+            host = self._detached.host
+            self.note(f"paceline: waiting for {host}, which is connected but does not answer")
 
     @property
     def behind(self) -> bool:

@@ -18,6 +18,7 @@ from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.terminal import format_for
 
 POLL_INTERVAL_S = 0.5
+JOIN_TIMEOUT_S = 10.0  # the host may never answer
 MAX_EXTRA_POLLS = 3  # of who looks once only, at files that change every second
 
 
@@ -101,7 +102,7 @@ class _SyncThread:
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

@@ -268,7 +268,7 @@ def test_a_lost_writer_keeps_no_other_waiting(
 def test_a_writer_ends_what_it_sends_before_the_others_do(writer: Store) -> None:
     """Else it would take that for a failure, and warn."""
     did: list[str] = []
-    said = json.dumps({"host": "a", "wanted": 1, "key": KEY.hex()})
+    said = json.dumps({"host": "a", "wanted": 1, "key": KEY.hex(), "address": "127.0.0.1"})
     comms = SimpleNamespace(world=SimpleNamespace(rank=0, host="a"),
                             texts=lambda text: [did.append("met") or said] * 2)  # fmt: skip
     one = copies.CopyCoordinator(cast(Any, comms), writer, 2, 1)
@@ -292,6 +292,15 @@ def test_an_older_writer_is_refused(tmp_path: Path, writer: Store, taker: Receiv
     shutil.copytree(writer.root / "10", newer.root / "10")
     assert offer(taker, newer, "10") > 0
     assert intact(tmp_path / "taker") == ["5.2", "10"]
+
+
+def test_only_rank_0_s_host_sends(tmp_path: Path, writer: Store, taker: Receiver) -> None:
+    """Every rank knows the key and the token."""
+    name, taker.sender = make(writer, 10), "127.0.0.2"
+    with pytest.raises(OSError):
+        offer(taker, writer, name)
+    taker.sender = "127.0.0.1"
+    assert offer(taker, writer, name) > 0
 
 
 def test_a_full_disk_is_said(

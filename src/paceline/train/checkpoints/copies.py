@@ -35,7 +35,9 @@ to a training that does nothing but send."""
 _MAX_REST_S = 5.0
 _CONNECT_S = 5.0
 _PATIENCE_S = 15.0  # for each acknowledgement, when another host could take the copy
-_GREETING = record(host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"))
+_GREETING = record(
+    host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"), address=text()
+)
 _PLACE = optional(tuple_of(text(), integer(1, 65535)))
 
 
@@ -96,7 +98,7 @@ class CopyCoordinator:
 
     def __init__(self, comms: Comms, store: Store, keep: int, num_wanted: int | None) -> None:
         self._comms, self._store, self._keep, self._num_wanted = comms, store, keep, num_wanted
-        self._key = b""
+        self._key, self._source = b"", ""  # the address of rank 0
         self.has_own_disk = False
         self._receiver: Receiver | None = None
         self._sender: _Sender | None = None
@@ -111,9 +113,12 @@ class CopyCoordinator:
         """
         self._replace_sender([], 0)  # before the others hear no more of it
         rank = self._comms.world.rank
-        greeting: dict[str, Any] = {"host": self._comms.world.host, "wanted": None, "key": ""}
+        host = self._comms.world.host
+        greeting: dict[str, Any] = {"host": host, "wanted": None, "key": "", "address": ""}
         if rank == 0:  # its word counts
             key = self._key or secrets.token_bytes(32)
+            with contextlib.suppress(OSError):
+                greeting["address"] = own_address()
             greeting |= {"wanted": self._num_wanted, "key": key.hex()}
         greetings = parse_texts(self._comms.texts(json.dumps(greeting)), _GREETING)
         hosts, num_wanted = [greeting["host"] for greeting in greetings], greetings[0]["wanted"]
@@ -124,6 +129,7 @@ class CopyCoordinator:
         visible = visible_ranks(self._comms, self._store.root)
         self.has_own_disk = len(visible) == len(hosts) and not visible[rank]
         receivers = receiving_ranks(hosts, visible) if len(visible) == len(hosts) else []
+        self._source = greetings[0]["address"]
         address = self._start_receiver() if rank in receivers else None
         addresses = parse_texts(self._comms.texts(json.dumps(address)), _PLACE)
         if not len(addresses) == len(visible) == len(hosts):
@@ -148,6 +154,7 @@ class CopyCoordinator:
                 self._receiver = Receiver(self._store.root, self._key, own_address(), self._keep)
         if self._receiver is None:
             return None
+        self._receiver.sender = self._source
         self._receiver.admit_hosts()
         self._receiver.drop_sender()  # who sent until now sends no more, or is lost
         self._receiver.token = self._store.token
@@ -165,6 +172,7 @@ class CopyCoordinator:
                 count,
                 self.outcomes.put,
                 self._former_sender,
+                self._source,
             )
 
     def on_published(self) -> None:
@@ -204,7 +212,9 @@ class _Sender:
         count: int,
         report: Callable[[CopyResult], None],
         predecessor: _Sender | None = None,
+        source: str = "",
     ) -> None:
+        self._source = (source, 0) if source else None
         self._store, self._key = store, key
         self._peers, self._count, self._report = [*peers], count, report
         self._hosts_by_name: dict[str, set[str]] = {}  # hosts by the name of what they have
@@ -302,7 +312,7 @@ class _Sender:
 
     def _send(self, peer: _Peer, name: str, *, is_replaceable: bool) -> int:
         start = time.monotonic()
-        with socket.create_connection(peer.place, _CONNECT_S) as connection:
+        with socket.create_connection(peer.place, _CONNECT_S, self._source) as connection:
             round_trip_s = time.monotonic() - start
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             limit = {"timeout_s": _PATIENCE_S} if is_replaceable else {}

@@ -153,12 +153,14 @@ class Receiver:
     Attributes:
         address: Address and port.
         token: The present writer's; 0: this rank has heard of none yet.
+        sender: The address of rank 0, from which alone copies are taken: every rank knows the key.
+            Empty when it is not known.
     """
 
     def __init__(self, root: Path, key: bytes, address: str, keep: int) -> None:
         self._root, self._key, self._keep = root, key, keep
         self._protected = Store(root).newest_and_best()
-        self.token = 0
+        self.token, self.sender = 0, ""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=4)
         self._guard = guard(self._listener)
@@ -209,7 +211,7 @@ class Receiver:
         with self._listener, contextlib.suppress(OSError), contextlib.closing(callers):
             for caller in callers:
                 talk = CopyChannel.accept(caller, self._key)
-                if talk is None:
+                if talk is None or not self._is_sender(caller.connection):
                     caller.connection.close()
                     continue
                 self.drop_sender()  # who proves itself now is the only one that still writes
@@ -220,6 +222,11 @@ class Receiver:
         if not self._is_open:
             with self._storing:
                 self._clear()
+
+    def _is_sender(self, connection: socket.socket) -> bool:
+        with contextlib.suppress(OSError):  # the connection has ended
+            return self.sender in ("", connection.getpeername()[0])
+        return False
 
     def _receive(self, talk: CopyChannel) -> None:
         refusals = CopyRefused, DamagedCheckpoint, Fenced, OSError, ValueError, KeyError, TypeError

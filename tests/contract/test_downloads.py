@@ -281,7 +281,7 @@ def test_processes_of_a_disk_wait_for_the_first(server: Server) -> None:
 
 def test_a_disk_without_locks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.files["/x.bin"] = CONTENT
-    monkeypatch.setattr(disk_lock, "_acquire", lambda file, waiting: False)
+    monkeypatch.setattr(disk_lock, "_acquire", lambda file, waiting, path: False)
     assert together(lambda: get(named(server.address), Log())) == [CONTENT] * 4
 
 

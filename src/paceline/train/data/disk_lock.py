@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from paceline.train.files import lock
 
+NOTE_AFTER_S, POLL_S = 10.0, 0.1
 SEEN_S = 2.0
 """How late a network disk may show what another host has made, once its folder is listed."""
 
@@ -46,18 +48,25 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> It
     """
     # who may not write it may not read it either: reading is enough to lock it for all
     mode = 0o622
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     with suppress(OSError):  # somebody else's
         os.fchmod(file, os.fstat(file).st_mode & mode)
     try:
-        yield _acquire(file, on_wait)
+        yield _acquire(file, on_wait, path)
     finally:
         os.close(file)
 
 
-def _acquire(file: int, on_wait: Callable[[], None]) -> bool:
+def _acquire(file: int, on_wait: Callable[[], None], path: Path) -> bool:
     is_held = lock(file)
     if is_held is False:
         on_wait()
+        deadline = time.monotonic() + NOTE_AFTER_S
+        while is_held is False and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            is_held = lock(file)
+    if is_held is False:
+        text = f"waiting for another process, which holds the lock {path}"
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
         is_held = lock(file, wait=True)
     return bool(is_held)

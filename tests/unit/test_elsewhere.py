@@ -30,6 +30,7 @@ class Following:
     """A follower whose answers are given; an exception among them is raised."""
 
     channel = Channel()
+    has_report = False
 
     def __init__(self, *answers: Any, behind: int = 0) -> None:
         self._answers = list(answers)

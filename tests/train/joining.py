@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import standin
 import torch
 import torch._dynamo
 from launching import Job
@@ -245,12 +246,18 @@ def main(folder: Path, *only: str) -> None:
     def run(
         name: str, size: int, body: Callable[..., None] = training, again: int = 1,
         late: dict[int, float] | None = None, saw: Callable[..., object] | None = None,
-        whole: bool = False, **how: Any,
+        whole: bool = False, queued: bool = False, **how: Any,
     ) -> None:  # fmt: skip
-        if name not in only if only else "device" in how:
+        if name not in only if only else "device" in how or queued:
             return
         there = folder / name
-        job = Job(lambda: body(there, **how), size, there, late or {}, again, whole=whole)
+
+        def on_rank() -> None:
+            if queued:
+                standin.use()
+            body(there, **how)
+
+        job = Job(on_rank, size, there, late or {}, again, whole=whole)
         job.saw = saw or job.saw
         done = job.run(60)
         about = {"statuses": done.statuses, "said": done.said, "lost": done.lost}
@@ -281,6 +288,14 @@ def main(folder: Path, *only: str) -> None:
     run("mixed", 2, device="cuda")
     run("mixed: killed", 3, at=dying(1, 9), device="cuda")
     run("mixed: first killed", 3, at=dying(0, 10), device="cuda")
+    run("queued", 2, queued=True)
+    run("queued: killed", 3, at=dying(1, 9), queued=True)
+    run("queued: first killed", 3, at=dying(0, 10), queued=True)
+    run("queued: killed before it joins", 3, at=_each_of(*both), again=2, queued=True)
+    run("queued: killed when it joins", 3, at=dying(1, 9), again=2, saw=joining_killed, queued=True)
+    run("queued: grown", 2, late={2: 0.2, 3: 0.3}, queued=True)
+    run("queued rich", 2, rich=True, queued=True)
+    run("queued rich: first killed", 3, at=dying(0, 10), rich=True, queued=True)
 
 
 def ending(folder: Path, **how: Any) -> None:

@@ -24,7 +24,7 @@ _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD_FUNCTIONS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
 _TRAIN_PACKAGE = "/paceline/train/"
-_WAITING_MODULES = re.compile(rf"{_TRAIN_PACKAGE}(elastic/waits|reduce/direct)\.py")
+_WAITING_MODULES = re.compile(rf"{_TRAIN_PACKAGE}(elastic/(waits|device_group)|reduce/direct)\.py")
 # functions around a model's own code; they do not wait for other ranks
 _FORWARD_FUNCTIONS = {"forward", "_run_ddp_forward", "inner_forward"}
 _LOCAL_WORK = re.compile(

@@ -51,6 +51,8 @@ class Comms:
     Attributes:
         world: Place of this process; changes when ranks are lost or join.
         device: Device whose tensors the backend moves.
+        group: Group of these operations; ``None`` is the default group. If a device runs the
+            default group's collectives and ranks may be lost, this is another one, over gloo.
         mixed: The ranks compute on different kinds of devices; ``device`` is the CPU then.
         fault_handler: Handles lost ranks; ``None``: a lost rank ends the others.
         start: Records the results of operations until the first step, or replays recorded ones.
@@ -80,6 +82,16 @@ class Comms:
     @property
     def is_alone(self) -> bool:
         return self.world.size == 1
+
+    @property
+    def has_device_group(self) -> bool:
+        """Whether a device runs the default group's collectives, and ranks may be lost."""
+        return self.group is not None
+
+    @property
+    def message_device(self) -> torch.device:
+        """Device whose tensors these operations move."""
+        return torch.device("cpu") if self.has_device_group else self.device
 
     @property
     def stale(self) -> bool:
@@ -174,7 +186,8 @@ class Comms:
     def _sum(self, vector: Tensor) -> Tensor:
         if self.is_alone:
             return vector
-        summed = vector.to(self.device) if self.mixed else vector
+        is_moved = self.mixed or self.has_device_group
+        summed = vector.to(self.message_device) if is_moved else vector
         if small_messages.fits(summed, self.world.size, self.group):
             small_messages.all_reduce(summed, self.world.size, self.group)
         else:
@@ -187,7 +200,7 @@ class Comms:
     def _max(self, vector: Tensor) -> list[float]:
         if self.is_alone:
             return vector.cpu().double().tolist()
-        largest = vector.to(self.device, copy=True)
+        largest = vector.to(self.message_device, copy=True)
         if small_messages.fits(largest, self.world.size, self.group):
             largest = small_messages.all_gather(largest, self.world.size, self.group).amax(0)
         else:
@@ -203,7 +216,7 @@ class Comms:
     def _rows(self, vector: Tensor) -> Tensor:
         if self.is_alone:
             return vector.cpu()[None]
-        local = vector.to(self.device)
+        local = vector.to(self.message_device)
         if small_messages.fits(local, self.world.size, self.group):
             return small_messages.all_gather(local, self.world.size, self.group)
         gathered = [torch.empty_like(local) for _ in range(self.world.size)]
@@ -260,25 +273,41 @@ class Comms:
             return
         # As bytes: backends do not know every type.
         flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in filled]
-        if self.mixed:
-            flat = [tensor.to(self.device) for tensor in flat]
         size = sum(map(len, flat))
-        if size > _MAX_PIECE_BYTES and _uses_gloo(self):
-            piece_bytes = max(_MAX_PIECE_BYTES // 8, min(_MAX_PIECE_BYTES, size // _MIN_PIECES))
-            pieces = _pieces(flat, piece_bytes)
-            waits.wait_in_thread(lambda: self._send_along_chain(pieces, source))
+        on_device = all(tensor.device == self.device for tensor in flat)
+        if self.has_device_group and on_device and size > _MAX_PIECE_BYTES and self.fault_handler:
+            self._broadcast(_pieces(flat, _MAX_MESSAGE_BYTES), source, None, self.device)
+            self.fault_handler.group.wait_for_device()
         else:
-            self._broadcast(_pieces(flat, _MAX_MESSAGE_BYTES), source)
+            if self.mixed or self.has_device_group:
+                flat = [tensor.to(self.message_device) for tensor in flat]
+            self._broadcast_messages(flat, source)
         if self.world.rank == source:
             return
         for tensor, raw in zip(filled, flat, strict=True):
             if raw.data_ptr() != tensor.data_ptr():  # it had to be copied: channels last
                 tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
-    def _broadcast(self, pieces: Sequence[list[Tensor]], source: int) -> None:
+    def _broadcast_messages(self, flat: Sequence[Tensor], source: int) -> None:
+        size = sum(map(len, flat))
+        if size > _MAX_PIECE_BYTES and _uses_gloo(self):
+            piece_bytes = max(_MAX_PIECE_BYTES // 8, min(_MAX_PIECE_BYTES, size // _MIN_PIECES))
+            pieces = _pieces(flat, piece_bytes)
+            waits.wait_in_thread(lambda: self._send_along_chain(pieces, source))
+        else:
+            pieces = _pieces(flat, _MAX_MESSAGE_BYTES)
+            self._broadcast(pieces, source, self.group, self.message_device)
+
+    def _broadcast(
+        self,
+        pieces: Sequence[list[Tensor]],
+        source: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
         for parts in pieces:
-            message = torch.cat(parts).to(self.device)
-            work = dist.broadcast(message, source, group=self.group, async_op=True)
+            message = torch.cat(parts).to(device)
+            work = dist.broadcast(message, source, group=group, async_op=True)
             waits.wait(work, message)
             if self.world.rank != source:
                 _unpack(message, parts)
@@ -294,7 +323,7 @@ class Comms:
         def expect(count: int) -> None:
             for parts in itertools.islice(unreceived, count):
                 length = sum(map(len, parts))
-                message = torch.empty(length, dtype=torch.uint8, device=self.device)
+                message = torch.empty(length, dtype=torch.uint8, device=self.message_device)
                 tag = next(tags)
                 work = dist.irecv(message, (rank - 1) % size, group=self.group, tag=tag)
                 assert work is not None  # this rank is in the group
@@ -311,7 +340,7 @@ class Comms:
 
         if place == 0:
             for tag, parts in enumerate(pieces, 1):
-                pass_on(torch.cat(parts).to(self.device), tag)
+                pass_on(torch.cat(parts).to(self.message_device), tag)
         else:
             expect(_MAX_IN_FLIGHT)
         while receiving:
@@ -447,7 +476,7 @@ def parse_texts(texts: Sequence[str], shape: Schema) -> list[Any]:
 
 
 def _uses_gloo(comms: Comms) -> bool:
-    return comms.device.type == "cpu" and "gloo" in dist.get_backend(comms.group)
+    return comms.message_device.type == "cpu" and "gloo" in dist.get_backend(comms.group)
 
 
 def _pieces(flat: Sequence[Tensor], size: int) -> list[list[Tensor]]:

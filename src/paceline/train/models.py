@@ -130,8 +130,13 @@ class Models:
         if self.is_diverged:
             self._committed = None  # nobody takes the model of a rank that steps alone
             return
-        self._committed = self._committed or CommittedModels(self)
+        if self._committed is None:
+            self._committed = CommittedModels(self, keeps_all_buffers=self._has_device_group)
         self._committed.commit()
+
+    @property
+    def _has_device_group(self) -> bool:
+        return any(exchange.has_device_group for exchange in self._exchanges)
 
     @property
     def is_diverged(self) -> bool:
@@ -140,7 +145,9 @@ class Models:
 
     def start_batch(self) -> None:
         """Records the buffers before a global batch, for :meth:`roll_back`."""
-        self._batch_buffers = self._batch_buffers or BufferSnapshot([self.module])
+        if self._batch_buffers is None:
+            keeps_all = self._has_device_group
+            self._batch_buffers = BufferSnapshot([self.module], keeps_all=keeps_all)
         self._batch_buffers.take()
 
     def roll_back(self) -> None:

@@ -216,7 +216,8 @@ class Replica(DistributedDataParallel):
         if not selected:
             return
         send = super()._distributed_broadcast_coalesced
-        if self.recovery is None or selected[0].device.type != "cpu":
+        uses_gloo = "gloo" in dist.get_backend(self.process_group)
+        if self.recovery is None or selected[0].device.type != "cpu" or not uses_gloo:
             send(selected, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
         else:
             waits.wait_in_thread(lambda: send(selected, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]

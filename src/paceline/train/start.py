@@ -22,6 +22,7 @@ from paceline.train import device as devices
 from paceline.train.elastic import newcomer
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.control import Control
+from paceline.train.elastic.device_group import make_device_group
 from paceline.train.elastic.job_group import JobGroup
 from paceline.train.elastic.newcomer import Recording
 from paceline.train.elastic.recovery import Recovery
@@ -88,30 +89,42 @@ def join(
         if newcomer_start is not None:
             options = {"store": HashStore(), "rank": 0, "world_size": 1}
             mixed = newcomer_start.mixed
-        elif backend in ("auto", "gloo"):
+        elif backend in ("auto", "gloo", "nccl"):
             # so that a rank that waits in the store for a lost one can be freed
             with connections.tracked(place.size):
                 options, mixed = _rendezvous(target.type, place.size, timeout)
                 connections.note_store()
         if mixed:
             backend_name = devices.choose_backend("gloo", target, available)
-        bound = None if target.type == "cpu" or mixed else target
+        device_group = None
+        if os.environ.get(jobenv.CONTROL_FD) and place.size > 1 and not mixed:
+            device_group = make_device_group(backend_name, target, os.environ)
+        is_bound = target.type != "cpu" and not mixed and device_group is None
+        bound = target if is_bound else None
 
-        def make(store: Any, place: world.World, timeout_left: timedelta) -> None:
-            dist.init_process_group(
-                backend_name,
-                timeout=timeout_left,
-                device_id=bound,
-                store=store,
-                rank=place.rank,
-                world_size=place.size,
-            )
+        def make_group(timeout_left: timedelta | None, **options: Any) -> dist.ProcessGroup | None:
+            with nullcontext() if device_group is None else device_group.forming():
+                dist.init_process_group(
+                    backend_name, timeout=timeout_left, device_id=bound, **options
+                )
+            if device_group is None:
+                return None
+            device_group.attach()
+            messages: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout_left)
+            return messages
+
+        def make(
+            store: Any, place: world.World, timeout_left: timedelta
+        ) -> dist.ProcessGroup | None:
+            return make_group(timeout_left, store=store, rank=place.rank, world_size=place.size)
 
         # only gloo's connections are shut down when a rank is lost
-        links = connections if backend_name == "gloo" else GlooConnections()
-        watched = links.tracked(place.size) if backend_name == "gloo" else nullcontext()
+        is_tracked = backend_name == "gloo" or device_group is not None
+        links = connections if is_tracked else GlooConnections()
+        links.device = device_group
+        watched = links.tracked(place.size) if is_tracked else nullcontext()
         with watched, newcomer.group_of_one() if newcomer_start else nullcontext():
-            dist.init_process_group(backend_name, timeout=timeout, device_id=bound, **options)
+            messages = make_group(timeout, **options)
     if newcomer_start is None:
         world.check_planned(place, os.environ)
     devices.seed_all(seed)
@@ -130,7 +143,7 @@ def join(
             if newcomer_start is not None:
                 slot, store = newcomer_start.slot, newcomer_start.store
             _raise_descriptor_limit()
-            group = JobGroup(control, links, make, store, timeout)
+            group = JobGroup(control, links, make, store, timeout, messages)
             recovery = Recovery(slot, session.comms, control, group)
             recording = Recording(recovery, {"ranks": place.size, "mixed": mixed})
             start = recording if newcomer_start is None else newcomer_start.start

@@ -145,6 +145,8 @@ class StepRunner:
                     self._models.backward(
                         name, loss, is_last=batch.last, retain_graph=number < len(losses)
                     )
+                    if batch.last and recovery is not None and not is_local:
+                        recovery.wait_for_device()
             except RuntimeError as error:
                 if recovery is None:
                     raise

@@ -240,7 +240,7 @@ def _transfer(comms: Comms, source: int, header: dict[str, Any], tensors: Sequen
         piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
         if comms.world.rank == source:
             flow.read(piece)
-        message = piece.to(comms.device)
+        message = piece.to(comms.message_device)
         comms.broadcast([message], source)
         if tensors:
             piece = message.cpu()

@@ -30,9 +30,14 @@ class BufferSnapshot:
 
     Only what was written since the last snapshot is copied again. A large buffer that nothing has
     written in the first steps (a table of positions) costs no memory: it stays as it is.
+
+    Args:
+        keeps_all: Keeps a copy of every buffer and restores them all: an aborted broadcast by a
+            device may write anything into any of them, and leaves no trace.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, keeps_all: bool = False) -> None:
+        self._keeps_all = keeps_all
         parts = dict.fromkeys(part for module in modules for part in module.modules())
         self._places = [(part, name) for part in parts for name in part._buffers]
         self._notes: dict[int, _BufferNote] = {}  # by number of the place
@@ -56,7 +61,7 @@ class BufferSnapshot:
                 written.append(buffer)
                 copies.append(copy)
             elif self._num_snapshots > _FIRST_STEPS and buffer.nbytes > _LARGE_BYTES:
-                note.copy = None
+                note.copy = note.copy if self._keeps_all else None
         if copies:
             torch._foreach_copy_(copies, written)
 
@@ -68,7 +73,8 @@ class BufferSnapshot:
                 part._buffers[name] = None
                 continue
             copy = note.copy
-            if copy is None or (buffer is not None and not note.may_be_outdated(part, buffer)):
+            is_same = buffer is not None and not note.may_be_outdated(part, buffer)
+            if copy is None or (is_same and not self._keeps_all):
                 continue
             if buffer is not None and _has_layout_of(copy, buffer):
                 buffer.copy_(copy)
@@ -104,16 +110,20 @@ class CommittedModels:
 
     Attributes:
         buffers: Snapshot of their buffers.
+
+    Args:
+        keeps_all_buffers: See :class:`BufferSnapshot`.
     """
 
-    def __init__(self, updaters: Iterable[Updater]) -> None:
+    def __init__(self, updaters: Iterable[Updater], *, keeps_all_buffers: bool = False) -> None:
         self._updaters = [*updaters]
         self._needs_copies = False  # something changes parameters between steps
         self._num_steps = 0
         self._versions: list[int] = []
         self._settings: list[Settings] = []
         self._copies: list[Tensor] = []
-        self.buffers = BufferSnapshot(updater.module for updater in self._updaters)
+        modules = [updater.module for updater in self._updaters]
+        self.buffers = BufferSnapshot(modules, keeps_all=keeps_all_buffers)
 
     def commit(self) -> None:
         """Takes the models as committed: a step has just been done."""

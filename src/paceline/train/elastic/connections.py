@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.train.elastic import gloo
+from paceline.train.elastic.device_group import DeviceGroup
 from paceline.train.reduce import direct
 
 _UNCONNECTED_STATES = (7, 10)  # of TCP: closed, which a new socket is, too, and listening
@@ -32,7 +33,12 @@ class GlooConnections:
 
     A connection that gloo has not closed a second later it never will: that wakes its thread
     all the time, until epoll is disarmed (:func:`paceline.train.elastic.gloo.disarm_epoll`).
+
+    Attributes:
+        device: The group whose collectives a device runs, which is aborted with them.
     """
+
+    device: DeviceGroup | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,6 +79,8 @@ class GlooConnections:
 
         Call it from another thread; it may be called again.
         """
+        if self.device is not None:
+            self.device.abort()
         direct.shut_down_all()  # none is made before a group is whole
         with self._lock:
             candidates = {**self._open, **({} if spare_forming else self._newly_opened())}

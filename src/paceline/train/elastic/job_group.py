@@ -13,12 +13,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_group
 
 from paceline.spec import jobenv
 from paceline.train.elastic import waits
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.control import Control, RegroupMessage
+from paceline.train.elastic.device_group import DeviceGroup
 from paceline.train.elastic.gloo import wait_for_idle_workers
+from paceline.train.elastic.waits import WaitCancelled
 from paceline.train.world import World
 
 _FORMING = timedelta(seconds=20)  # for connections of a new group among ranks that are all there
@@ -26,8 +29,10 @@ _CONNECTING = timedelta(seconds=0.5)  # for one try to reach the store of a new 
 _RETENTION_S = 60.0  # after which no thread of a group that was left has anything to do
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.02  # between two looks whether all members are there
 
-InitGroup = Callable[[Any, World, timedelta], None]
-"""Makes the job's process group by a store, for a place, with a timeout."""
+InitGroup = Callable[[Any, World, timedelta], dist.ProcessGroup | None]
+"""Makes the job's process group by a store, for a place, with a timeout.
+
+Returns the group for messages, if they have one of their own."""
 
 
 class Superseded(RuntimeError):
@@ -40,6 +45,8 @@ class JobGroup:
     Attributes:
         connections: Connections of the present group.
         store: Store by which the present group was made, without a prefix.
+        messages: Group for messages beside one whose collectives a device runs; ``None``: it is the
+            default group.
     """
 
     def __init__(
@@ -49,9 +56,10 @@ class JobGroup:
         init_group: InitGroup,
         store: Any = None,
         timeout: timedelta | None = None,
+        messages: dist.ProcessGroup | None = None,
     ) -> None:
         self._control, self._init_group = control, init_group
-        self.connections, self.store = connections, store
+        self.connections, self.store, self.messages = connections, store, messages
         self._timeout = self._present_timeout = timeout or default_pg_timeout
         self._retired: list[tuple[float, list[Any]]] = []  # groups, and when they were left
 
@@ -59,13 +67,31 @@ class JobGroup:
     def patient(self, timeout: timedelta) -> Iterator[None]:
         """Context in which a collective may wait this long for a late rank."""
         self._present_timeout = timeout
-        dist.distributed_c10d._set_pg_timeout(timeout)
+        self._set_timeout(timeout)
         try:
             yield
         finally:
             self._present_timeout = self._timeout
             if dist.is_initialized():  # else there is no group any more
-                dist.distributed_c10d._set_pg_timeout(self._timeout)
+                self._set_timeout(self._timeout)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        for group in filter(None, {_get_default_group(), self.messages}):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    @property
+    def device(self) -> DeviceGroup | None:
+        """The group whose collectives a device runs; ``None`` without one."""
+        return self.connections.device
+
+    def wait_for_device(self) -> None:
+        """Waits for collectives that a device runs; does nothing without one.
+
+        Raises:
+            RuntimeError: They were aborted.
+        """
+        if self.device is not None:
+            self.device.wait()
 
     def form(self, message: RegroupMessage, place: World, on_gathered: Callable[[], None]) -> None:
         """Leaves the present group and makes the one that the launcher has announced.
@@ -74,7 +100,10 @@ class JobGroup:
             Superseded: A newer group was announced meanwhile.
             RuntimeError: It cannot be made.
         """
-        if not message.planned:
+        if message.planned:
+            with contextlib.suppress(WaitCancelled):  # the group is left in any case
+                self.wait_for_device()  # the others need what it sends until they come here, too
+        else:
             self._disconnect()
         os.environ.update({
             jobenv.RANK: str(place.rank), jobenv.WORLD_SIZE: str(place.size),
@@ -95,9 +124,10 @@ class JobGroup:
                 # may not have been read yet, and a connection that ends may swallow it. gloo wakes
                 # no thread that waits for the rest of a message; here none does.
                 self._disconnect()
-            self._init_group(PrefixStore("default_pg", notes), place, _FORMING)
+            default_store = PrefixStore("default_pg", notes)
+            self.messages = self._init_group(default_store, place, _FORMING)
         self._check_current(message)
-        dist.distributed_c10d._set_pg_timeout(self._present_timeout)
+        self._set_timeout(self._present_timeout)
         store.set_timeout(self._timeout)
         self.store = store
 
@@ -109,6 +139,8 @@ class JobGroup:
         """Ends all connections of the present group, and leaves it."""
         self.connections.shut_down(spare_forming=True)
         wait_for_idle_workers()
+        if self.device is not None:
+            self.device.leave()
         self._retire_group()
 
     def _connect(self, message: RegroupMessage) -> TCPStore:
@@ -148,6 +180,7 @@ class JobGroup:
         the group stays.
         """
         self.release_retired()
+        self.messages = None
         if dist.is_initialized():
             groups = [*dist.distributed_c10d._world.pg_map]
             self._retired.append((time.monotonic(), groups))

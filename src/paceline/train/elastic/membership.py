@@ -163,8 +163,12 @@ class Membership:
         if not member.leaves_group:
             return "the script has made the process group"
         on_cpus = member.device.type == "cpu" or member.comms.mixed
-        if not on_cpus or (dist.is_initialized() and dist.get_backend() != "gloo"):
-            return "only ranks that train on CPUs over gloo can go on without a lost one"
+        uses_gloo = not dist.is_initialized() or dist.get_backend() == "gloo"
+        if not member.comms.has_device_group and not (on_cpus and uses_gloo):
+            return (
+                "only ranks that train on CPUs over gloo, or on GPUs over NCCL, can go on"
+                " without a lost one"
+            )
         if parallel.is_sharded(module):
             return "parameters are spread over the ranks (FSDP)"
         if self._has_two_loaders:

@@ -39,6 +39,7 @@ from paceline.spec.schema import integer, list_of, optional, regex, tuple_of
 from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
 from paceline.train.elastic import waits
 from paceline.train.elastic.control import Control, RegroupMessage
+from paceline.train.elastic.device_group import end_process
 from paceline.train.elastic.job_group import JobGroup, Superseded
 from paceline.train.elastic.wait_release import STUCK_S, CollectiveSpan, release_waits
 from paceline.train.world import World
@@ -146,19 +147,20 @@ class Recovery:
         self.span = CollectiveSpan()
         waits.enable()
         control.on_shutdown = self._release
+        comms.group = group.messages
+        if group.device is not None:
+            group.device.on_error = self._on_device_error
 
     # -- events --------------------------------------------------------------------------
 
     def event(self, act: Callable[[], T]) -> T:
         """Returns the result of ``act``; repeats it in a new group when a rank is lost."""
         if self._is_renewing:
-            with self.span:
-                return act()
+            return self._run(act)
         if self._has_batch:
             self._has_events = True
         try:
-            with self.span:
-                result = act()
+            result = self._run(act)
         except RuntimeError as error:
             result = self._retry(act, error)
         self.finish(result)
@@ -172,10 +174,26 @@ class Recovery:
             if settlement.is_finished:
                 return settlement.result  # type: ignore[no-any-return]
             try:
-                with self.span:
-                    return act()
+                return self._run(act)
             except RuntimeError as next_error:
                 error = next_error
+
+    def _run(self, act: Callable[[], T]) -> T:
+        with self.span:
+            result = act()
+            self.wait_for_device()
+            return result
+
+    def wait_for_device(self) -> None:
+        """Waits, if a lost rank can be replaced, until the device has finished its collectives.
+
+        Until then nobody knows whether they have worked.
+
+        Raises:
+            RuntimeError: They were aborted.
+        """
+        if self.able:
+            self.group.wait_for_device()
 
     def finish(self, result: Any = None) -> None:
         """Counts an event, or a whole exchange of gradients, as finished."""
@@ -392,6 +410,8 @@ class Recovery:
         """Goes on as the only rank, as far as this one knows; its batch is void."""
         former, self.alone = self._comms.world, True
         self._comms.world = World(0, 1, 0, 1, former.host, True, former.hosts)
+        if self.group.device is not None:
+            self.group.device.leave()
         with self._forming:
             self.generation = message.generation
         return Settlement(False)
@@ -411,6 +431,13 @@ class Recovery:
 
         threading.Thread(target=release, name="paceline-give-up", daemon=True).start()
         threading.Thread(target=watch, name="paceline-freed", daemon=True).start()
+
+    def _on_device_error(self, error: str) -> None:
+        """Frees what waits for the device; if a lost rank cannot be replaced, ends the process."""
+        if self.able and self.group.device is not None:
+            self.group.device.abort()
+        else:
+            end_process(error)
 
     def _is_loss(self, error: RuntimeError) -> bool:
         """Whether an error is one that a rank sees when another rank ends."""
@@ -434,6 +461,7 @@ class Recovery:
         former = self._comms.world
         self.has_lost_ranks = self.has_lost_ranks or place.size < former.size
         self._comms.world = replace(place, hosts=former.hosts)
+        self._comms.group = self.group.messages
         self._is_paused = message.is_paused
         with self._forming:
             self.generation = message.generation
@@ -520,6 +548,6 @@ def _broadcast_result(comms: Comms, source: int, result: Any) -> Any:
     shape, dtype, value = parse_texts(texts, optional(_RESULT))[source] or (None, "", None)
     if shape is None:
         return value
-    tensor = result if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor = result.cpu() if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
     comms.broadcast([tensor], source)
     return tensor

@@ -405,7 +405,7 @@ class _PendingGather:
 
 def _start_gather(comms: Comms, vector: Tensor) -> tuple[Sequence[Tensor], Callable[[], object]]:
     """Returns rows of all ranks, and a function that waits until they are filled."""
-    size, device = comms.world.size, comms.device
+    size, device = comms.world.size, comms.message_device
     if comms.is_alone:
         return [vector], lambda: None
     if device.type == "cpu":

@@ -231,7 +231,7 @@ class Probe:
         comms = self._member.comms
         comms.barrier()
         start = time.perf_counter()
-        dist.all_reduce(tensor, group=comms.group)
+        dist.all_reduce(tensor)
         if tensor.device.type != "cpu":
             torch.get_device_module(tensor.device).synchronize()
         return comms.max(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0]

@@ -52,6 +52,10 @@ class GradientExchange:
         self._hook()
 
     @property
+    def has_device_group(self) -> bool:
+        return self._comms.has_device_group
+
+    @property
     def elements(self) -> int:
         return sum(parameter.numel() for parameter in self.model.exchanged)
 
@@ -61,7 +65,7 @@ class GradientExchange:
 
     def context(self) -> ReduceContext:
         """What a reducer of this exchange is made for; a collective when called first."""
-        if self._group is None and self._stream is None:
+        if self._group is None and self._stream is None and not self._comms.has_device_group:
             self._group = self._comms.new_group(timeout=direct.timeout_of(self.model.process_group))
         exchanged, parameters = self.model.exchanged, self.model.module.named_parameters()
         return ReduceContext(
@@ -222,7 +226,8 @@ class GradientExchange:
         if reducer is not None and self._stream is None and self._thread is None:
             self._thread = _ReduceThread()
         # When ranks may be lost while DDP waits, it waits for what can be given up.
-        may_give_up = self.model.recovery is not None and self._stream is None
+        is_queued = self._stream is not None or self._comms.has_device_group
+        may_give_up = self.model.recovery is not None and not is_queued
         if self._hooked is self.model.reducer or not (reducer or may_give_up):
             return
         self.model.register_comm_hook(self, _on_bucket)

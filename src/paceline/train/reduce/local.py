@@ -136,6 +136,7 @@ class Local(GradientReducer):
         self._note_synced()
         for number, group in enumerate(self._groups()):
             mean = self._on_all_ranks(partial(self._mean_change, number, group))
+            mean = mean.to(group[0][1].device)  # another rank may have sent it
             self._outer_step(group, mean)
             self._changes.commit()
         for buffer in buffers:

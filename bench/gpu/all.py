@@ -1,0 +1,498 @@
+"""Runs everything that several NCCL ranks on one NVIDIA GPU can show, and writes one page.
+
+    bench/gpu/all.sh OUT [--dry] [--seconds 480] [PART…]
+
+Parts: environment, recovery, ranks, resume, cost, tests, communication, errors; by default those
+without results in OUT, in this order.
+NCCL refuses two ranks on one GPU only within a host, and takes each NCCL_HOSTID for a host. The
+ranks then talk over sockets of the loopback interface, so times are not those of several GPUs.
+
+Needs this checkout, torch and Paceline's dependencies, but no network and no ssh. With --dry all
+ranks compute on CPUs, over gloo or the tests' stand-in for NCCL. Each case runs in processes of its
+own with a time limit; its output stays in OUT/logs, its result in OUT/PART.json, and all results
+in OUT/result.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+EXACT = 1e-9
+"""Largest difference of parameters in float64 that is rounding."""
+Result = dict[str, Any]
+
+
+@dataclass
+class Case:
+    """Some processes that are run together.
+
+    Attributes:
+        name: Of the case, and of its files.
+        argv: Arguments of Python; ``{rank}``, ``{port}`` are filled in.
+        ranks: Processes that are started by torchrun's variables; 0: one, without them.
+        env: Further variables; ``{rank}`` is filled in.
+        limit_s: Seconds after which what is left is ended.
+        judge: Returns what came of it.
+    """
+
+    name: str
+    argv: Sequence[str]
+    ranks: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 90.0
+    judge: Callable[[], Result] = dict
+    act: Callable[[list[subprocess.Popen[bytes]]], None] = lambda processes: None
+
+
+class Bench:
+    """Runs cases and keeps their results."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.out: Path = options.out
+        self.dry: bool = options.dry
+        self.deadline = time.monotonic() + options.seconds
+        self.device = "cpu" if options.dry else "cuda"
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        self.work = self.out / "work"
+
+    def log(self, name: str, rank: int = 0) -> Path:
+        return self.out / "logs" / f"{name}.{rank}.log"
+
+    def text(self, name: str, rank: int = 0) -> str:
+        return self.log(name, rank).read_text(errors="replace")
+
+    def run_all(self, part: str, cases: Sequence[Case], parallel: int = 4) -> list[Result]:
+        """Runs cases, some at a time, and adds each to the part's results when it has ended."""
+        file = self.out / f"{part}.json"
+        results: list[Result] = []
+        if file.exists():
+            names = [case.name for case in cases]
+            results = [r for r in json.loads(file.read_text()) if r["case"] not in names]
+
+        def run(case: Case) -> None:
+            results.append(self.run(case))
+            file.write_text(json.dumps(results, indent=1))
+            print(json.dumps(results[-1])[:400], flush=True)
+            self.write_page()
+
+        with ThreadPoolExecutor(1 if self.dry else parallel) as pool:
+            list(pool.map(run, cases))
+        return results
+
+    def run(self, case: Case) -> Result:
+        start, port = time.monotonic(), _free_port()
+        limit_s = min(case.limit_s, self.deadline - start)
+        result: Result = {"case": case.name, "ranks": case.ranks}
+        if limit_s < 5:
+            return result | {"exit": "no time was left"}
+        processes = [self._start(case, rank, port) for rank in range(max(1, case.ranks))]
+        end = start + limit_s
+        with contextlib.suppress(Exception):
+            case.act(processes)
+        while time.monotonic() < end and any(p.poll() is None for p in processes):
+            time.sleep(0.05)
+        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        for rank in late:  # the launcher ends its ranks
+            with contextlib.suppress(OSError):
+                os.killpg(processes[rank].pid, signal.SIGINT)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(8 if late else 1)
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        result |= {
+            "seconds": round(time.monotonic() - start, 1),
+            "exit": [process.returncode for process in processes],
+        }
+        if late:
+            result["ended at the limit"] = late
+        try:
+            result |= case.judge()
+        except Exception as error:  # whatever is missing
+            result["not judged"] = f"{type(error).__name__}: {error}"[:300]
+        return result
+
+    def _start(self, case: Case, rank: int, port: int) -> subprocess.Popen[bytes]:
+        fill = {"rank": rank, "port": port}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **SOCKETS}
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        if case.ranks:
+            env |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(case.ranks),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "NCCL_HOSTID": f"host{rank}",
+            }
+        env |= {name: value.format(**fill) for name, value in case.env.items()}
+        argv = [sys.executable, *(word.format(**fill) for word in case.argv)]
+        with self.log(case.name, rank).open("wb") as log:
+            return subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.out,
+                start_new_session=True,
+            )
+
+    # -- the page --------------------------------------------------------------------------
+
+    def write_page(self) -> None:
+        lines = ["# Several NCCL ranks on one GPU" + (", on CPUs (--dry)" if self.dry else "")]
+        about = self.out / "environment.txt"
+        if about.exists():
+            lines += ["", "```", about.read_text().strip(), "```"]
+        for part in PARTS:
+            file = self.out / f"{part}.json"
+            if not file.exists():
+                continue
+            results = json.loads(file.read_text())
+            if not results:
+                continue
+            names = list(dict.fromkeys(name for result in results for name in result))
+            lines += ["", f"## {part.capitalize()}", "", f"| {' | '.join(names)} |"]
+            lines += ["|" + "---|" * len(names)]
+            for result in results:
+                cells = (_cell(result.get(name, "")) for name in names)
+                lines.append(f"| {' | '.join(cells)} |")
+        (self.out / "result.md").write_text("\n".join(lines) + "\n")
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "/").replace("\n", " ")[:400]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def difference(first: Any, second: Any) -> float:
+    """Returns the largest difference between the tensors of two nested states."""
+    import torch
+
+    if isinstance(first, torch.Tensor):
+        return float((first.double().cpu() - second.double().cpu()).abs().max())
+    if isinstance(first, Mapping):
+        return max((difference(first[name], second[name]) for name in first), default=0.0)
+    return 0.0
+
+
+# -- parts ---------------------------------------------------------------------------------
+
+
+def environment(bench: Bench) -> None:
+    """What this machine is."""
+    code = (
+        "import torch, platform; print('Python', platform.python_version(), 'torch',"
+        " torch.__version__); print('NCCL', torch.cuda.nccl.version()) if"
+        " torch.cuda.is_available() else print('no GPU'); print('get_error', hasattr("
+        "getattr(torch.distributed, 'ProcessGroupNCCL', 0), 'get_error'))"
+    )
+    commands = (["nvidia-smi", "-L"], ["uname", "-a"], ["nproc"], [sys.executable, "-c", code])
+    lines = []
+    for command in commands:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            lines.append(done.stdout.strip())
+    (bench.out / "environment.txt").write_text("\n".join(lines) + "\n")
+    (bench.out / "environment.json").write_text("[]")
+    bench.write_page()
+
+
+def _trial(bench: Bench, name: str, *options: str) -> list[str]:
+    """Arguments of the training in lost_rank.py."""
+    dry = ["--dry"] if bench.dry else []
+    shutil.rmtree(bench.work / name, ignore_errors=True)
+    return [str(HERE / "lost_rank.py"), str(bench.work / name), *dry, *options]
+
+
+def _launched(bench: Bench, name: str, *options: str, handling: str = "") -> Case:
+    """The training with three ranks of the launcher."""
+    run = bench.work / f"{name}.run"
+    shutil.rmtree(run, ignore_errors=True)
+    launcher = ["-m", "paceline", "run", "-p", "3", f"--run-dir={run}", "--check=none"]
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": f"{bench.out}/logs/{name}.nccl.%p.log",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{bench.out}/logs/{name}.fr.",
+    }
+    if handling:
+        launcher.append(f"--env=TORCH_NCCL_ASYNC_ERROR_HANDLING={handling}")
+    argv = [*launcher, "--show=all", *_trial(bench, name, *options)]
+    return Case(name, argv, env=env, limit_s=75, judge=lambda: judge_run(bench, name))
+
+
+def recovery(bench: Bench) -> None:
+    """Ranks of `paceline run` are killed or frozen; the others go on, and they are replaced."""
+    alone = Case("alone", _trial(bench, "alone", "--pause=0"))  # the others are compared with it
+    # nothing else beside it, for its seconds are to tell something
+    killed = _launched(bench, "killed", "--lose=1:forward:20")
+    results = {result["case"]: result for result in bench.run_all("recovery", [alone, killed])}
+    is_replaced = results["killed"].get("to rounding")
+    cases = [
+        _launched(bench, "frozen", "--lose=2:forward:20", "--how=stop"),
+        _launched(bench, "undisturbed"),
+    ]
+    if is_replaced:  # else time is short for the rest
+        cases += [
+            _launched(bench, "first_killed", "--lose=0:during:20"),
+            _launched(bench, "killed_twice", "--lose=1:stepped:15", "--lose=2:during:40"),
+            _launched(bench, "killed_int8", "--lose=1:during:20", "--communication=int8"),
+            _launched(bench, "sharded_killed", "--lose=1:forward:20", "--shard"),  # ends the job
+        ]
+    bench.run_all("recovery", cases, parallel=2)
+
+
+def cost(bench: Bench) -> None:
+    """Seconds of a step with and without recovery, as nothing is lost."""
+    options = ("--pause=0", "--epochs=40")
+    with_it = _launched(bench, "with_recovery", *options)
+    without = _launched(bench, "without_recovery", *options, handling="3")
+    for case in (with_it, without):
+        case.judge = lambda name=case.name: judge_run(bench, name, is_compared=False)
+    bench.run_all("cost", [with_it, without], parallel=1)
+
+
+def judge_run(bench: Bench, name: str, *, is_compared: bool = True) -> Result:
+    """Returns what became of a launched training of which ranks were lost."""
+    folder, run = bench.work / name, bench.work / f"{name}.run"
+    result: Result = {}
+    lost = {file.name: float(file.read_text()) for file in sorted(folder.glob("lost.*"))}
+    records = _steps(folder)
+    done = {record[1] for record in records if record[2]}
+    result["steps"] = len(done)
+    times = sorted(record[0] for record in records if record[3] == 0)
+    gaps = sorted(end - begin for begin, end in itertools.pairwise(times))
+    result["median step s"] = round(gaps[len(gaps) // 2], 4) if gaps else None
+    pauses, backs = [], []
+    for when in lost.values():
+        after = [record for record in records if record[0] > when + 0.2 and record[2]]
+        smaller = [record[0] for record in after if record[4] == 2]
+        if smaller:
+            pauses.append(round(min(smaller) - when, 2))
+            whole = [record[0] for record in after if record[4] == 3 and record[0] > min(smaller)]
+            if whole:
+                backs.append(round(min(whole) - when, 2))
+    result |= {"trains again after s": pauses, "complete again after s": backs}
+    events = [
+        json.loads(line)
+        for file in run.rglob("events.jsonl")
+        for line in file.read_text().splitlines()
+        if line.startswith("{")
+    ]
+    text = json.dumps(events)
+    result["recoverable"] = '"able": true' in text
+    result["frozen rank named"] = "rank frozen" in text
+    for file in run.glob("result.json"):
+        recoveries = json.loads(file.read_text()).get("recoveries") or {}
+        result["recoveries"] = recoveries.get("of", [])
+    ends = [bench.work / each / "end.pt" for each in ("alone", name)]
+    if not is_compared:
+        return result
+    if all(end.exists() for end in ends):
+        import torch
+
+        far = difference(*(torch.load(end, map_location="cpu") for end in ends))
+        result |= {"difference from one rank": far, "to rounding": far < EXACT}
+    else:
+        log = bench.text(name).splitlines()
+        result["last lines"] = [line for line in log if line.startswith("paceline:")][-3:]
+    return result
+
+
+def _steps(folder: Path) -> list[list[Any]]:
+    files = folder.glob("steps.*")
+    return sorted(json.loads(line) for f in files for line in f.read_text().splitlines())
+
+
+def tests(bench: Bench) -> None:
+    """The tests that need a GPU and NCCL, without a launcher of processes of its own."""
+    argv = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-n0", "-k", "nccl", "-s"]
+    where = f"--rootdir={ROOT}"
+    argv += [where, "-c", str(ROOT / "pyproject.toml"), str(ROOT / "tests/train/test_gpu.py")]
+
+    def judge() -> Result:
+        lines = bench.text("tests").splitlines()
+        return {"last lines": [line for line in lines if line.strip()][-6:]}
+
+    bench.run_all("tests", [Case("tests", argv, limit_s=110, judge=judge)])
+
+
+def _recipe(bench: Bench, name: str, ranks: int, recipe: str, *options: str, like: str = "",
+            env: Mapping[str, str] | None = None, limit_s: float = 80.0) -> Case:  # fmt: skip
+    run = bench.work / name
+    shutil.rmtree(run, ignore_errors=True)
+    common = ["--steps=60", "--seed=3", "--deterministic", "--checkpoint-every=never"]
+    argv = ["-m", f"paceline.recipes.{recipe}", *common, f"--device={bench.device}"]
+    argv += ["--global-batch=64", *options, f"--run-dir={run}"]
+
+    def judge() -> Result:
+        lines = [line for line in bench.text(name).splitlines() if "step 60/60" in line]
+        result: Result = {"last": lines[-1] if lines else "", "like": like}
+        if like:
+            result["difference"] = _model_difference(bench, name, like)
+        return result
+
+    return Case(name, argv, ranks, env or {}, limit_s, judge)
+
+
+def _model_difference(bench: Bench, name: str, like: str) -> float:
+    from safetensors.torch import load_file
+
+    files = [bench.work / folder / "model/model.safetensors" for folder in (name, like)]
+    return difference(*map(load_file, files))
+
+
+def ranks(bench: Bench) -> None:
+    """Recipes with one, two and four ranks; ``tf32`` and ``no_tf32`` test what TF32 changes."""
+    wide = "--dtype=float64"
+    off = {"NVIDIA_TF32_OVERRIDE": "0"}
+    single = [
+        _recipe(bench, "one", 1, "image", wide),
+        _recipe(bench, "one_tf32", 1, "image"),
+        _recipe(bench, "one_no_tf32", 1, "image", env=off),
+        _recipe(bench, "text_one", 1, "text", wide),
+    ]
+    several = [
+        _recipe(bench, "two", 2, "image", wide, like="one"),
+        _recipe(bench, "four", 4, "image", wide, like="one"),
+        _recipe(bench, "two_tf32", 2, "image", like="one_tf32"),
+        _recipe(bench, "two_no_tf32", 2, "image", like="one_no_tf32", env=off),
+        _recipe(bench, "shard", 2, "image", wide, "--shard", like="one"),
+        _recipe(bench, "text_two", 2, "text", wide, like="text_one"),
+    ]
+    bench.run_all("ranks", single)
+    bench.run_all("ranks", several)
+
+
+def communication(bench: Bench) -> None:
+    """Each way to send gradients, beside the recipe ``one`` of the ranks."""
+    ways = ("fp16", "bf16", "int8", "int4", "local", "auto")
+    cases = [
+        _recipe(bench, way, 2, "image", "--dtype=float64", f"--communication={way}", like="one")
+        for way in ways
+    ]
+    bench.run_all("communication", cases)
+
+
+def resume(bench: Bench) -> None:
+    """A training on the GPU is killed, and goes on on a CPU."""
+    name = "resumed"
+    run = bench.work / name
+    options = ("--dtype=float64", "--checkpoint-every=10")
+    whole = _recipe(bench, "whole", 1, "image", *options)
+    first = _recipe(bench, "on_gpu", 1, "image", *options, f"--run-dir={run}")
+    shutil.rmtree(run, ignore_errors=True)
+
+    def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and processes[0].poll() is None:
+            if (run / "checkpoints/20/manifest.json").exists():
+                processes[0].kill()
+            time.sleep(0.002)
+
+    argv = [word for word in first.argv if not word.startswith("--run-dir")]
+    killed = Case("on_gpu", [*argv, f"--run-dir={run}"], 1, act=kill)
+    argv = [word for word in argv if not word.startswith("--device")]
+
+    def judge() -> Result:
+        resumed = [line for line in bench.text("on_cpu").splitlines() if "resumed" in line]
+        return {"resumed": resumed, "difference": _model_difference(bench, name, "whole")}
+
+    rest = Case("on_cpu", [*argv, "--device=cpu", f"--run-dir={run}"], 1, judge=judge)
+    bench.run_all("resume", [whole, killed])
+    bench.run_all("resume", [rest])
+
+
+def errors(bench: Bench) -> None:
+    """Groups over NCCL that fail, and what `paceline explain` says of their output."""
+    script, dry = str(HERE / "nccl_errors.py"), ["--dry"] if bench.dry else []
+
+    def failing(name: str, ranks: int, **env: str) -> Case:
+        argv = [script, name, "{rank}", str(ranks), "{port}", *dry]
+        named = {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "200", **env}
+        return Case(f"error_{name}", argv, ranks, named, 45, lambda: explained(bench, name, ranks))
+
+    cases = [
+        failing("killed", 3),
+        failing("mismatch", 2),
+        failing("interface", 2, NCCL_SOCKET_IFNAME="nosuch0"),
+        failing("same_host", 2, NCCL_HOSTID="same"),
+    ]
+    bench.run_all("errors", cases)
+
+
+def explained(bench: Bench, name: str, ranks: int) -> Result:
+    log = bench.out / "logs" / f"error_{name}.log"
+    log.write_text("".join(bench.text(f"error_{name}", rank) for rank in range(ranks)))
+    argv = [sys.executable, "-m", "paceline", "explain", "--log", str(log)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env, check=False)
+    return {"explain": done.returncode, "says": (done.stdout + done.stderr).strip()}
+
+
+PARTS = {
+    "environment": environment,
+    "recovery": recovery,
+    "ranks": ranks,
+    "resume": resume,
+    "cost": cost,
+    "tests": tests,
+    "communication": communication,
+    "errors": errors,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("out", type=lambda text: Path(text).resolve())
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--seconds", type=float, default=480.0)
+    options = parser.parse_intermixed_args()
+    bench = Bench(options)
+    missing = [part for part in PARTS if not (bench.out / f"{part}.json").exists()]
+    for part in options.parts or missing:
+        start = time.monotonic()
+        try:
+            PARTS[part](bench)  # a KeyError for an unknown name
+        except Exception as error:  # the other parts are worth their time
+            print(f"{part}: {type(error).__name__}: {error}", flush=True)
+        print(f"-- {part}: {time.monotonic() - start:.0f} s", flush=True)
+    bench.write_page()
+    print((bench.out / "result.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

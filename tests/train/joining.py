@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import one_gpu
 import standin
 import torch
 import torch._dynamo
@@ -246,15 +247,17 @@ def main(folder: Path, *only: str) -> None:
     def run(
         name: str, size: int, body: Callable[..., None] = training, again: int = 1,
         late: dict[int, float] | None = None, saw: Callable[..., object] | None = None,
-        whole: bool = False, queued: bool = False, **how: Any,
+        whole: bool = False, queued: bool = False, nccl: bool = False, **how: Any,
     ) -> None:  # fmt: skip
-        if name not in only if only else "device" in how or queued:
+        if name not in only if only else "device" in how or queued or nccl:
             return
         there = folder / name
 
         def on_rank() -> None:
             if queued:
                 standin.use()
+            if nccl:
+                one_gpu.share()
             body(there, **how)
 
         job = Job(on_rank, size, there, late or {}, again, whole=whole)
@@ -288,6 +291,9 @@ def main(folder: Path, *only: str) -> None:
     run("mixed", 2, device="cuda")
     run("mixed: killed", 3, at=dying(1, 9), device="cuda")
     run("mixed: first killed", 3, at=dying(0, 10), device="cuda")
+    run("nccl", 2, nccl=True)
+    run("nccl: killed", 3, at=dying(1, 9), nccl=True)
+    run("nccl: first killed", 3, at=dying(0, 10), nccl=True)
     run("queued", 2, queued=True)
     run("queued: killed", 3, at=dying(1, 9), queued=True)
     run("queued: first killed", 3, at=dying(0, 10), queued=True)

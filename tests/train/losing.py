@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import one_gpu
 import standin
 import torch
 import torch._dynamo
@@ -260,6 +261,7 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
 QUEUED = ["plain", "accumulated", "unused", "buffers", "two models", "coded", "local", "wide"]
 WAYS["wide"] = one_model, {"extra": (Cooling(),), "width": 60_000, "communication": "exact"}
 WAYS |= {f"queued: {name}": (WAYS[name][0], WAYS[name][1] | {"queued": True}) for name in QUEUED}
+WAYS |= {f"nccl: {name}": (WAYS[name][0], WAYS[name][1] | {"nccl": True}) for name in QUEUED}
 
 
 def rank(
@@ -275,6 +277,8 @@ def rank(
         os.environ["PACELINE_HOST"] = "n1"
         if how.get("queued"):
             standin.use()
+        if how.get("nccl"):
+            one_gpu.share()
 
         def dies(moment: str, step: int) -> bool:
             if kills.get(slot) == (moment, step):

@@ -104,3 +104,34 @@ def test_a_lost_rank_comes_back_beside_a_gpu(tmp_path: Path) -> None:
         assert joined == [slot for _, slot in about["lost"]]
         assert not any(about["statuses"].values())
         assert float((left(tmp_path / name) - undisturbed).abs().max()) < 1e-10
+
+
+NCCL = [
+    ["nccl: plain", 3, [[1, "forward", 9]]],
+    ["nccl: buffers", 3, [[0, "given", 13]]],
+    ["nccl: coded", 3, [[2, "forward", 7]]],
+]
+
+
+def test_ranks_over_nccl_outlive_one_that_is_killed(tmp_path: Path) -> None:
+    for result, alone, _ in trials(tmp_path, "at", NCCL, timeout=200):
+        check(result, alone)
+        assert len(result["found"]) == 2
+        print(f"no step for {result['gap']:.3f} s")
+
+
+def test_ranks_over_nccl_are_freed_of_a_frozen_one(tmp_path: Path) -> None:
+    ((result, alone, _),) = trials(tmp_path, "frozen", [["nccl: plain", 3, 2, 0.2]])
+    check(result, alone)
+    assert len(result["found"]) == 2
+
+
+def test_a_lost_rank_comes_back_over_nccl(tmp_path: Path) -> None:
+    worlds = ["nccl", "nccl: killed", "nccl: first killed"]
+    ranks.run_ok(1, [JOINING, str(tmp_path), *worlds], tmp_path, 300)
+    undisturbed = left(tmp_path / worlds[0])
+    for name in worlds[1:]:
+        about = json.loads((tmp_path / name / "job.json").read_text())
+        joined = [slot for _, slot, one in about["said"] if one["event"] == "newcomer ready"]
+        assert joined == [slot for _, slot in about["lost"]]
+        assert float((left(tmp_path / name) - undisturbed).abs().max()) < 1e-10

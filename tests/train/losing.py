@@ -142,7 +142,8 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
 @torch.no_grad()
 def held_back_loss(net: nn.Module, data: Noisy) -> float:
     inputs, targets = zip(*(data[number] for number in range(len(data))), strict=True)
-    return float(mse_loss(net(torch.stack(inputs)), torch.stack(targets)))
+    device = next(net.parameters()).device
+    return float(mse_loss(net(torch.stack(inputs).to(device)), torch.stack(targets).to(device)))
 
 
 def at_meetings(session: train.Session, dies: Kills) -> None:

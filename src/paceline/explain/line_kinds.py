@@ -1,0 +1,128 @@
+"""Classifies single lines that belong to no larger message. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from paceline.explain.units import Kind
+
+SYSTEM_DAEMONS = (
+    "sshd|systemd|CRON|cron|dbus|sudo|su|snapd|NetworkManager|dockerd|containerd|kubelet|audit"
+    "|rsyslogd|polkitd|postfix|chronyd|ntpd|dhclient"
+)
+MAX_CHARS = 400  # of a line that are looked at
+_LEVEL = re.compile(
+    r"(?:\[?[\w.-]{0,40}[\[:( -]{0,3})?"
+    r"\b(?P<level>DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b"
+    r"|\[(?P<letter>[DIWEC]) \d{4}-"
+)
+_WARNING = re.compile(
+    r"(?:\S{1,300}:\d{1,6}: )?(?:[A-Z]\w{0,60})?Warning: |(?:WARNING|WARN|warning|Warning)\b[: ]"
+    r"|\[WARN"
+)
+_PROGRESS = re.compile(
+    r"(?i:\b(?:epoch|steps?|iter(?:ation)?|batch|global_step)\b\W{0,4}\d)|\b(?:\d{1,3})%\|"
+    r"|\d(?:it|s|samples|tokens|step)/(?:s|it|step)\b|['\"\b]?loss['\"]?[ =:]{1,3}-?\d"
+    r"|\bTotal optimization steps|\bresum(?:ing|ed) (?:at|from)|\bloss=\d"
+)
+_FINISH = re.compile(
+    r"(?i:^\W{0,4}(?:all )?(?:done|finished|completed|success(?:ful(?:ly)?)?)\b"
+    r"|\b(?:training|run|job|everything|test|evaluation|fit|script|program)\b.{0,30}"
+    r"\b(?:done|finished|complete[d]?|ended (?:well|normally))\b"
+    r"|\bsav(?:ed|ing) .{0,80}(?:model|checkpoint|\.pt\b|\.safetensors|weights)"
+    r"|\b(?:finished|completed) (?:successfully|training|in )|`Trainer\.fit` stopped"
+    r"|\bexit(?:ed)? (?:status|code|with code):? 0\b|\btrain_runtime\b|\bsucceeded\b)"
+)
+_FINISH_WORDS = (
+    "done", "finished", "complete", "succe", "sav", "ended", "stopped", "code", "runtime",
+)  # fmt: skip
+_NAN_LOSS = re.compile(
+    r"(?i:\b(?:train_|val_|eval_)?loss\b['\"]?\s{0,20}(?:[:=]|is|became)?\s{0,20}(?:nan|-?inf)\b)"
+)
+_WORD = re.compile(r"[a-z]+")
+_ERROR_WORDS = {
+    "abort", "aborted", "aborting", "cancelled", "cannot", "corrupt", "corrupted", "damaged",
+    "dead", "denied", "errno", "error", "errors", "exceeded", "exhausted", "expired", "fail",
+    "failed", "fails", "failure", "failures", "fatal", "incompatible", "insufficient",
+    "invalid", "killed", "lost", "mismatch", "mismatched", "oom", "refused", "refuses", "retry",
+    "timeout", "unable", "unavailable", "undefined", "unexpected", "unknown", "unreachable",
+    "unrecognized", "unsupported", "violated", "violation",
+}  # fmt: skip
+_ERROR_PHRASES = (
+    "can't", "could not", "not found", "no such", "no module", "timed out", "not enough",
+    "too long", "too many", "closed by", "reset by", "no route", "not available", "no space",
+    "out of memory", "is your shell clean", "waiting for clients", "not compatible",
+    "has changed", "no components", "bad termination", "oom_kill", "oom-kill",
+)  # fmt: skip
+_LAUNCHER = re.compile(
+    r"(?:slurmstepd|srun|sbatch|salloc|mpirun|mpiexec|prterun|orterun|orted|prted): "
+    r"|\[(?:mpiexec|proxy|prterun|mpirun)[@:][^\]]{1,300}\] "
+)
+# How other kinds of programs write: none of their lines is a failure of a training job
+_FOREIGN = re.compile(
+    "|".join(
+        (
+            r'\S{1,60} - \S{1,60} \[.{10,40}\] "[A-Z]{3,8} ',  # access log of a web server
+            r"\[\w{1,10}\] \d{1,9}#\d{1,9}: ",  # nginx
+            r"\[[A-Z][a-z]{2} [A-Z][a-z]{2} \d\d [\d:.]{8,20} \d{4}\] ",  # Apache
+            r"\[\d{1,9}\] (?:LOG|FATAL|ERROR|DETAIL|STATEMENT|HINT|PANIC): ",  # PostgreSQL
+            rf"[A-Z][a-z]{{2}} [ \d]\d [\d:]{{8}} \S{{1,253}} (?:{SYSTEM_DAEMONS})\b",
+            r"systemd\[\d{1,9}\]: |haproxy\[|mysqld|redis|nginx|named\[",
+            r"\[[\w .#-]{1,60}/(?:INFO|WARN|ERROR|FATAL)\]",  # games in Java
+            r'Exception in thread "|(?:Caused by: )?(?:java|javax|io|org|com|scala|kotlin)'
+            r"\.[\w.$]{3,200}:",
+            r"g?make(?:\[\d{1,3}\])?: |CMake |ninja: |error\[E\d{4}\]|npm (?:ERR!|error)",
+            r"\S{1,200}\.(?:c|cc|cpp|cxx|h|hpp|cu|java|rs|go|js|ts|tex|tf):\d{1,6}(?::\d{1,6})?: "
+            r"(?:fatal )?(?:error|warning|note)",  # compilers
+            r"goroutine \d|panic: |thread '.{1,60}' panicked",
+            r"E: |\(error\) |ERROR: {1,2}(?!Unexpected)|fatal: |curl: |rsync error|docker: ",
+            r"Error response from daemon",
+        )
+    )
+)
+_FOREIGN_FRAME = re.compile(
+    r"\s{1,8}at \S{1,200} ?(?:\(|\[as )|\s{1,8}at \S{1,300}:\d{1,6}:\d{1,6}$"
+)
+
+
+def classify(line: str) -> tuple[Kind, str]:
+    """Kind and level of a line: ``error``, ``warning``, ``info``, or empty for plain text."""
+    short = line[:MAX_CHARS]
+    lowered = short.lower()
+    if _LAUNCHER.match(short):
+        return "library", "error" if _states_error(lowered) else "info"
+    if "loss" in lowered and ("nan" in lowered or "inf" in lowered) and _NAN_LOSS.search(short):
+        return "numeric", "error"
+    if _FOREIGN.match(short):
+        return "foreign", ""
+    level = level_of(short)
+    if _WARNING.match(short) or level.startswith("W"):
+        return "warning", "warning"
+    if _shows_end(short, lowered):
+        return "finish", ""
+    if _PROGRESS.search(short):
+        return "progress", ""
+    is_error = level[:1] not in ("I", "D") and _states_error(lowered)
+    return "text", "error" if is_error else ""
+
+
+def _states_error(lowered: str) -> bool:
+    """Whether a line has words of an error."""
+    if any(phrase in lowered for phrase in _ERROR_PHRASES):
+        return True
+    return not _ERROR_WORDS.isdisjoint(_WORD.findall(lowered))
+
+
+def _shows_end(line: str, lowered: str) -> bool:
+    return any(word in lowered for word in _FINISH_WORDS) and _FINISH.search(line) is not None
+
+
+def level_of(line: str) -> str:
+    """The level that a logger wrote at the beginning of a line, such as ``ERROR`` or ``E``."""
+    match = _LEVEL.match(line[:80])
+    return (match["level"] or match["letter"]) if match else ""
+
+
+def is_foreign_frame(line: str) -> bool:
+    """Whether a line is a frame of a stack of Java or JavaScript."""
+    return _FOREIGN_FRAME.match(line[:MAX_CHARS]) is not None

@@ -1,0 +1,249 @@
+"""Strips what collectors and launchers write before each line of a log, in any nesting. Pure.
+
+A prefix whose form cannot be mistaken (a time stamp, ``[rank3]:``) is stripped wherever it stands.
+Any other label (``10.0.0.3: ``, ``worker-1 | ``, ``[3] ``) counts as a prefix only if most lines
+have it, or those lines of tracebacks that do not start where they should.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.explain.line_kinds import SYSTEM_DAEMONS
+
+MAX_LAYERS = 6
+MIN_LABELED_SHARE = 0.6
+MIN_LABELED_LINES = 2  # in a log of so few lines, all
+MAX_HEAD = 200  # characters of a prefix
+
+_DATE = r"\d{4}[-/]\d\d[-/]\d\d"
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
+_ZONE = r"(?:Z| ?UTC| ?[+-]\d\d:?\d\d)?"
+_TIME = rf"(?:{_DATE}[T _]{_CLOCK}{_ZONE}|{_CLOCK}{_ZONE})"
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+# Prefixes that cannot be mistaken for ordinary text, by their first characters.
+_BY_START = {
+    "[": (
+        r"\[(?=[^/\]]{0,253}[A-Za-z.])(?P<host>[A-Za-z0-9][\w.-]{0,252})/(?P<rank>\d{1,9})\] ?",
+        r"\[1,(?P<rank>\d{1,9})\]<(?:stdout|stderr|stddiag)>: ?",  # mpirun --tag-output
+        r"\[rank ?(?P<rank>\d{1,9})\]:?(?:\[[A-Za-z0-9][\w.-]{0,252}\])? ?",  # torch
+        r"\[default(?P<rank>\d{1,9})\]: ?",  # torchrun --tee
+        r"\[pod/(?P<host>[\w.-]{1,253})/[\w.-]{1,253}\] ",  # kubectl logs --prefix
+        rf"\[{_TIME}\](?: |(?=\[))",
+    ),
+    "(": (
+        r"\((?P<label>[\w.:<>-]{1,100}(?: rank=(?P<rank>\d{1,9}))?(?:,? pid=\d{1,9})"
+        r"(?:, ip=(?P<host>[\w.:]{1,100}))?)\) ?",  # Ray
+    ),
+    "0123456789": (
+        rf"{_TIME} std(?:out|err) [FP] ",  # a container runtime's log file
+        rf"{_TIME}(?:: | - | |\t)(?!\s{{0,9}}$)",
+    ),
+    "JFMASOND": (
+        rf"{_MONTH} [ \d]\d {_CLOCK} (?P<host>[\w.-]{{1,253}}) "
+        rf"(?!kernel|(?:{SYSTEM_DAEMONS})\b)[\w./@-]{{1,100}}(?:\[\d{{1,9}}\])?: ",  # syslog
+    ),
+}
+_UNAMBIGUOUS = {
+    start: tuple(re.compile(f"^(?:{pattern})") for pattern in patterns)
+    for starts, patterns in _BY_START.items()
+    for start in starts
+}
+# Prefixes that may also be ordinary text.
+_AMBIGUOUS = tuple(
+    re.compile(f"^(?:{pattern})")
+    for pattern in (
+        r"(?P<label>[A-Za-z0-9][\w.-]{0,252})\s{0,40}\| ?",  # docker compose
+        r" {0,9}(?P<rank>\d{1,9}):(?!\d) ?",  # srun -l
+        r"(?P<host>[A-Za-z0-9](?:[\w-]|\.(?=\w)){0,252}): ",  # pdsh, which DeepSpeed uses
+        r"\[(?P<label>[\w.:/ =-]{1,80})\]:? ",  # mpiexec -l and others
+        r"\((?P<label>[\w.:/, =-]{1,80})\):? ",
+        r"(?=\S{0,63}-)(?=\S{0,63}\d)(?P<host>[a-z0-9][a-z0-9-]{1,62}) [a-z][a-z0-9-]{0,62} ",  # stern
+        r"(?P<level>DEBUG|INFO|WARN(?:ING)?|ERROR)(?: {1,5}-? ?|\t|: ?|\] ?)",
+        r"(?P<label>[A-Za-z0-9][\w.-]{0,252})> ",
+    )
+)
+_ANCHOR = re.compile(
+    r'Traceback \(most recent call last\):|  File "[^"]{1,1000}", line \d'
+    r"|terminate called after|Fatal Python error: "
+)
+_RANK_WORD = re.compile(r"\b(?:rank|task)[ =_:-]?(\d{1,9})\b")
+_VARYING = re.compile(r"\d\w*")
+_SECONDS = re.compile(r"^\d+\.\d+$")  # the clock of the kernel
+_NAME = re.compile(r"^(?=[\w.-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")
+_JSON_TEXT = ("log", "message", "msg", "MESSAGE", "textPayload", "line")
+_JSON_HOST = ("pod", "pod_name", "host", "hostname", "node", "_HOSTNAME")
+# Lines without a label that continue the message above them
+_CONTINUATION = re.compile(
+    r"nccl\w{1,40}Error: |Last error:|Exception raised from |frame #\d{1,4}: |#\d{1,3} \S+ from /|"
+    r"<omitting python frames>|  what\(\):"
+)
+_CONTINUED = ("Last error:", "Stack trace of the failed collective: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line without its prefixes.
+
+    Attributes:
+        number: Position in the log.
+        host: Host name or address by the prefixes; empty when not known.
+        rank: Rank by the prefixes.
+    """
+
+    number: int
+    text: str
+    host: str = ""
+    rank: int | None = None
+
+    @property
+    def is_labeled(self) -> bool:
+        return bool(self.host) or self.rank is not None
+
+
+def strip_prefixes(texts: Sequence[str]) -> list[Line]:
+    """Strips all prefixes of the lines of one log, outermost first."""
+    lines = _decode_json([Line(number, text) for number, text in enumerate(texts)])
+    for _ in range(MAX_LAYERS):
+        lines = [_strip_unambiguous(line) for line in lines]
+        layer = _credible_layer(lines)
+        if layer is None:
+            break
+        lines = [_strip(line, layer) for line in lines]
+    return _attribute_continuations(lines)
+
+
+def _strip_unambiguous(line: Line) -> Line:
+    for _ in range(MAX_LAYERS):
+        for form in _UNAMBIGUOUS.get(line.text[:1], ()):
+            if shorter := _strip_match(line, form):
+                line = shorter
+                break
+        else:
+            return line
+    return line
+
+
+def _strip(line: Line, form: re.Pattern[str]) -> Line:
+    return _strip_match(line, form) or line
+
+
+def _strip_match(line: Line, form: re.Pattern[str]) -> Line | None:
+    match = form.match(line.text)
+    if match is None:
+        return None
+    host, rank = _identify(match.groupdict()) if form.groups else ("", None)
+    return Line(
+        line.number,
+        line.text[match.end() :],
+        host or line.host,
+        line.rank if rank is None else rank,
+    )
+
+
+def _identify(groups: Mapping[str, str | None]) -> tuple[str, int | None]:
+    """Host and rank of a label."""
+    host, rank = groups.get("host") or "", groups.get("rank")
+    label = groups.get("label")
+    if label:
+        if label.isdigit():
+            return host, int(label[:9])
+        word = _RANK_WORD.search(label)
+        if word:
+            rank = word[1]
+        if not host and _NAME.match(label) and not _RANK_WORD.fullmatch(label):
+            host = label
+    return host, int(rank) if rank else None
+
+
+def _credible_layer(lines: Sequence[Line]) -> re.Pattern[str] | None:
+    """The form of label that most lines have, or most displaced lines of tracebacks."""
+    texts = [line.text for line in lines if line.text.strip()]
+    displaced = [text for text in texts if (at := _ANCHOR.search(text)) and at.start() > 0]
+    displaced = [text for text in displaced if not text.startswith(("During", "Original"))]
+    for form in _AMBIGUOUS:
+        matches = [match for text in displaced if (match := form.match(text))]
+        is_common = matches and len(matches) >= MIN_LABELED_SHARE * len(displaced)
+        if is_common and (len(matches) > 1 or _is_repeated(form, matches[0], texts)):
+            return form
+        if len(texts) < MIN_LABELED_LINES:
+            continue
+        matches = [match for text in texts if (match := form.match(text))]
+        share = MIN_LABELED_SHARE if len(texts) > MIN_LABELED_LINES else 1.0
+        if len(matches) >= share * len(texts) and _are_labels(matches, len(texts)):
+            return form
+    return _common_head(displaced)
+
+
+def _common_head(displaced: Sequence[str]) -> re.Pattern[str] | None:
+    """A pattern of what most displaced lines of tracebacks have before their own text."""
+    heads = [text[: match.start()] for text in displaced if (match := _ANCHOR.search(text))]
+    heads = [head for head in heads if head.strip() and len(head) <= MAX_HEAD]
+    shapes = Counter(_VARYING.sub("#", head) for head in heads)
+    shape, count = max(shapes.items(), key=lambda item: item[1], default=("", 0))
+    if count < 2 or count < MIN_LABELED_SHARE * len(displaced):
+        return None
+    return re.compile(r"\w{1,64}".join(map(re.escape, shape.split("#"))))
+
+
+def _is_repeated(form: re.Pattern[str], match: re.Match[str], texts: Sequence[str]) -> bool:
+    """Whether other lines have the same label."""
+    same = (other for text in texts if (other := form.match(text)) and other[0] == match[0])
+    return len(list(itertools.islice(same, 2))) > 1
+
+
+def _are_labels(matches: Sequence[re.Match[str]], num_lines: int) -> bool:
+    """Whether labels name a few hosts, ranks or levels, and not the words of a text."""
+    groups = [match.groupdict() for match in matches]
+    if all(group.get("level") for group in groups):
+        return len(groups) >= 0.9 * num_lines
+    values = {
+        group.get("label") or group.get("host") or group.get("rank") or "" for group in groups
+    }
+    if len(values) > max(2, num_lines // 2):
+        return False
+    names = [value for value in values if _NAME.match(value) or _RANK_WORD.search(value)]
+    return len(names) == len(values) and not any(map(_SECONDS.match, values))
+
+
+def _decode_json(lines: list[Line]) -> list[Line]:
+    """Takes the messages out of a log whose lines are JSON objects of a collector."""
+    candidates = [line for line in lines if line.text.startswith("{") and line.text.endswith("}")]
+    if len(candidates) < max(1, MIN_LABELED_SHARE * sum(bool(line.text.strip()) for line in lines)):
+        return lines
+    return [_decode_line(line) for line in lines]
+
+
+def _decode_line(line: Line) -> Line:
+    try:
+        record = json.loads(line.text)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(record, dict):
+        return line
+    text = next((record[key] for key in _JSON_TEXT if isinstance(record.get(key), str)), None)
+    if text is None:
+        return line
+    host = next((record[key] for key in _JSON_HOST if isinstance(record.get(key), str)), "")
+    return replace(line, text=text.rstrip("\n"), host=host[:255])
+
+
+def _attribute_continuations(lines: list[Line]) -> list[Line]:
+    """Gives lines without a label that continue a labeled message its host and rank."""
+    result: list[Line] = []
+    for line in lines:
+        previous = result[-1] if result else None
+        if (
+            previous is not None
+            and previous.is_labeled
+            and not line.is_labeled
+            and (_CONTINUATION.match(line.text) or previous.text.endswith(_CONTINUED))
+        ):
+            line = replace(line, host=previous.host, rank=previous.rank)
+        result.append(line)
+    return result

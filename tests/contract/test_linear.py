@@ -31,6 +31,8 @@ EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [
     "paceline.explain.evidence_reader", "paceline.explain.stacks", "paceline.explain.rule",
+    "paceline.explain.prefixes", "paceline.explain.unit_parser", "paceline.explain.line_kinds",
+    "paceline.explain.exit_reports", "paceline.explain.outcome",
     "paceline.launch.failure_analysis", "paceline.launch.terminal.screen", "paceline.report.bundle",
     "paceline.spec.failure", "paceline.spec.libraries", "paceline.explain.libraries",
     "paceline.spec.terminal", "paceline.remote.openssh",
@@ -38,6 +40,15 @@ READERS = [
     "paceline.schedulers.container",
     *(f"paceline.checks.{found.name}" for found in pkgutil.iter_modules(paceline.checks.__path__)),
 ]  # fmt: skip
+
+
+def flat(value: object) -> Iterator[re.Pattern[str]]:
+    """The patterns in a constant: itself, or those in its tables."""
+    if isinstance(value, re.Pattern):
+        yield value
+    elif isinstance(value, (tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from flat(part)
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
@@ -49,8 +60,8 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
                     yield f"{code}.{name}", value
     for module in READERS:
         for name, value in vars(importlib.import_module(module)).items():
-            if isinstance(value, re.Pattern):
-                yield f"{module}.{name}", value
+            for part in flat(value):
+                yield f"{module}.{name}", part
     for library, what, pattern in FACTS:
         yield f"FACTS.{library} {what}", pattern
     for cause in CAUSES:

@@ -152,7 +152,7 @@ def test_the_module_is_asked_before_patterns_are_looked_for() -> None:
     asked: list[Evidence] = []
     front = "patterns: known\nsays: told\ncomputed: true"
     rule = parse_page("x", PAGE.format(front), lambda: asked.append)
-    assert rule.match(from_log("known\n")) is not None
+    assert rule.match(from_log("error: known\n")) is not None
     assert len(asked) == 1
     assert rule.match(from_log("else\n")) is None
 
@@ -168,9 +168,10 @@ def test_the_first_failing_rank_speaks_before_the_others() -> None:
 
 
 def test_words_of_several_patterns_may_share_a_name() -> None:
-    front = "patterns: |\n  one (?P<n>\\d)\n  two (?P<n>\\d)\nsays: '{where} {n} ({missing})'"
+    patterns = "  error one (?P<n>\\d)\n  error two (?P<n>\\d)\n"
+    front = f"patterns: |\n{patterns}says: '{{where}} {{n}} ({{missing}})'"
     rule = rule_of(front)
-    match = rule.match(from_log("[n1/0] two 7\n"))
+    match = rule.match(from_log("[n1/0] error two 7\n"))
     assert match is not None
     assert match.cause == "rank 0 on n1 7"
 

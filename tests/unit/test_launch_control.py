@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.explain.stacks import Frame, RankStack
+from paceline.explain.stacks import RankStack
+from paceline.explain.units import Frame
 from paceline.launch.control import RunActions, format_stacks
 from paceline.launch.health.hang_verdict import RankSnapshot
 from paceline.spec.errors import NodeError, SettingError

@@ -17,7 +17,8 @@ from paceline.cli.runs.describe import describe_ranks
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
-from paceline.explain.stacks import Frame, RankStack, describe_position, is_waiting
+from paceline.explain.stacks import RankStack, describe_position, is_waiting
+from paceline.explain.units import Frame
 from paceline.launch.health import hangs
 from paceline.launch.health.hang_verdict import (
     BUSY_TIMEOUT_S,

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.explain.evidence import Evidence
+from paceline.explain.outcome import Outcome
 from paceline.explain.rule import Match, Rule
 from paceline.spec.finding import Finding
 
 UNKNOWN = "unknown"
+# Of causes found without their own rule in 510 recorded and altered logs, by where the rule that
+# answered instead matched: the share that is right if one kind of failure in five is unknown
+BY_CONTEXT = 0.95
+BY_CONSEQUENCE = 0.93
+NO_FAILURE = "no failure found: this log shows none of a training job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +29,34 @@ class Conclusion:
     matches: tuple[tuple[Rule, Match], ...]
     text: str
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing shows that a job failed."""
+        return self.text == NO_FAILURE
+
 
 def conclude(evidence: Evidence, rules: Sequence[Rule]) -> Conclusion:
-    """Sorts causes before symptoms, the first failing rank before others, then by confidence."""
-    matches = [(rule, match) for rule in rules if (match := rule.match(evidence)) is not None]
-    first = evidence.first_failure
+    """Sorts what explains the first failure before the rest, causes before symptoms."""
+    first, outcome = evidence.first_failure, evidence.outcome
+    matches = [(rule, _calibrate(rule, match, outcome)) for rule in rules
+               if (match := rule.match(evidence)) is not None]  # fmt: skip
 
-    def order(item: tuple[Rule, Match]) -> tuple[bool, bool, float]:
+    def order(item: tuple[Rule, Match]) -> tuple[int, bool, bool, float]:
         rule, match = item
         is_other_rank = first is not None and match.rank is not None and match.rank != first.rank
-        return (rule.symptom, is_other_rank, -match.confidence)
+        group = 0 if match.unit is None else outcome.group(match.unit)
+        return (group, rule.symptom, is_other_rank, -match.confidence)
 
     ranked = tuple(sorted(matches, key=order))
     return Conclusion(ranked, ranked[0][1].cause if ranked else _describe_unexplained(evidence))
+
+
+def _calibrate(rule: Rule, match: Match, outcome: Outcome) -> Match:
+    """Lowers the confidence in a cause that follows from other messages than the failure's own."""
+    if match.unit is None or rule.symptom or match.unit in outcome.failures:
+        return match
+    factor = BY_CONTEXT if match.unit in outcome.context else BY_CONSEQUENCE
+    return replace(match, confidence=round(match.confidence * factor, 3))
 
 
 def _describe_unexplained(evidence: Evidence) -> str:
@@ -46,7 +67,12 @@ def _describe_unexplained(evidence: Evidence) -> str:
         return f"unknown cause: {first.where}: {first.headline}"
     if evidence.result.exit_code == 0:
         return describe_success(evidence)
-    return "unknown cause: no rule fits"
+    unit = evidence.outcome.first
+    if evidence.events or evidence.result.exit_code > 0:
+        return "unknown cause: no rule fits"
+    if unit is None or not evidence.outcome.has_failed:
+        return NO_FAILURE
+    return f"unknown cause: {unit.label}: {unit.text.strip().splitlines()[0][:200]}"
 
 
 def describe_success(evidence: Evidence) -> str:

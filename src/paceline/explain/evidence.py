@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from paceline.explain.outcome import Outcome, judge
+from paceline.explain.prefixes import strip_prefixes
+from paceline.explain.unit_parser import parse_units
+from paceline.explain.units import Unit
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result, format_location
 from paceline.spec.terminal import clean
 
 MAX_LINE_CHARS = 2000  # a longer line is cut in the middle
-MAX_LINES = 20_000  # a longer log keeps its beginning and its end
+MAX_LINES = 60_000  # a longer log keeps its beginning and its end
 _HEAD_LINES = MAX_LINES // 10
 ELLIPSIS = " […] "
 
@@ -41,16 +46,19 @@ class Log:
         host: Host name; empty when not known.
         rank: ``None`` when not known.
         lines: The text, without labels and colours.
+        numbers: Of its lines in the log of several ranks that it is a part of; empty for the log
+            of one rank.
     """
 
     host: str
     rank: int | None
     lines: tuple[str, ...]
+    numbers: tuple[int, ...] = ()
 
     @classmethod
     def from_text(cls, host: str, rank: int | None, text: str) -> Log:
-        """Makes a log of raw output, bounded."""
-        return cls(host, rank, lines_of(text))
+        """Makes a log of raw output, bounded and without prefixes."""
+        return cls(host, rank, tuple(line.text for line in strip_prefixes(lines_of(text))))
 
     @property
     def label(self) -> str:
@@ -66,9 +74,9 @@ class Log:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def context(self, index: int) -> tuple[str, ...]:
-        """The line at an index with two lines before and after."""
-        return self.lines[max(0, index - 2) : index + 3]
+    def units(self) -> list[Unit]:
+        """Parses its messages."""
+        return parse_units(self.lines, self.numbers, self.host, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,7 @@ class Launcher:
         return f"{process}on {self.host}, since {self.since}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evidence:
     """What is known of one run.
 
@@ -152,12 +160,20 @@ class Evidence:
             )
         return f"training resumes from the checkpoint of step {self.checkpoint_step}"
 
-    def search(self, pattern: re.Pattern[str]) -> Iterator[tuple[Log, int, re.Match[str]]]:
-        """Yields log, line index and match for every line that matches."""
-        for log in self.logs:
-            for index, line in enumerate(log.lines):
-                if match := pattern.search(line):
-                    yield log, index, match
+    @cached_property
+    def outcome(self) -> Outcome:
+        """How the job ended, by all logs."""
+        units = [unit for log in self.logs for unit in log.units()]
+        if all(log.numbers for log in self.logs):
+            units.sort(key=lambda unit: unit.number)
+        has_failed = self.result.exit_code > 0 or self.first_failure is not None
+        return judge(units, self.first_failure, has_failed)
+
+    def search(self, pattern: re.Pattern[str]) -> Iterator[tuple[Unit, re.Match[str]]]:
+        """Yields every unit that may explain the failure and matches, the first failure first."""
+        for unit in self.outcome.searched:
+            if match := pattern.search(unit.text):
+                yield unit, match
 
     def contains(self, pattern: re.Pattern[str]) -> bool:
         return next(self.search(pattern), None) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import sys
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.explain.evidence import Evidence, Launcher, Log, lines_of
+from paceline.explain.prefixes import Line, strip_prefixes
 from paceline.rundir.ownership import (
     detached_of,
     ended_since,
@@ -38,34 +38,10 @@ HEAD_BYTES = 64 << 10  # read of a log's beginning
 TAIL_BYTES = 256 << 10  # read of a log's end, where causes usually are
 MAX_TOTAL_BYTES = 4 << 20  # read of all logs together, without that of the first failure
 MAX_LOGS = 4096
+STREAM_HEAD_BYTES = 1 << 20  # read of a log that the user names
+STREAM_TAIL_BYTES = 3 << 20
 MAX_STREAM_BYTES = 1 << 30  # read of a log that comes through a pipe
 _MARKER_FILES = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER, DETACHED)
-# Prefixes that cannot be mistaken for ordinary text.
-_UNAMBIGUOUS_LABELS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"^\[(?P<host>[A-Za-z0-9][\w.-]*)/(?P<rank>\d{1,9})\] ?",  # paceline
-        r"^\[1,(?P<rank>\d{1,9})\]<(?:stdout|stderr|stddiag)>: ?",  # mpirun --tag-output
-        r"^\[rank(?P<rank>\d{1,9})\]:?(?:\[[^\]]*\])? ?",  # torch
-        r"^\[default(?P<rank>\d{1,9})\]: ?",  # torchrun --tee
-    )
-)
-# Prefixes that may also be ordinary text; accepted when most lines have one.
-_AMBIGUOUS_LABELS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"^(?P<host>[A-Za-z][\w-]*(?:\.[\w-]+)*): ",  # pdsh, which DeepSpeed uses
-        r"^ *(?P<rank>\d{1,9}): ",  # srun -l
-        r"^\[(?P<rank>\d{1,9})\] ",  # mpiexec -l
-    )
-)
-_MIN_LABELED_SHARE = 0.6
-_ROOT_CAUSE_HEADING = "Root Cause (first observed failure):"
-_ROOT_CAUSE_LINES = 12  # of the summary below the heading
-_FIELD = re.compile(
-    r"\b(?:(?P<host>host) {0,12}: (?P<name>\S+)|(?P<key>rank|exitcode) {0,12}: (?P<n>-?\d{1,9})\b)"
-)
-_SUMMARY_PREFIX = re.compile(r"^(?:[EW]\d{4} [\d:.]+ +\d+ \S+\] ?)")
 
 
 def from_run(path: Path, *, confirmed: bool = True) -> Evidence:
@@ -136,13 +112,8 @@ def _supervisor(detached: SupervisorLocation, alive: bool | None) -> Launcher:
 
 def from_log(text: str) -> Evidence:
     """Reads the evidence in one log of any launcher."""
-    failure = parse_root_cause(text)
-    events: tuple[Event, ...] = ()
-    if failure is not None and failure.signal is not None:
-        fields = {"code": None, "signal": failure.signal}
-        events = (Event("rank ended", failure.host, failure.rank, fields=fields),)
-    logs = _sort_logs(split_by_rank(text), failure, events)
-    return Evidence(logs, Result(failure=failure), events, debug=logs)
+    logs = split_by_rank(text)
+    return Evidence(tuple(logs), debug=tuple(logs))
 
 
 def _sort_logs(logs: Iterable[Log], failure: Failure | None,
@@ -219,15 +190,15 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _read_stream(stream: IO[bytes]) -> str:
-    head = stream.read(HEAD_BYTES)
+    head = stream.read(STREAM_HEAD_BYTES)
     chunks: deque[bytes] = deque(maxlen=2)
     num_bytes = 0
-    while num_bytes < MAX_STREAM_BYTES and (chunk := stream.read(TAIL_BYTES)):
+    while num_bytes < MAX_STREAM_BYTES and (chunk := stream.read(STREAM_TAIL_BYTES)):
         chunks.append(chunk)
         num_bytes += len(chunk)
     tail = b"".join(chunks)
-    if num_bytes > TAIL_BYTES:
-        tail = b"\n" + tail[-TAIL_BYTES:]
+    if num_bytes > STREAM_TAIL_BYTES:
+        tail = b"\n" + tail[-STREAM_TAIL_BYTES:]
     return (head + tail).decode(errors="replace")
 
 
@@ -235,57 +206,12 @@ def _read_stream(stream: IO[bytes]) -> str:
 
 
 def split_by_rank(text: str) -> list[Log]:
-    """Splits a log by the prefixes of known launchers: one log a rank, then lines without prefix.
-
-    Unknown prefixes stay in place, because rules search anywhere in a line.
-    """
-    lines = lines_of(text)
-    labels = [*_UNAMBIGUOUS_LABELS, *_credible_labels(lines)]
-    by_rank: dict[tuple[str, int | None], list[str]] = {}
-    for line in lines:
-        host, rank, remainder = _strip_labels(line, labels)
-        by_rank.setdefault((host, rank), []).append(remainder)
-    logs = [Log(host, rank, tuple(lines)) for (host, rank), lines in by_rank.items()]
-    return sorted(logs, key=lambda log: (log.rank is None, log.rank or 0, log.host))
-
-
-def _credible_labels(lines: Sequence[str]) -> list[re.Pattern[str]]:
-    nonblank = [line for line in lines if line.strip()]
-    if len(nonblank) < 3:
-        return []
-    threshold = _MIN_LABELED_SHARE * len(nonblank)
-    return [
-        label
-        for label in _AMBIGUOUS_LABELS
-        if sum(map(bool, map(label.match, nonblank))) >= threshold
+    """Splits a log by the prefixes of its lines: one log a rank, then lines without prefix."""
+    streams: dict[tuple[str, int | None], list[Line]] = {}
+    for line in strip_prefixes(lines_of(text)):
+        streams.setdefault((line.host, line.rank), []).append(line)
+    logs = [
+        Log(host, rank, tuple(line.text for line in lines), tuple(line.number for line in lines))
+        for (host, rank), lines in streams.items()
     ]
-
-
-def _strip_labels(line: str, labels: Sequence[re.Pattern[str]]) -> tuple[str, int | None, str]:
-    """Host, rank and remainder of a line: a launcher's prefix, then torch's behind it."""
-    host, rank = "", None
-    for candidates in (labels, _UNAMBIGUOUS_LABELS):
-        match = next(filter(None, (label.match(line) for label in candidates)), None)
-        if match is not None:
-            groups = match.groupdict()
-            host = groups.get("host") or host
-            rank = int(groups["rank"]) if groups.get("rank") else rank
-            line = line[match.end() :]
-    return host, rank, line
-
-
-def parse_root_cause(text: str) -> Failure | None:
-    """The first failure by torchrun's own summary, if the text has one."""
-    lines = lines_of(text)
-    start = next((at for at, line in enumerate(lines) if _ROOT_CAUSE_HEADING in line), len(lines))
-    fields: dict[str, str] = {}
-    for line in lines[start + 1 : start + 1 + _ROOT_CAUSE_LINES]:
-        if match := _FIELD.search(_SUMMARY_PREFIX.sub("", line)):
-            fields.setdefault(match["host"] or match["key"], match["name"] or match["n"])
-    if not fields.keys() >= {"host", "rank", "exitcode"} or int(fields["rank"]) < 0:
-        return None
-    code = int(fields["exitcode"])
-    host, rank, headline = fields["host"], int(fields["rank"]), f"exit status {code}"
-    if code < 0:
-        return Failure("signal", host, rank, signal=-code, headline=headline)
-    return Failure("exit", host, rank, code=code, headline=headline)
+    return sorted(logs, key=lambda log: (log.rank is None, log.rank or 0, log.host))

@@ -63,7 +63,7 @@ _AMBIGUOUS = tuple(
         r"(?P<host>[A-Za-z0-9](?:[\w-]|\.(?=\w)){0,252}): ",  # pdsh, which DeepSpeed uses
         r"\[(?P<label>[\w.:/ =-]{1,80})\]:? ",  # mpiexec -l and others
         r"\((?P<label>[\w.:/, =-]{1,80})\):? ",
-        r"(?=\S{0,63}-)(?=\S{0,63}\d)(?P<host>[a-z0-9][a-z0-9-]{1,62}) [a-z][a-z0-9-]{0,62} ",  # stern
+        r"(?=\S{0,63}-)(?=\S{0,63}\d)(?P<host>[a-z0-9][a-z0-9-]{1,62}) [a-z][a-z0-9-]{0,62} ",
         r"(?P<level>DEBUG|INFO|WARN(?:ING)?|ERROR)(?: {1,5}-? ?|\t|: ?|\] ?)",
         r"(?P<label>[A-Za-z0-9][\w.-]{0,252})> ",
     )

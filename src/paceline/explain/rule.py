@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.explain.evidence import Evidence, Log
+from paceline.explain.evidence import Evidence
+from paceline.explain.units import Unit
 from paceline.spec.events import Event
 
 SECTIONS = ("Meaning", "Cause", "Confirm", "Remedy", "Source")
+
+
+MAX_EVIDENCE_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,8 @@ class Match:
         hosts: The hosts that it names; empty when not known.
         rank: The rank; ``None`` when the cause concerns a host or the job.
         confidence: From 0 to 1.
-        remedy, confirm: More exact texts that replace the rule's own.
+        remedy, confirm, reason: More exact texts that replace the rule's Remedy, Confirm and Cause.
+        unit: The message that it explains; ``None`` if it follows from events.
     """
 
     cause: str
@@ -32,14 +37,17 @@ class Match:
     lines: tuple[str, ...] = ()
     remedy: str = ""
     confirm: str = ""
+    reason: str = ""
+    unit: Unit | None = None
 
 
 Matcher = Callable[[Evidence], Match | None]
 
 
-def match_line(log: Log, index: int, cause: str, confidence: float, remedy: str = "") -> Match:
-    """A match of one line of a log, with the lines around it."""
-    return Match(cause, log.hosts, log.rank, confidence, log.context(index), remedy)
+def match_unit(unit: Unit, cause: str, confidence: float, **texts: Any) -> Match:
+    """A match of one message of a log."""
+    lines = unit.lines[-MAX_EVIDENCE_LINES:]
+    return Match(cause, unit.hosts, unit.rank, confidence, lines, unit=unit, **texts)
 
 
 def match_exit(end: Event, cause: str, confidence: float, **texts: Any) -> Match:
@@ -52,12 +60,13 @@ class FrontMatter:
     """The YAML block above a rule's page.
 
     Attributes:
-        patterns: Regular expressions, one a line. One of them must match one line of any log.
-            ``says`` can use their named groups.
+        patterns: Regular expressions, one a line. One of them must match the text of a message that
+            may explain the failure. ``says`` can use their named groups.
         says: The cause, as one sentence; ``{where}`` is the rank and host.
         confidence: From 0 to 1, of a match by the patterns.
-        unless: A pattern that excludes the rule if any log contains it.
-        also: A pattern that the same log must contain, too.
+        unless: A pattern that excludes the rule if any such message contains it.
+        kinds: Kinds of messages that are searched, separated by blanks; by default, all.
+        frames: A pattern that one frame of the traceback must match, as ``FILE FUNCTION``.
         symptom: Whether other failures cause this one. Symptoms count only when no cause is known.
         computed: Whether the module of the same name has a ``match``. It is tried first.
         place: Position among rules of equal confidence; the lower comes first.
@@ -67,7 +76,8 @@ class FrontMatter:
     says: str = ""
     confidence: float = 0.9
     unless: str = ""
-    also: str = ""
+    kinds: str = ""
+    frames: str = ""
     symptom: bool = False
     computed: bool = False
     place: int = 1000
@@ -134,23 +144,36 @@ def log_matcher(head: FrontMatter) -> Matcher:
         re.sub(r"\(\?P<(\w+)>", rf"(?P<\1_{number}>", pattern)
         for number, pattern in enumerate(head.patterns.splitlines())
     )
-    pattern = re.compile("|".join(f"(?:{alternative})" for alternative in numbered))
+    alternatives = "|".join(f"(?:{alternative})" for alternative in numbered)
+    pattern = re.compile(alternatives, re.MULTILINE)
     excluded = re.compile(head.unless) if head.unless else None
-    required = re.compile(head.also) if head.also else None
+    framed = re.compile(head.frames) if head.frames else None
+    kinds = head.kinds.split()
+    names = set(re.findall(r"\{(\w+)\}", head.says)) - {"where"}
 
     def match(evidence: Evidence) -> Match | None:
         if excluded is not None and evidence.contains(excluded):
             return None
-        for log, index, found in evidence.search(pattern):
-            if required is None or required.search(log.text):
-                groups = {
-                    name.rsplit("_", 1)[0]: text for name, text in found.groupdict().items() if text
-                }
-                cause = fill_template(head.says, {**groups, "where": log.label})
-                return match_line(log, index, cause, head.confidence)
-        return None
+        found = [(unit, _groups(match)) for unit, match in evidence.search(pattern)
+                 if (not kinds or unit.kind in kinds) and _has_frame(unit, framed)]  # fmt: skip
+        if not found:
+            return None
+        unit, groups = found[0]
+        complete = (groups for _, groups in found if groups.keys() >= names)
+        values = {**next(complete, groups), "where": unit.label}
+        return match_unit(unit, fill_template(head.says, values), head.confidence)
 
     return match
+
+
+def _groups(match: re.Match[str]) -> dict[str, str]:
+    """The named groups that matched, without the numbers of their alternatives."""
+    return {name.rsplit("_", 1)[0]: text for name, text in match.groupdict().items() if text}
+
+
+def _has_frame(unit: Unit, pattern: re.Pattern[str] | None) -> bool:
+    frames = (f"{frame.file} {frame.function}" for frame in unit.frames)
+    return pattern is None or any(map(pattern.search, frames))
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.explain.evidence import Evidence
+from paceline.explain.units import Frame
 from paceline.spec.failure import format_location
 
 _FRAME = re.compile(
@@ -34,19 +35,6 @@ _LOCAL_WORK = re.compile(
 _SAME_SIZE_OPERATIONS = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
                          "_reduce_scatter_base"}  # fmt: skip
 _SHAPE = re.compile(r"\[([\d,]*)\]")
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def location(self) -> str:
-        return f"{self.file.rsplit('/', 1)[-1]}, line {self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +200,12 @@ def stacks_at_failure(evidence: Evidence) -> list[RankStack]:
 
 
 def stacks_at_error(evidence: Evidence, pattern: re.Pattern[str]) -> list[RankStack]:
-    """The stacks of the ranks whose traceback ends with a line that matches, one a log."""
+    """The stacks of the ranks whose traceback ends with a matching message, one a rank."""
     stacks: dict[int, RankStack] = {}
-    for log, index, _ in evidence.search(pattern):
-        if log.rank is not None and id(log) not in stacks:
-            above = range(index, -1, -1)
-            start = next((n for n in above if "Traceback (most recent" in log.lines[n]), index)
-            frames = tuple(reversed(parse_frames(log.lines[start:index])))
-            stacks[id(log)] = RankStack(log.host, log.rank, "", frames)
+    for unit, _ in evidence.search(pattern):
+        if unit.rank is not None and unit.error is not None:
+            frames = tuple(reversed(unit.error.frames))
+            stacks.setdefault(unit.rank, RankStack(unit.host, unit.rank, "", frames))
     return list(stacks.values())
 
 

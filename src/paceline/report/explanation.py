@@ -12,6 +12,12 @@ from paceline.explain.rule import Match, Rule
 WIDTH = 200
 MAX_CANDIDATES = 3
 MAX_LOSSES = 20
+MAX_QUOTED = 8  # lines of one message
+MIN_CONFIDENCE = 0.6  # below it, other candidates are shown with theirs
+TO_COLLECT = (
+    "No rule fits. The logs of all ranks, dmesg of that host, and the same run with\n"
+    "paceline run --debug help; --bundle FILE packs what support needs."
+)
 
 
 def summary_lines(conclusion: Conclusion) -> list[str]:
@@ -26,14 +32,27 @@ def summary_lines(conclusion: Conclusion) -> list[str]:
 def lines(conclusion: Conclusion, evidence: Evidence) -> list[str]:
     text = [conclusion.text]
     if conclusion.matches:
+        _, match = conclusion.matches[0]
         text += _describe_match(*conclusion.matches[0])
-        text += _describe_candidates(conclusion.matches[1 : MAX_CANDIDATES + 1])
-    else:
-        has_not_ended = evidence.launcher is not None and evidence.launcher.alive
-        text += ["", "`paceline status` says where its ranks are." if has_not_ended
-                 else "No rule fits. --bundle FILE packs what support needs."]  # fmt: skip
-        text += _log_tail(evidence)
+        others = conclusion.matches[1 : MAX_CANDIDATES + 1]
+        text += _describe_candidates(others, is_certain=match.confidence >= MIN_CONFIDENCE)
+    elif not conclusion.is_healthy:
+        text += _describe_unknown(evidence)
     return text + library_lines(evidence)
+
+
+def _describe_unknown(evidence: Evidence) -> list[str]:
+    """The first failure, the messages around it, and what to collect."""
+    if evidence.launcher is not None and evidence.launcher.alive:
+        return ["", "`paceline status` says where its ranks are.", *_log_tail(evidence)]
+    first, context = evidence.outcome.first, evidence.outcome.context
+    if first is None:
+        quoted = _log_tail(evidence)
+    else:
+        quoted = ["", f"first failure ({first.label}):", *_indented(first.lines[-MAX_QUOTED:])]
+        words = [unit.lines[0] for unit in context if unit is not first][-MAX_QUOTED:]
+        quoted += ["", "before it:", *_indented(words)] if words else []
+    return [*quoted, "", *_labeled("to collect: ", TO_COLLECT)]
 
 
 def of_success(evidence: Evidence) -> list[str]:
@@ -53,7 +72,7 @@ def _describe_match(rule: Rule, match: Match) -> list[str]:
     quoted = _indented([line for line in match.lines if line.strip()])
     return [
         "", *(["evidence:", *quoted] if quoted else []),
-        *_labeled("cause:      ", rule.sections["Cause"]),
+        *_labeled("cause:      ", match.reason or rule.sections["Cause"]),
         *_labeled("confirm:    ", match.confirm or rule.sections["Confirm"]),
         *_labeled("remedy:     ", match.remedy or rule.sections["Remedy"]),
         f"confidence: {round(100 * match.confidence)} % (rule: {rule.code})",
@@ -69,10 +88,15 @@ def _indented(texts: Sequence[str]) -> list[str]:
     return [f"    {text[:WIDTH]}" for text in texts]
 
 
-def _describe_candidates(matches: Sequence[tuple[Rule, Match]]) -> list[str]:
+def _describe_candidates(matches: Sequence[tuple[Rule, Match]], is_certain: bool) -> list[str]:
     texts = [f"    {match.cause[:WIDTH]} ({rule.code}{', a consequence' * rule.symptom})"
              for rule, match in matches]  # fmt: skip
-    return ["", "also seen:", *texts] if texts else []
+    if is_certain or not matches:
+        return ["", "also seen:", *texts] if texts else []
+    texts = [f"{text}, {round(100 * match.confidence)} %: "
+             f"{(match.remedy or rule.sections['Remedy'])[:WIDTH]}"
+             for text, (rule, match) in zip(texts, matches, strict=True)]  # fmt: skip
+    return ["", "other possible causes:", *texts]
 
 
 def _log_tail(evidence: Evidence) -> list[str]:

@@ -65,7 +65,7 @@ def _last_shapes(evidence: Evidence, calls: Mapping[int, tuple[str, ...]],
     ranks = {end.rank for end in evidence.exits if end.rank is not None}
     unknown = ranks - set(calls)
     if len(unknown) > 1:
-        buffer_bytes = {log.rank: match["buffer"] for log, _, match in evidence.search(_SIZE_ERROR)}
+        buffer_bytes = {unit.rank: match["buffer"] for unit, match in evidence.search(_SIZE_ERROR)}
         unknown = {
             rank for rank in unknown
             if rank in buffer_bytes and shapes

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, match_exit, match_line
+from paceline.explain.rule import Match, match_exit, match_unit
 
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
 _CRASH = re.compile(
     r"Signal (?:4|6|7|8|11) \((?P<name>SIG\w+)\)|(?P<words>Segmentation fault|Illegal instruction)"
-    r"|Fatal Python error: (?P<fatal>.+)|exitcode: -(?P<number>4|6|7|8|11)\b"
+    r"|Fatal Python error: (?P<fatal>.+)"
 )
 # torch 2.13 crashes in DistributedDataParallel's constructor with this debug level
 _DETAIL_LEVEL = re.compile(r"The debug level is set to DETAIL|in _ddp_init_helper$")
@@ -28,8 +28,13 @@ def match(evidence: Evidence) -> Match | None:
         if end["signal"] in _SIGNALS:
             cause = f"{end.where} crashed in compiled code ({_SIGNALS[end['signal']]})"
             return match_exit(end, cause, 0.8, remedy=remedy)
-    for log, index, crash in evidence.search(_CRASH):
-        text = crash["name"] or crash["words"] or crash["fatal"] or _SIGNALS[int(crash["number"])]
-        cause = f"{log.label} crashed in compiled code ({text.strip()})"
-        return match_line(log, index, cause, 0.7, remedy)
+    for unit in evidence.outcome.failures:
+        number = next((exit.signal for exit in unit.exits if exit.signal in _SIGNALS), None)
+        if number is not None and unit.kind == "exit":
+            cause = f"{unit.label} crashed in compiled code ({_SIGNALS[number]})"
+            return match_unit(unit, cause, 0.7, remedy=remedy)
+    for unit, crash in evidence.search(_CRASH):
+        text = crash["name"] or crash["words"] or crash["fatal"]
+        cause = f"{unit.label} crashed in compiled code ({text.strip()})"
+        return match_unit(unit, cause, 0.7, remedy=remedy)
     return None

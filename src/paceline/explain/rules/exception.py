@@ -3,74 +3,65 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from dataclasses import replace
 
-from paceline.explain.evidence import Evidence, Log
-from paceline.explain.rule import Match
+from paceline.explain.evidence import Evidence
+from paceline.explain.outcome import PROGRAMMING_ERRORS, is_consequence
+from paceline.explain.rule import MAX_EVIDENCE_LINES, Match, match_unit
+from paceline.explain.unit_parser import parse_units
+from paceline.explain.units import PythonError, Unit
 from paceline.spec.failure import PEER_LOST
 
-_START = "Traceback (most recent call last):"
-_FRAME = re.compile(r'^ +File "(?P<file>[^"]{1,1000})", line (?P<line>\d+)')
-_EXCEPTION_LINE = re.compile(
-    r"^(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure))(?::|$)"
+# how often the exception itself is the answer, by who raised it
+LIBRARY, SCRIPT, PROGRAMMING = 0.4, 0.65, 0.8
+# the words of libraries and of the system: what raises them is seldom at fault
+_FOREIGN_MESSAGE = re.compile(
+    r"NCCL|nccl\w{1,40}Error|CUDA|cuda|HIP |cu(?:DNN|BLAS)|\[Errno \d|gloo|c10d|ucp_|oneCCL"
+    r"|MPI|^ray\."
 )
-_LAUNCHER_EXCEPTIONS = ("ChildFailedError", "CalledProcessError", "SignalException", "SystemExit")
-_LIBRARY_PATHS = ("site-packages", "/lib/python", "<frozen", "<string>")
-_LOG_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)\b")
-MAX_LINES = 12
+_IN_LIBRARY = (
+    "{package} raised it, called by the script. The message says what it could not do;"
+    " the reason is as often in the host or in what was passed as in the script."
+)
 
 
 def match(evidence: Evidence) -> Match | None:
     first = evidence.first_failure
     if first is not None and first.kind == "exception" and first.traceback:
-        log = Log.from_text(first.host, first.rank, first.traceback)
-        if match := _last_traceback(log):
-            return match
+        units = parse_units(first.traceback.splitlines())
+        own = next((unit for unit in units if unit.error and unit.error.type), None)
+        if own is not None and not PEER_LOST.search(own.text):
+            return _describe(own, first.where, (first.host,), first.rank)
         if PEER_LOST.search(first.headline):
             return None
-        cause, lines = f"{first.where} raised {first.headline}", log.lines[-MAX_LINES:]
-        return Match(cause, log.hosts, log.rank, 0.8, lines)
-    return next(filter(None, map(_last_traceback, evidence.logs)), None)
-
-
-def _last_traceback(log: Log) -> Match | None:
-    """Finds the last uncaught traceback in a log."""
-    starts = [index for index, line in enumerate(log.lines) if line.strip() == _START]
-    for start in reversed(starts):
-        end = _traceback_end(log.lines, start)
-        if end is None:
-            continue
-        kind = _EXCEPTION_LINE.match(log.lines[end].strip())
-        if kind is None or kind["kind"].rpartition(".")[2] in _LAUNCHER_EXCEPTIONS:
-            continue
-        if PEER_LOST.search(log.lines[end]) or _was_logged(log.lines, start, end):
-            continue
-        script_line = _script_line(log.lines[start:end])
-        lines = log.lines[max(start, end - MAX_LINES) : end + 1]
-        cause = f"{log.label} raised {log.lines[end].strip()[:200]}{script_line}"
-        return Match(cause, log.hosts, log.rank, 0.8, lines)
+        lines = tuple(first.traceback.splitlines()[-MAX_EVIDENCE_LINES:])
+        return Match(
+            f"{first.where} raised {first.headline}", (first.host,), first.rank, 0.8, lines
+        )
+    for unit in evidence.outcome.failures:
+        if unit.kind == "traceback" and unit.error and unit.error.type and not is_consequence(unit):
+            return _describe(unit, unit.label, unit.hosts, unit.rank)
     return None
 
 
-def _traceback_end(lines: Sequence[str], start: int) -> int | None:
-    for index in range(start + 1, len(lines)):
-        if lines[index] and not lines[index].startswith(" "):
-            return index
-    return None
+def _describe(unit: Unit, where: str, hosts: tuple[str, ...], rank: int | None) -> Match:
+    error = unit.errors[-1]
+    frame = error.script_frame
+    place = f" ({frame.location})" if frame is not None else ""
+    message = " ".join(error.message.split())[:200]
+    reason = _reason(error)
+    confidence = LIBRARY if reason else SCRIPT
+    if not reason and error.type in PROGRAMMING_ERRORS:
+        confidence = PROGRAMMING
+    match = match_unit(unit, f"{where} raised {message}{place}", confidence)
+    return replace(match, hosts=hosts, rank=rank, reason=reason)
 
 
-def _was_logged(lines: Sequence[str], start: int, end: int) -> bool:
-    """Whether a logger wrote the traceback and the program continued."""
-    preceding = lines[start - 1] if start else ""
-    continued = any(line.strip() for line in lines[end + 1 :])
-    return continued and _LOG_LEVEL.search(preceding) is not None
-
-
-def _script_line(lines: Sequence[str]) -> str:
-    """File and line of the innermost frame in the user's own code."""
-    frames = [match for line in lines if (match := _FRAME.match(line))]
-    in_script = [frame for frame in frames
-                 if not any(path in frame["file"] for path in _LIBRARY_PATHS)]  # fmt: skip
-    for frame in reversed(in_script or frames):
-        return f" ({frame['file'].rpartition('/')[2]}, line {frame['line']})"
-    return ""
+def _reason(error: PythonError) -> str:
+    """A more exact text than the rule's, if a library raised the exception."""
+    in_script = error.is_in_script or not error.frames
+    if in_script and not _FOREIGN_MESSAGE.search(error.message):
+        return ""
+    innermost = error.frames[-1].file if error.frames else ""
+    package = re.search(r"(?:site|dist)-packages/(\w+)", innermost)
+    return _IN_LIBRARY.format(package=package[1] if package else "A library")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from signal import SIGINT, SIGTERM
+
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
+from paceline.explain.rule import Match, match_unit
 from paceline.spec.failure import signal_name
 
 _HANG_KINDS = ("started", "hang", "hang over")
@@ -12,9 +14,23 @@ _NETWORK = "paceline check tries every direction between the hosts"
 _REMEDY = "Make every rank call the same collectives in the same order; look at the named line"
 
 
+def _log_match(evidence: Evidence) -> Match | None:
+    """A log in which nothing but a request to stop ended the processes."""
+    outcome = evidence.outcome
+    if outcome.failures or any(unit.level == "error" for unit in outcome.context):
+        return None
+    for unit in outcome.consequences:
+        stopped = [end.signal for end in unit.exits if end.signal in (SIGINT, SIGTERM)]
+        if stopped or (unit.error is not None and unit.error.type.endswith("KeyboardInterrupt")):
+            name = signal_name(stopped[0] or SIGINT) if stopped else "SIGINT"
+            cause = f"nothing failed by itself: {unit.label} was stopped from outside ({name})"
+            return match_unit(unit, cause, 0.6)
+    return None
+
+
 def match(evidence: Evidence) -> Match | None:
     if not evidence.result.interrupted:
-        return None
+        return None if evidence.events else _log_match(evidence)
     name = signal_name(evidence.result.interrupted)
     last = next((event for event in reversed(evidence.events) if event.kind in _HANG_KINDS), None)
     if last is not None and last.kind == "hang":  # the job did not continue after it

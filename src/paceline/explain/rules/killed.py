@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, match_exit, match_line
+from paceline.explain.rule import Match, match_exit, match_unit
 from paceline.spec.events import Event
-
-_KILLED = re.compile(
-    r"exitcode: -9|exit ?code:? (?:-9|137)\b|Signal 9 \(SIGKILL\)|died with <Signals.SIGKILL: 9>"
-    r"|signal 9 \(Killed\)|: Killed$"
-)
 
 
 def _exclude_oom_killer(end: Event) -> tuple[str, str]:
@@ -38,7 +32,9 @@ def match(evidence: Evidence) -> Match | None:
             confirm, remedy = _exclude_oom_killer(end)
             return match_exit(end, f"{end.where} was killed from outside (SIGKILL)", 0.6,
                               remedy=remedy, confirm=confirm)  # fmt: skip
-    if not evidence.exits:
-        for log, index, _ in evidence.search(_KILLED):
-            return match_line(log, index, f"{log.label} was killed from outside (SIGKILL)", 0.6)
+    if not evidence.exits and not evidence.events:
+        for unit in evidence.outcome.failures:
+            is_killed = any(end.signal == signal.SIGKILL for end in unit.exits)
+            if is_killed or "is killed by signal: Killed" in unit.text:
+                return match_unit(unit, f"{unit.label} was killed from outside (SIGKILL)", 0.6)
     return None

@@ -6,14 +6,19 @@ import re
 import signal
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, match_exit, match_line
+from paceline.explain.rule import Match, match_exit, match_unit
 from paceline.spec.events import Event
 from paceline.spec.formatting import format_size
 
+# a killed process counts if it can be one of a job
+_JOB = r"\((?:python|pt_|torchrun|ray|deepspeed|train|cc1plus|cicc|nvcc|ptxas|a\.out)"
 _OOM_KILL = re.compile(
-    r"Memory cgroup out of memory: Killed process|Out of memory: Kill(?:ed)? process"
-    r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled"
-    r"|Killed process \d{1,12} .{0,300}anon-rss|worker.{0,200}\bkilled\b.{0,200}out of memory"
+    rf"(?:Memory cgroup out of memory|Out of memory): Kill(?:ed)? process \d{{1,12}} {_JOB}"
+    rf"|Killed process \d{{1,12}} {_JOB}|oom-kill:.{{0,300}}task=(?:python|pt_|torchrun|ray)"
+    r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled|: Out Of Memory$"
+    r"|worker.{0,200}\bkilled\b.{0,200}out of memory|Exceeded (?:job|step) memory limit"
+    r"|due to the node running low on memory|exceeded memory limit .{0,80} being killed",
+    re.MULTILINE,
 )
 
 
@@ -21,10 +26,10 @@ def match(evidence: Evidence) -> Match | None:
     for end in evidence.exits:
         if end["signal"] == signal.SIGKILL and _was_oom_killed(end):
             return _exit_match(end)
-    for log, index, _ in evidence.search(_OOM_KILL):
-        line = log.lines[index].strip()
-        cause = f"{log.label}: the kernel killed a process for its memory: {line}"
-        return match_line(log, index, cause[:300], 0.97)
+    for unit, _ in evidence.search(_OOM_KILL):
+        line = unit.text.strip().splitlines()[0]
+        cause = f"{unit.label}: the kernel killed a process for its memory: {line}"
+        return match_unit(unit, cause[:300], 0.97)
     return None
 
 

@@ -12,17 +12,17 @@ _STATES = {"T": "is stopped (SIGSTOP, or Ctrl-Z)", "D": "waits for a disk or a n
 
 
 def match(evidence: Evidence) -> Match | None:
-    waiting = next(evidence.search(COLLECTIVE_TIMEOUT), None)
-    if waiting is None:
+    waiting = [unit for unit, _ in evidence.search(COLLECTIVE_TIMEOUT)]
+    if not waiting:
         return None
-    victims = {log.rank for log, _, _ in evidence.search(COLLECTIVE_TIMEOUT)}
+    victims = {unit.rank for unit in waiting}
     others = [stand for stand in stacks.stacks_at_failure(evidence) if stand.rank not in victims]
     absent = [stand for stand in others if describe_activity(stand)]
     if not absent:
         return None
-    absent_rank, log = absent[0], waiting[0]
+    absent_rank = absent[0]
     activity = describe_activity(absent_rank)
-    cause = f"{absent_rank.label} {activity} while {log.label} waited for it in vain"
+    cause = f"{absent_rank.label} {activity} while {waiting[0].label} waited for it in vain"
     lines = tuple(f'File "{f.file}", line {f.line} in {f.function}' for f in absent_rank.frames[:5])
     return Match(cause, (absent_rank.host,), None, 0.95, lines, remedy=_remedy(absent_rank))
 

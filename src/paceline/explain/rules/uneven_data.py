@@ -30,13 +30,13 @@ def match(evidence: Evidence) -> Match | None:
     # its own log may have such a line from before a restart
     waiting = (match for match in evidence.search(PEER_LOST)
                if (match[0].host, match[0].rank) != (early.host, early.rank))  # fmt: skip
-    log, index, _ = next(waiting, (None, 0, None))
-    if log is None:
+    unit, _ = next(waiting, (None, None))
+    if unit is None:
         return None
     last_step = _last_step(evidence, early)
     step_text = f" after step {last_step}" if last_step else ""
-    cause = f"{early.where} ended its work{step_text} while {log.label} still waited for it"
-    lines = log.lines[index : index + 1]
+    cause = f"{early.where} ended its work{step_text} while {unit.label} still waited for it"
+    lines = tuple(unit.text.splitlines()[:1])
     return Match(cause, (early.host,), early.rank, 0.93, lines, _RESTART_REMEDY if starts else "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
+from paceline.explain.rule import Match, match_unit
 from paceline.spec.formatting import shell_text
 
 # of `paceline run`
@@ -18,13 +18,12 @@ _UNRECOGNIZED = re.compile(r"(?P<script>\S{1,300}): error: unrecognized argument
 
 
 def match(evidence: Evidence) -> Match | None:
-    for log, index, error in evidence.search(_UNRECOGNIZED):
+    for unit, error in evidence.search(_UNRECOGNIZED):
         arguments = error["words"].split()
         flag = arguments[0].partition("=")[0]
         if flag in PACELINE_OPTIONS:
             command = shell_text(["paceline", "run", *arguments, error["script"]])
-            cause = f"{log.label}: {flag} stands after the script, which does not know it"
+            cause = f"{unit.label}: {flag} stands after the script, which does not know it"
             remedy = f"{flag} is an option of paceline: {command}"
-            return Match(cause, log.hosts, log.rank, 0.96, (log.lines[index],),
-                         remedy)  # fmt: skip
+            return match_unit(unit, cause, 0.96, remedy=remedy)
     return None

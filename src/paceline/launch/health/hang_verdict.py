@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.explain.stacks import (
-    Frame,
     RankStack,
     comparable_call,
     describe_frame,
@@ -18,6 +17,7 @@ from paceline.explain.stacks import (
     is_waiting,
     parse_frames,
 )
+from paceline.explain.units import Frame
 from paceline.spec.failure import format_location
 
 BUSY_TIMEOUT_S = 60.0  # before a rank is reported that works while others wait for it

@@ -1,0 +1,293 @@
+"""Finds how a job ended: whether it failed, what failed first, and what only followed. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.explain.exit_reports import parse_exit
+from paceline.explain.units import Exit, Unit
+from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR, Failure
+
+SURVIVED = 3  # signs of life after an error that the job survived
+RESTARTED = 7  # the same, if a process ended and all were started again, up to a good end
+MAX_RANKS = 100_000
+MAX_LAST_WORDS = 12
+MAX_UNITS = 400  # of one role; of more, the first and the last
+_LAUNCHER_ERRORS = ("ChildFailedError", "CalledProcessError", "SignalException", "SystemExit",
+                    "ProcessExitedException", "ProcessRaisedException")  # fmt: skip
+PROGRAMMING_ERRORS = {
+    "ZeroDivisionError", "KeyError", "IndexError", "TypeError", "AttributeError", "NameError",
+    "UnboundLocalError", "AssertionError", "ValueError", "NotImplementedError", "StopIteration",
+    "RecursionError", "ImportError", "ModuleNotFoundError", "FileNotFoundError",
+    "UnicodeDecodeError",
+}  # fmt: skip
+_STRONG = ("traceback", "crash", "exit", "numeric")
+_NCCL_RANK = re.compile(
+    r"(?P<host>[\w.-]{1,253}):(?P<pid>\d{1,9}):\d.{0,200}"
+    r"\brank (?P<rank>\d{1,9}) n[rR]anks (?P<size>\d{1,6})"
+)
+_NCCL_PROCESS = re.compile(
+    r"(?:\[[^\]]{1,40}\] )?(?P<host>[\w.-]{1,253}):(?P<pid>\d{1,9}):\d{1,9} \["
+)
+_RANK_IN_TEXT = re.compile(r"\[?(?:PG .{0,60})?\b[Rr]ank (?P<rank>\d{1,9})\]")
+_CONSEQUENCE = re.compile(
+    r"dump signal|Failed to check the \"should dump\"|To avoid data inconsistency|"
+    r"Some NCCL operations have failed|failure detected by watchdog|First PG on this rank|"
+    r"Stack trace of the failed collective|preparing to dump|HeartbeatMonitor|closing signal SIG|"
+    r"operation was aborted|communicator was aborted|Could not acquire GIL"
+)
+_KERNEL_CONCERN = re.compile(
+    r"NVRM: |Xid|\bmlx[45]_|amdgpu|i915|\bxe \d|nfs: server|EDAC|Hardware Error|mce:|"
+    r"(?:Killed process \d{1,12} \(|oom-kill:.{0,300}task=)(?:python|pt_|torchrun|ray|deepspeed"
+    r"|train|cc1plus|"
+    r"ninja|nvcc|ptxas|cicc|slurmstepd|node|a\.out)|python[\d.]*\[\d{1,9}\]: segfault|"
+    r"(?:python|pt_)\w*.{0,40}invoked oom-killer|Remounting filesystem read-only|"
+    r"pids controller|hfi1|irdma|bnxt_re"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        failures: Errors that ended processes by themselves, the first of them first.
+        context: Errors and warnings that nothing shows to be survived, and that may explain them.
+        consequences: Errors of processes that lost a peer or were stopped.
+        others: All other units.
+        exits: Reported ends of processes, those that the launcher stopped left out.
+        ranks: All ranks that the log knows of.
+    """
+
+    failures: tuple[Unit, ...] = ()
+    context: tuple[Unit, ...] = ()
+    consequences: tuple[Unit, ...] = ()
+    exits: tuple[Exit, ...] = ()
+    ranks: frozenset[int] = frozenset()
+
+    @property
+    def first(self) -> Unit | None:
+        """The unit that ended the job."""
+        return next(iter((*self.failures, *self.consequences, *self.context)), None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process ended badly, or a library reports an error and nothing went on."""
+        return any(unit.kind in _STRONG or (unit.kind == "library" and unit.level == "error")
+                   for unit in self.searched)  # fmt: skip
+
+    def group(self, unit: Unit) -> int:
+        """0 for the first failure and what may explain it, 1 for later ones, 2 for consequences."""
+        if unit in self.consequences:
+            return 2 if self.failures else 0
+        return int(unit in self.failures[1:] and not _is_same_process(unit, self.failures[0]))
+
+    @property
+    def searched(self) -> tuple[Unit, ...]:
+        """What rules search, in order."""
+        return (*self.failures, *self.context, *self.consequences)
+
+
+def judge(
+    units: Sequence[Unit], failure: Failure | None = None, has_failed: bool = False
+) -> Outcome:
+    """Judges the units of all streams.
+
+    Args:
+        units: In the order of time, as far as it is known.
+        failure: The first failure by the launcher's own records.
+        has_failed: Whether it is known from elsewhere that the job failed.
+    """
+    units = _locate([_as_exit(unit) for unit in units])
+    life = _Life(units)
+    strong = [unit for unit in units if unit.kind in _STRONG and not unit.is_handled]
+    survivors = [unit for unit in strong if not life.continued_after(unit)]
+    if not survivors and (has_failed or _ends_with_exit(strong, life)):
+        survivors = strong
+    root = _root(failure, survivors)
+    primary = [unit for unit in survivors if not is_consequence(unit)]
+    consequences = [unit for unit in survivors if is_consequence(unit)]
+    primary.sort(key=lambda unit: (not _concerns(unit, root), unit.kind == "exit"))
+    weak = [unit for unit in units if _is_weak(unit) and not life.continued_after(unit)]
+    weak = _admissible(weak, primary)
+    if not survivors and life.was_seen:
+        is_alarming = any(unit.level == "error" or unit.kind == "kernel" for unit in weak)
+        weak = [unit for unit in weak if unit.kind != "library"] if life.finished else weak
+        weak = weak if is_alarming else []
+    weak += _last_words(units, primary or consequences)
+    followers = [unit for unit in weak if is_consequence(unit)]
+    return Outcome(
+        failures=_bounded(primary),
+        context=_bounded([unit for unit in weak if not is_consequence(unit)]),
+        consequences=_bounded(consequences + followers),
+        exits=tuple(
+            end for unit in survivors for end in unit.exits if end.signal != signal.SIGTERM
+        ),
+        ranks=_known_ranks(units),
+    )
+
+
+def is_consequence(unit: Unit) -> bool:
+    """Whether a unit shows a process that lost a peer or was stopped."""
+    if unit.kind == "exit":
+        return all(end.signal in (signal.SIGTERM, signal.SIGINT) for end in unit.exits)
+    if unit.error is not None and unit.error.type.endswith("KeyboardInterrupt"):
+        return True
+    if _CONSEQUENCE.search(unit.text) and unit.kind != "traceback":
+        return True
+    if unit.kind in ("traceback", "crash", "library"):
+        return bool(COLLECTIVE_TIMEOUT.search(unit.text) or SECONDARY_ERROR.search(unit.text))
+    return False
+
+
+class _Life:
+    """Signs of life after each unit, by stream."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._after: dict[int, tuple[int, int, int, bool]] = {}
+        by_stream: dict[tuple[str, int | None], int] = defaultdict(int)
+        everywhere = progress = 0
+        self.finished = False
+        for unit in reversed(units):
+            stream = (unit.host, unit.rank)
+            self._after[id(unit)] = (by_stream[stream], everywhere, progress, self.finished)
+            by_stream[stream] += unit.sign_of_life
+            everywhere += unit.sign_of_life * (unit.kind != "text")
+            progress += unit.kind == "progress"
+            self.finished |= unit.kind == "finish"
+        self.was_seen = everywhere > 0
+
+    def continued_after(self, unit: Unit) -> bool:
+        in_stream, everywhere, progress, finished = self._after[id(unit)]
+        if unit.kind == "numeric":
+            return progress >= 2
+        if unit.kind in ("traceback", "crash"):
+            needed = 1 if unit.level == "logged" else SURVIVED
+            return in_stream >= needed or (finished and everywhere >= RESTARTED)
+        if unit.kind == "text" and (unit.host or unit.rank is not None):
+            return in_stream >= SURVIVED
+        return everywhere >= SURVIVED - (unit.level != "error")
+
+
+def _ends_with_exit(strong: Sequence[Unit], life: _Life) -> bool:
+    """Whether the log ends with a launcher's report of a failure."""
+    return any(unit.kind == "exit" and not is_consequence(unit) and not life.continued_after(unit)
+               for unit in strong)  # fmt: skip
+
+
+def _is_weak(unit: Unit) -> bool:
+    if unit.kind == "kernel":
+        return bool(_KERNEL_CONCERN.search(unit.text))
+    return (unit.kind in ("library", "text") and unit.level in ("error", "warning")) or (
+        unit.kind == "warning"
+    )
+
+
+def _admissible(weak: list[Unit], primary: Sequence[Unit]) -> list[Unit]:
+    """Leaves out what cannot explain the first failure, since that explains itself."""
+    first = primary[0] if primary else None
+    if first is None or first.error is None or not first.error.is_in_script:
+        return weak
+    if first.error.type not in PROGRAMMING_ERRORS:
+        return [unit for unit in weak if unit.kind == "kernel" or unit.rank in (None, first.rank)]
+    return [unit for unit in weak if unit.kind == "kernel"]
+
+
+def _root(failure: Failure | None, units: Sequence[Unit]) -> Exit | None:
+    """The process that failed first, by the launcher."""
+    if failure is not None:
+        return Exit(failure.host, failure.rank, failure.code, failure.signal, is_root=True)
+    ends = [end for unit in units for end in unit.exits]
+    return next((end for end in ends if end.is_root), None)
+
+
+def _concerns(unit: Unit, root: Exit | None) -> bool:
+    if root is None or root.rank is None or unit.rank is None:
+        return True
+    return unit.rank == root.rank
+
+
+def _last_words(units: Sequence[Unit], ends: Sequence[Unit]) -> list[Unit]:
+    """What was printed just before a process ended without an exception."""
+    if not ends or any(unit.kind != "exit" for unit in ends):
+        return []
+    first = ends[0]
+    words = [unit for unit in units if unit.kind == "text" and not unit.level
+             and unit.number < first.number and unit.host in ("", first.host)]  # fmt: skip
+    return words[-MAX_LAST_WORDS:]
+
+
+def _known_ranks(units: Sequence[Unit]) -> frozenset[int]:
+    """The ranks of all streams, and those of NCCL's communicators."""
+    matches = (_NCCL_RANK.search(unit.text) for unit in units if unit.kind == "library")
+    sizes = [min(int(match["size"]), MAX_RANKS) for match in matches if match]
+    ranks = {unit.rank for unit in units if unit.rank is not None}
+    return frozenset(ranks | set(range(max(sizes, default=0))))
+
+
+def _is_same_process(unit: Unit, other: Unit) -> bool:
+    return unit.kind == "exit" or None in (unit.rank, other.rank) or unit.rank == other.rank
+
+
+def _as_exit(unit: Unit) -> Unit:
+    """Treats a launcher's own exception as the report of an end."""
+    error = unit.error
+    if error is None or error.type.rpartition(".")[2] not in _LAUNCHER_ERRORS:
+        return unit
+    end = parse_exit(error.message)
+    if end is None:
+        return replace(unit, is_handled=True)
+    return replace(unit, kind="exit", exits=(end,), errors=())
+
+
+def _locate(units: list[Unit]) -> list[Unit]:
+    """Completes host and rank of units from other units."""
+    ranks: dict[tuple[str, str], int] = {}
+    hosts: dict[int, str] = {}
+    for unit in units:
+        if unit.kind == "library" and (match := _NCCL_RANK.search(unit.text)):
+            ranks[match["host"], match["pid"]] = int(match["rank"])
+            hosts.setdefault(int(match["rank"]), match["host"])
+        for end in unit.exits:
+            if end.rank is not None and end.host:
+                hosts[end.rank] = end.host
+        if unit.rank is not None and unit.host:
+            hosts.setdefault(unit.rank, unit.host)
+    ends = [end for unit in units for end in unit.exits if end.signal != signal.SIGTERM]
+    ends.sort(key=lambda end: not end.is_root)
+    return [_located(unit, ranks, hosts, ends) for unit in units]
+
+
+def _located(unit: Unit, ranks: dict[tuple[str, str], int], hosts: dict[int, str],
+             ends: Sequence[Exit]) -> Unit:  # fmt: skip
+    host, rank = unit.host, unit.rank
+    if unit.kind == "library":
+        process = _NCCL_PROCESS.match(unit.text)
+        if process is not None:
+            host = host or process["host"]
+            rank = ranks.get((process["host"], process["pid"])) if rank is None else rank
+        named = _RANK_IN_TEXT.search(unit.text)
+        if rank is None and named is not None:
+            rank = int(named["rank"])
+    is_error = unit.kind in _STRONG or (unit.kind == "text" and unit.level == "error")
+    if is_error and rank is None and not host:
+        own = next(iter(unit.exits), None)
+        is_memory = own is not None and own.is_memory and not own.host
+        candidates = [end for end in ends if end.is_memory and end.host] if is_memory else []
+        if own is not None and (own.host or own.rank is not None):
+            candidates = [own]
+        end = next(iter(candidates or ends), None)
+        if end is not None:
+            host, rank = end.host, end.rank
+    if rank is not None and not host:
+        host = hosts.get(rank, "")
+    return unit if (host, rank) == (unit.host, unit.rank) else replace(unit, host=host, rank=rank)
+
+
+def _bounded(units: list[Unit]) -> tuple[Unit, ...]:
+    half = MAX_UNITS // 2
+    return tuple(units if len(units) <= MAX_UNITS else [*units[:half], *units[-half:]])

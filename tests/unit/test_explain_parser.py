@@ -1,0 +1,161 @@
+"""Prefixes, messages and ends of processes in logs of any origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from paceline.explain.evidence_reader import from_log
+from paceline.explain.exit_reports import parse_exit
+from paceline.explain.outcome import Outcome
+from paceline.explain.prefixes import strip_prefixes
+from paceline.explain.unit_parser import parse_units
+from paceline.explain.units import Exit
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/w/train.py", line 9, in main
+    table["names"]
+KeyError: 'names'"""
+STEPS = "\n".join(f"epoch 0 step {step} loss {2 - step / 9:.2f}" for step in range(4))
+NESTINGS: dict[str, tuple[Callable[[str], str], str, int | None]] = {
+    "nothing": (lambda line: line, "", None),
+    "paceline": (lambda line: f"[n2/3] {line}", "n2", 3),
+    "torch": (lambda line: f"[rank3]: {line}", "", 3),
+    "tee and torch": (lambda line: f"[default1]:[rank3]: {line}", "", 3),
+    "pdsh": (lambda line: f"10.0.0.2: {line}", "10.0.0.2", None),
+    "pdsh and torch": (lambda line: f"10.0.0.2: [rank3]: {line}", "10.0.0.2", 3),
+    "srun": (lambda line: f" 3: {line}", "", 3),
+    "mpirun": (lambda line: f"[1,3]<stderr>: {line}", "", 3),
+    "mpiexec": (lambda line: f"[3] {line}", "", 3),
+    "compose": (lambda line: f"trainer-2  | {line}", "trainer-2", None),
+    "kubectl": (lambda line: f"[pod/job-worker-1/main] {line}", "job-worker-1", None),
+    "stern": (lambda line: f"job-worker-1 main {line}", "job-worker-1", None),
+    "ray": (lambda line: f"(Worker pid=71, ip=10.0.0.2) {line}", "10.0.0.2", None),
+    "time": (lambda line: f"2026-11-26T10:00:01.123Z {line}", "", None),
+    "time and compose": (lambda line: f"trainer-2 | 2026-11-26 10:00:01,123 {line}", "trainer-2",
+                         None),
+    "runtime": (lambda line: f"2026-11-26T10:00:01.123456789Z stderr F {line}", "", None),
+    "journal": (lambda line: f"Nov 26 10:00:01 n2 train.sh[71]: {line}", "n2", None),
+    "json": (lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr"}), "", None),
+    "unknown": (lambda line: f"<<7 core.py:700>> {line}", "", None),
+}  # fmt: skip
+
+
+def outcome(text: str) -> Outcome:
+    return from_log(text).outcome
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_prefixes_in_any_nesting(nesting: str) -> None:
+    prefix, host, rank = NESTINGS[nesting]
+    lines = strip_prefixes([prefix(line) for line in f"{STEPS}\n{TRACEBACK}".splitlines()])
+    assert [line.text for line in lines][4:] == TRACEBACK.splitlines()
+    assert {(line.host, line.rank) for line in lines} == {(host, rank)}
+
+
+@pytest.mark.parametrize("text", [
+    "loss: 0.3\nloss: 0.2\nloss: 0.1\nloss: 0.1",
+    "epoch 1: done\nepoch 2: done\nepoch 3: done",
+    "WARNING: a\nError: b\nNote: c",
+    "[ 812.123456] a\n[ 812.123457] b\n[ 812.123458] c",
+])  # fmt: skip
+def test_ordinary_text_is_no_prefix(text: str) -> None:
+    assert [line.text for line in strip_prefixes(text.splitlines())] == text.splitlines()
+
+
+def test_lines_without_a_prefix_continue_a_message_that_has_one() -> None:
+    text = (
+        "[rank1]:[E1104 17:40:34.2 ProcessGroupNCCL.cpp:612] [Rank 1] NCCL error: remote\n"
+        "ncclRemoteError: A call failed\nLast error:\nsocketProgress: Connection closed\n"
+        "Exception raised from x (most recent call first):\nframe #0: c10::Error (0x1 in /x.so)\n"
+    )
+    assert {line.rank for line in strip_prefixes(text.splitlines())} == {1}
+    (unit,) = outcome(text).consequences
+    assert unit.text.splitlines()[-2] == "socketProgress: Connection closed"
+    assert "frame #0" not in unit.text
+
+
+def test_a_chain_of_exceptions_is_one_message() -> None:
+    text = (
+        f"{TRACEBACK}\n\nThe above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "/w/train.py", line 3, in <module>\n'
+        "    main()\nRuntimeError: no table\n"
+    )
+    (unit,) = parse_units(text.splitlines())
+    assert [error.type for error in unit.errors] == ["KeyError", "RuntimeError"]
+    assert unit.text == "KeyError: 'names'\nRuntimeError: no table"
+
+
+def test_the_message_of_an_exception_has_several_lines() -> None:
+    message = (
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 802"
+    )
+    text = TRACEBACK.replace("KeyError: 'names'", message)
+    unit, step = parse_units([*text.splitlines(), "step 3 loss 0.2"])
+    assert unit.text == message
+    assert step.kind == "progress"
+
+
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("failed (exitcode: -9) local_rank: 1 (pid: 12) of binary: python", Exit(signal=9)),
+        ("srun: error: n7: tasks 4-5: Exited with exit code 2", Exit("n7", 4, 2)),
+        ("srun: error: n7: task 3: Out Of Memory", Exit("n7", 3, is_memory=True)),
+        ("mpirun noticed that process rank 2 with PID 1 on node n7 exited on signal 11 (x).",
+         Exit("n7", 2, signal=11)),
+        ("pdsh@head: n7: ssh exited with exit code 255", Exit("n7", code=255)),
+        ("trainer-1 exited with code 137", Exit("trainer-1", signal=9)),
+        ("trainer-1 exited with code 0", None),
+        ("process 2 terminated with signal SIGKILL", Exit(rank=2, signal=9)),
+        ("run.sh: line 3: 81560 Killed    python train.py", Exit(signal=9)),
+        ("the old worker was killed", None),
+        ("exit codes are listed below", None),
+    ],
+)  # fmt: skip
+def test_how_a_process_ended(line: str, end: Exit | None) -> None:
+    assert parse_exit(line) == end
+
+
+def test_a_rank_is_found_on_its_host_by_the_launchers_table() -> None:
+    text = (
+        f"{TRACEBACK}\n====\nt.py FAILED\n----\nRoot Cause (first observed failure):\n[0]:\n"
+        "  host      : n7\n  rank      : 12 (local_rank: 4)\n  exitcode  : 1 (pid: 4)\n====\n"
+    )
+    first = outcome(text).first
+    assert first is not None
+    assert first.label == "rank 12 on n7"
+
+
+def test_the_first_failure_comes_before_what_follows_from_it() -> None:
+    lost = TRACEBACK.replace("KeyError: 'names'", "RuntimeError: Connection closed by peer [::1]:5")
+    ranks = {0: lost, 3: TRACEBACK, 1: lost}
+    text = "\n".join(f"[rank{rank}]: {line}" for rank in ranks for line in ranks[rank].splitlines())
+    found = outcome(text)
+    assert [unit.rank for unit in found.failures] == [3]
+    assert [unit.rank for unit in found.consequences] == [0, 1]
+
+
+@pytest.mark.parametrize("text", [
+    STEPS,
+    f"{TRACEBACK}\n{STEPS}",
+    f"ERROR loader: cannot read a.jpg\n{TRACEBACK}\nskipped a.jpg",
+    f"Exception ignored in: <function f at 0x7f>\n{TRACEBACK}",
+    f"[W1101 08:00:01.1 socket.cpp:767] [c10d] cannot be retrieved (gai error: -2)\n{STEPS}",
+    "RuntimeError: CUDA out of memory (caught), retrying\n" + STEPS,
+    f"===== test session starts =====\n{TRACEBACK}\n===== 1 failed in 0.1s =====",
+    f"test_a ... {TRACEBACK}\nok\nRan 2 tests in 0.003s\n\nOK",
+    f"{STEPS}\nsaved model.pt\n[rank1]:[W1101 09:31:03.2 TCPStore.cpp:125] [c10d] recvValue failed:"
+    " Connection reset by peer",
+])  # fmt: skip
+def test_what_a_job_survives_is_no_failure(text: str) -> None:
+    assert not outcome(text).has_failed
+
+
+def test_a_report_of_failure_outweighs_signs_of_life() -> None:
+    report = "srun: error: n7: task 3: Exited with exit code 1"
+    assert outcome(f"{TRACEBACK}\n{STEPS}\n{report}").failures[0].kind == "traceback"

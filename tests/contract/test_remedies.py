@@ -29,6 +29,8 @@ OTHERS = {
     "--add-source", "--format", "--gres", "--memory", "--mem", "--shm-size", "--tag-output",
     "--privileged", "--pid", "--gpus", "--query-gpu", "--cap-add", "--version", "--zone",
     "--zone=trusted", "--signal", "--full", "--user", "--now",
+    "--sort-by", "--gpu-reset", "--ntasks-per-node", "--gpus-per-task", "--gpu-bind", "--ulimit",
+    "--me", "--mca", "--prefix", "--allow-run-as-root", "--pids-limit", "--exclude",
 }  # fmt: skip
 PARTS = {"remedy", "confirm", "found"}
 

@@ -83,4 +83,4 @@ def test_a_log_may_come_through_a_pipe_or_never_end(tmp_path: Path) -> None:
     os.close(write)
     assert read_named(Path(f"/dev/fd/{read}")) == "one\ntwo\n"
     os.close(read)
-    assert len(read_named(Path("/dev/zero"))) < 1 << 20
+    assert len(read_named(Path("/dev/zero"))) < 5 << 20

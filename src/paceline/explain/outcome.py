@@ -25,6 +25,7 @@ PROGRAMMING_ERRORS = {
     "RecursionError", "ImportError", "ModuleNotFoundError", "FileNotFoundError",
     "UnicodeDecodeError",
 }  # fmt: skip
+_UNLABELED: tuple[str, int | None] = ("", None)
 _STRONG = ("traceback", "crash", "exit", "numeric")
 _NCCL_RANK = re.compile(
     r"(?P<host>[\w.-]{1,253}):(?P<pid>\d{1,9}):\d.{0,200}"
@@ -113,12 +114,10 @@ def judge(
     consequences = [unit for unit in survivors if is_consequence(unit)]
     primary.sort(key=lambda unit: (not _concerns(unit, root), unit.kind == "exit"))
     weak = [unit for unit in units if _is_weak(unit) and not life.continued_after(unit)]
-    weak = _admissible(weak, primary)
-    if not survivors and life.was_seen:
-        is_alarming = any(unit.level == "error" or unit.kind == "kernel" for unit in weak)
-        weak = [unit for unit in weak if unit.kind != "library"] if life.finished else weak
-        weak = weak if is_alarming else []
-    weak += _last_words(units, primary or consequences)
+    if survivors:
+        weak = _admissible(weak, primary) + _last_words(units, primary or consequences)
+    else:
+        weak = _alarming(weak, life)
     followers = [unit for unit in weak if is_consequence(unit)]
     return Outcome(
         failures=_bounded(primary),
@@ -148,13 +147,14 @@ class _Life:
     """Signs of life after each unit, by stream."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._after: dict[int, tuple[int, int, int, bool]] = {}
+        self._after: dict[int, tuple[int, int, int, int, bool]] = {}
         by_stream: dict[tuple[str, int | None], int] = defaultdict(int)
         everywhere = progress = 0
         self.finished = False
         for unit in reversed(units):
             stream = (unit.host, unit.rank)
-            self._after[id(unit)] = (by_stream[stream], everywhere, progress, self.finished)
+            self._after[id(unit)] = (by_stream[stream], by_stream[_UNLABELED], everywhere, progress,
+                                     self.finished)  # fmt: skip
             by_stream[stream] += unit.sign_of_life
             everywhere += unit.sign_of_life * (unit.kind != "text")
             progress += unit.kind == "progress"
@@ -162,7 +162,7 @@ class _Life:
         self.was_seen = everywhere > 0
 
     def continued_after(self, unit: Unit) -> bool:
-        in_stream, everywhere, progress, finished = self._after[id(unit)]
+        in_stream, unlabeled, everywhere, progress, finished = self._after[id(unit)]
         if unit.kind == "numeric":
             return progress >= 2
         if unit.kind in ("traceback", "crash"):
@@ -170,7 +170,9 @@ class _Life:
             return in_stream >= needed or (finished and everywhere >= RESTARTED)
         if unit.kind == "text" and (unit.host or unit.rank is not None):
             return in_stream >= SURVIVED
-        return everywhere >= SURVIVED - (unit.level != "error")
+        is_rank = unit.kind == "library" and unit.rank is not None
+        signs = in_stream + unlabeled if is_rank else everywhere
+        return signs >= SURVIVED - (unit.level != "error")
 
 
 def _ends_with_exit(strong: Sequence[Unit], life: _Life) -> bool:
@@ -195,6 +197,17 @@ def _admissible(weak: list[Unit], primary: Sequence[Unit]) -> list[Unit]:
     if first.error.type not in PROGRAMMING_ERRORS:
         return [unit for unit in weak if unit.kind == "kernel" or unit.rank in (None, first.rank)]
     return [unit for unit in weak if unit.kind == "kernel"]
+
+
+def _alarming(weak: list[Unit], life: _Life) -> list[Unit]:
+    """What counts where no process is known to have ended badly: no warnings alone."""
+    weak = [unit for unit in weak if unit.kind != "warning"]
+    if not life.was_seen:
+        return weak
+    if life.finished:  # libraries complain while processes end
+        weak = [unit for unit in weak if unit.kind != "library"]
+    is_alarming = any(unit.level == "error" or unit.kind == "kernel" for unit in weak)
+    return weak if is_alarming else []
 
 
 def _root(failure: Failure | None, units: Sequence[Unit]) -> Exit | None:

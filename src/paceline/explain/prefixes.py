@@ -21,7 +21,7 @@ MIN_LABELED_SHARE = 0.6
 MIN_LABELED_LINES = 2  # in a log of so few lines, all
 MAX_HEAD = 200  # characters of a prefix
 
-_DATE = r"\d{4}[-/]\d\d[-/]\d\d"
+_DATE = r"\d\d(?:\d\d)?[-/]\d\d[-/]\d\d"
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _ZONE = r"(?:Z| ?UTC| ?[+-]\d\d:?\d\d)?"
 _TIME = rf"(?:{_DATE}[T _]{_CLOCK}{_ZONE}|{_CLOCK}{_ZONE})"
@@ -76,7 +76,7 @@ _RANK_WORD = re.compile(r"\b(?:rank|task)[ =_:-]?(\d{1,9})\b")
 _VARYING = re.compile(r"\d\w*")
 _SECONDS = re.compile(r"^\d+\.\d+$")  # the clock of the kernel
 _NAME = re.compile(r"^(?=[\w.-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")
-_JSON_TEXT = ("log", "message", "msg", "MESSAGE", "textPayload", "line")
+_JSON_TEXT = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "data")
 _JSON_HOST = ("pod", "pod_name", "host", "hostname", "node", "_HOSTNAME")
 # Lines without a label that continue the message above them
 _CONTINUATION = re.compile(

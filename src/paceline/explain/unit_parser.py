@@ -79,6 +79,7 @@ _STARTS_UNIT = re.compile(
 )
 
 
+_LOGGED_LEVELS = ("ERROR", "CRITICAL", "FATAL", "WARN", "WARNING", "E", "W", "C")
 _OTHER_KINDS = ("progress", "finish", "warning", "numeric")  # they never continue a message
 
 
@@ -150,7 +151,7 @@ def _mark_logged(unit: Unit, before: Sequence[Unit]) -> Unit:
     last = before[-1].lines[-1]
     if last.startswith("Exception ignored in"):
         return replace(unit, is_handled=True)
-    return replace(unit, level="logged") if level_of(last) else unit
+    return replace(unit, level="logged") if level_of(last) in _LOGGED_LEVELS else unit
 
 
 def _tests_end(lines: Sequence[str]) -> int:
@@ -162,12 +163,12 @@ def _tests_end(lines: Sequence[str]) -> int:
 
 
 def _test_report(cursor: _Cursor, end: int) -> Unit:
-    """A report of pytest or unittest: its failures are those of tests."""
-    for index in range(max(end, cursor.index + 1), len(cursor.lines)):
-        if end > cursor.index or _PYTEST_END.search(cursor.lines[index]):
-            break
-        end = index + 1
-    return cursor.unit("foreign", max(end, cursor.index + 1))
+    """A report of pytest or unittest, up to its last line: its failures are those of tests."""
+    if end <= cursor.index:
+        rest = range(cursor.index + 1, len(cursor.lines))
+        ends = (index + 1 for index in rest if _PYTEST_END.match(cursor.lines[index]))
+        end = next(ends, len(cursor.lines))
+    return cursor.unit("foreign", end)
 
 
 # --- tracebacks -----------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def _message_end(cursor: _Cursor, start: int) -> int:
     lines, levels = cursor.lines, cursor.levels
     end = start + 1
     limit = min(len(lines), start + MAX_MESSAGE_LINES)
-    was_logged = cursor.index > 0 and level_of(lines[cursor.index - 1]) != ""
+    was_logged = cursor.index > 0 and level_of(lines[cursor.index - 1]) in _LOGGED_LEVELS
     last = start
     while end < limit:
         line = lines[end]
@@ -275,7 +276,7 @@ def _chained_start(lines: Sequence[str], index: int) -> int | None:
 
 def _exception_line(cursor: _Cursor, line: str) -> Unit | None:
     match = _EXCEPTION.match(line)
-    if match is None or match["type"].endswith("Warning"):
+    if match is None or match["type"].endswith("Warning") or classify(line)[0] == "foreign":
         return None
     error, end = _parse_error(cursor, cursor.index)
     if any(map(is_foreign_frame, cursor.lines[cursor.index : end + 1])):

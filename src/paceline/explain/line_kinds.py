@@ -52,8 +52,8 @@ _ERROR_PHRASES = (
     "can't", "could not", "not found", "no such", "no module", "timed out", "not enough",
     "too long", "too many", "closed by", "reset by", "no route", "not available", "no space",
     "out of memory", "is your shell clean", "waiting for clients", "not compatible",
-    "has changed", "no components", "bad termination", "low on resource", "nodes are available",
-    "oom_kill", "oom-kill",
+    "has changed", "no components", "bad termination", "required but", "not permitted",
+    "low on resource", "nodes are available", "oom_kill", "oom-kill",
 )  # fmt: skip
 _LAUNCHER = re.compile(
     r"(?:slurmstepd|srun|sbatch|salloc|mpirun|mpiexec|prterun|orterun|orted|prted): "

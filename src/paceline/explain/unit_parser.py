@@ -70,6 +70,7 @@ _CRASH_LINE = re.compile(
     r"$|\s|Current thread|Thread 0x|Extension modules|<Cannot show|what\(\)|Python runtime state|"
     r"Exception raised from|frame #|nccl\w{1,40}Error|Last error|\*\*\*|Aborted|Abort was called"
 )
+_MPI_WORDS = ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted", "Framework:", "Local host:")
 _RULER = re.compile(r"^([-=*])\1{15,}\s*$")
 _CUDA_ASSERT = re.compile(r"\S{1,300}:\d{1,6}: .{0,200}Assertion `.{1,300}` failed")
 _STARTS_UNIT = re.compile(
@@ -336,9 +337,7 @@ def _box(cursor: _Cursor, line: str) -> Unit | None:
     block = lines[cursor.index : end + 1]
     if "BAD TERMINATION" in block[1]:
         return cursor.unit("exit", end + 1, exits=parse_bad_termination(block), level="error")
-    if not any(
-        word in "\n".join(block) for word in ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted")
-    ):
+    if not any(word in "\n".join(block) for word in _MPI_WORDS):
         return cursor.unit("text", cursor.index + 1, level="info")
     exits = tuple(filter(None, map(parse_exit, block)))[:1]
     return cursor.unit("exit" if exits else "library", end + 1, exits=exits, level="error")

@@ -294,6 +294,14 @@ def test_a_log_of_another_launcher_and_a_bundle(tmp_path: Path) -> None:
 
 
 def test_what_nobody_knows_is_unknown(tmp_path: Path) -> None:
-    done = paceline("explain", "--log", "-", cwd=tmp_path, text="make: *** [all] Error 2\n")
+    log = "step 3 loss 0.2\nsrun: error: n7: task 3: Exited with exit code 9\n"
+    done = paceline("explain", "--log", "-", cwd=tmp_path, text=log)
     assert done.returncode == 2
-    assert "unknown" in done.stdout
+    assert done.stdout.startswith("unknown cause: rank 3 on n7")
+    assert "to collect: " in done.stdout
+
+
+def test_a_log_of_another_program_shows_no_failure(tmp_path: Path) -> None:
+    done = paceline("explain", "--log", "-", cwd=tmp_path, text="make: *** [all] Error 2\n")
+    assert done.returncode == 0
+    assert done.stdout == "no failure found: this log shows none of a training job\n"

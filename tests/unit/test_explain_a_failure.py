@@ -14,7 +14,9 @@ from paceline.cli import launch
 from paceline.cli.runs import explanation, run_end
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence, Log
+from paceline.explain.evidence_reader import from_log
 from paceline.explain.rules import killed, load_all
+from paceline.report.explanation import lines
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
@@ -169,3 +171,41 @@ def test_a_run_directory_on_a_full_disk_is_a_cause() -> None:
         "Free some space there, or give --run-dir on another disk. Then run again with the same"
         " --run-dir: training resumes from the checkpoint of step 40."
     )
+
+
+LIBRARY_ERROR = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/w/train.py", line 3, in <module>
+[rank1]:     loader.load()
+[rank1]:   File "/v/lib/python3.11/site-packages/loading/core.py", line 9, in load
+[rank1]: RuntimeError: strange thing
+[rank0]: RuntimeError: Connection closed by peer [10.0.0.1]:3
+"""
+
+
+def test_an_exception_of_a_library_does_not_accuse_the_script() -> None:
+    """It is quoted with the script's line, and other candidates are shown with it."""
+    evidence = from_log(LIBRARY_ERROR)
+    conclusion = conclude(evidence, load_all())
+    assert conclusion.text == "rank 1 raised RuntimeError: strange thing (train.py, line 3)"
+    text = "\n".join(lines(conclusion, evidence))
+    assert "cause:      loading raised it, called by the script." in text
+    assert "other possible causes:\n    rank 1 ended first: rank 0 lost its connection" in text
+
+
+def test_what_is_unknown_shows_the_first_failure_and_what_to_collect() -> None:
+    log = "loading shards\nstep 3 loss 0.2\nsrun: error: n7: task 3: Exited with exit code 9\n"
+    evidence = from_log(log)
+    conclusion = conclude(evidence, load_all())
+    text = "\n".join(lines(conclusion, evidence))
+    assert "first failure (rank 3 on n7):\n    srun: error: n7: task 3" in text
+    assert "before it:\n    loading shards" in text
+    assert "to collect: " in text
+
+
+def test_a_cause_by_other_messages_than_the_failures_own_is_less_certain() -> None:
+    name = "OSError: [Errno 28] No space left on device: '/srv/a'"
+    own = conclude(from_log(f"{name}\n"), load_all()).matches[0][1]
+    report = "run.sh: line 3: 81 Killed    python t.py\n"
+    other = conclude(from_log(f"logging failed: {name[9:]}\n{report}"), load_all()).matches[0][1]
+    assert own.confidence > other.confidence > 0.8

@@ -89,7 +89,8 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
     first, *details = explanation.lines(conclusion, evidence)
     first = format_for(first, sys.stdout)
     click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
-    say(format_for("\n".join(details), sys.stdout))
+    if details:
+        say(format_for("\n".join(details), sys.stdout))
 
 
 def to_json(conclusion: Conclusion) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from paceline.explain.evidence import Evidence
 from paceline.explain.units import Frame
@@ -16,11 +14,6 @@ from paceline.spec.failure import format_location
 _FRAME = re.compile(
     r'^\s*(?:\[rank\d+\]: *)?File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<in>\S+)'
 )
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline_agent/|\.pyz/")
-_PACKAGE = Path(__file__).parents[1]
-# a clone that is installed in place, and the copy that recipes send to hosts; a project may lie
-# below such a folder, too
-_OTHER_PACKAGES = ("/src/paceline/", "/paceline/paceline/")
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD_FUNCTIONS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
@@ -59,7 +52,7 @@ class RankStack:
     @property
     def script_frame(self) -> Frame | None:
         """The innermost frame of the user's own code."""
-        return next((frame for frame in self.frames if not _is_library(frame.file)), None)
+        return next((frame for frame in self.frames if not frame.is_library), None)
 
     @property
     def library_frames(self) -> tuple[Frame, ...]:
@@ -81,19 +74,6 @@ class RankStack:
             frames = [frame for frame in inner if _TRAIN_PACKAGE in frame.file]
         functions = [frame.function for frame in frames if frame.function not in _WRAPPERS]
         return functions[-1] if functions else ""
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file belongs to a library or to Paceline, which hosts may have elsewhere."""
-    if _LIBRARY.search(file) or file.startswith(f"{_PACKAGE}/"):
-        return True
-    parts = (file.rpartition(package) for package in _OTHER_PACKAGES)
-    return any(package and module in _package_files() for _, package, module in parts)
-
-
-@cache
-def _package_files() -> frozenset[str]:
-    return frozenset(str(path.relative_to(_PACKAGE)) for path in _PACKAGE.rglob("*.py"))
 
 
 def is_waiting(stack: RankStack) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from paceline.spec.failure import format_location
@@ -13,7 +16,11 @@ from paceline.spec.failure import format_location
 # "progress", "finish": signs of life; "foreign": of another kind of program; "text": the rest
 Kind = Literal["traceback", "crash", "exit", "library", "kernel", "numeric", "warning", "progress",
                "finish", "foreign", "text"]  # fmt: skip
-LIBRARY_PATHS = ("site-packages/", "dist-packages/", "/lib/python", "<frozen", "<string>")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline_agent/|\.pyz/")
+_PACKAGE = Path(__file__).parents[1]
+# a clone that is installed in place, and the copy that recipes send to hosts; a project may lie
+# below such a folder, too
+_OTHER_PACKAGES = ("/src/paceline/", "/paceline/paceline/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,16 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether the file's path alone shows that it is not the user's own code."""
-        return any(path in self.file for path in LIBRARY_PATHS)
+        """Whether the file belongs to a library or to Paceline, which hosts may have elsewhere."""
+        if _LIBRARY.search(self.file) or self.file.startswith(f"{_PACKAGE}/"):
+            return True
+        parts = (self.file.rpartition(package) for package in _OTHER_PACKAGES)
+        return any(package and module in _package_files() for _, package, module in parts)
+
+
+@cache
+def _package_files() -> frozenset[str]:
+    return frozenset(str(path.relative_to(_PACKAGE)) for path in _PACKAGE.rglob("*.py"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ POLL_S = 5.0  # between checks of a host without a lease
 SILENCE_TIMEOUT_S = 60.0  # after which such a host is abandoned
 NOTE_AFTER_S = 15.0  # without an answer, the user is told which host is waited for
 ANSWER_TIMEOUT_S = 600.0  # a slow network disk with many files takes minutes
-SLOW_OPS = {"hash_data", "have_data"}  # of files of any size: no limit
+SLOW_OPS = {"hash_data", "have_data", "build_tree", "compare_tree", "execute"}
+"""Requests without that limit: they read files of any size, or have a limit of their own."""
 GOODBYE_TIMEOUT_S = 2.0  # to repeat the goodbye on another link after a break
 
 

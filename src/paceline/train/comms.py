@@ -165,9 +165,14 @@ class Comms:
 
         def act_and_wait() -> None:
             act()
+            self._wait_for_device()  # else others count what may still be aborted here
             self.wait_for_all()
 
         self.event(act if self.fault_handler is None else act_and_wait)
+
+    def _wait_for_device(self) -> None:
+        if self.fault_handler is not None:
+            self.fault_handler.group.wait_for_device()
 
     def wait_for_all(self) -> None:
         """Within an operation, waits until every rank has reached it.
@@ -277,7 +282,6 @@ class Comms:
         on_device = all(tensor.device == self.device for tensor in flat)
         if self.has_device_group and on_device and size > _MAX_PIECE_BYTES and self.fault_handler:
             self._broadcast(_pieces(flat, _MAX_MESSAGE_BYTES), source, None, self.device)
-            self.fault_handler.group.wait_for_device()
         else:
             if self.mixed or self.has_device_group:
                 flat = [tensor.to(self.message_device) for tensor in flat]
@@ -309,6 +313,8 @@ class Comms:
             message = torch.cat(parts).to(device)
             work = dist.broadcast(message, source, group=group, async_op=True)
             waits.wait(work, message)
+            if device.type != "cpu":
+                self._wait_for_device()  # what an aborted broadcast leaves must reach no tensor
             if self.world.rank != source:
                 _unpack(message, parts)
 

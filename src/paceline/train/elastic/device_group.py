@@ -144,7 +144,8 @@ class DeviceGroup:
             backend = self._backend
             if backend is None or backend is reported or self._is_aborted:
                 continue
-            if error := self._error_of(backend):
+            error = self._error_of(backend)
+            if error and backend is self._backend:  # else there is a new group by now
                 reported = backend
                 self.on_error(error)
 

@@ -8,6 +8,7 @@ group that is made anew only has to meet again. A start looks on every rank's di
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import queue
@@ -117,8 +118,11 @@ class CopyCoordinator:
         greeting: dict[str, Any] = {"host": host, "wanted": None, "key": "", "address": ""}
         if rank == 0:  # its word counts
             key = self._key or secrets.token_bytes(32)
-            with contextlib.suppress(OSError):
-                greeting["address"] = own_address()
+            with contextlib.suppress(OSError, ValueError):
+                own = own_address()
+                # its name may lead to itself here; from there no other host can be reached
+                if not ipaddress.ip_address(own).is_loopback:
+                    greeting["address"] = own
             greeting |= {"wanted": self._num_wanted, "key": key.hex()}
         greetings = parse_texts(self._comms.texts(json.dumps(greeting)), _GREETING)
         hosts, num_wanted = [greeting["host"] for greeting in greetings], greetings[0]["wanted"]

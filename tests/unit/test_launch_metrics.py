@@ -58,9 +58,12 @@ def test_metrics_kept_in_memory_are_bounded(
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_METRICS", 3)
     log = MetricsLog(directory)
-    log.append({"loss": 1.0, "a": 2, "long": "x" * 5000, "nested": [[]] * 100})
+    per_class = [0.5] * 500
+    log.append({"loss": 1.0, "a": per_class, "long": "x" * 100_000, "nested": [[]] * 2000})
     log.append({"loss": 0.5, "b": 3, "c": 4})
-    assert log.metrics == {"loss": 0.5, "a": 2, "b": 3}
+    assert log.metrics == {"loss": 0.5, "a": per_class, "b": 3}
+    log.append({"a": "x" * 100_000})
+    assert log.metrics == {"loss": 0.5, "b": 3}  # rather none than one that is not the last
 
 
 def trained(log: MetricsLog, *steps: int) -> None:

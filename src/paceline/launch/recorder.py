@@ -23,7 +23,7 @@ from paceline.spec.training.metrics import StepFilter
 
 STATE_PERIOD_S = 1.0  # between two versions of ranks.json while the job waits for nodes
 MAX_HISTORY_BYTES = 8 << 20  # of events kept in memory, of the beginning and of the end each
-MAX_METRICS, MAX_METRIC_BYTES = 10_000, 4096  # names, and in memory of a name and its value
+MAX_METRICS, MAX_METRIC_BYTES = 10_000, 1 << 16  # names, and in memory of a name and its value
 
 
 class LibraryFilter:
@@ -213,6 +213,7 @@ class Recorder:
         for name, value in values.items():
             is_known = name in self.metrics or len(self.metrics) < MAX_METRICS
             is_small = memory_bytes({name: value}, MAX_METRIC_BYTES) <= MAX_METRIC_BYTES
+            self.metrics.pop(name, None)  # an earlier value is not the last
             if is_known and is_small:
                 self.metrics[name] = value
 

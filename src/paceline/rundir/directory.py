@@ -242,7 +242,8 @@ def require_usable(folder: Path) -> None:
         raise SettingError(
             f"the run directory {folder} holds links under names that a run uses",
             found="\n".join(f"{path.name} -> {path.readlink()}" for path in links[:5]),
-            remedy="Remove them. To use another disk, give a --run-dir there, which may be a link",
+            remedy="Move what they lead to in their place, or give a --run-dir on that disk, which"
+            " may itself be a link. If the folder came from somebody else, remove them",
         )
     if (detached := detached_of(folder)) is not None:
         attach, stop = (shell_text(["paceline", verb, str(folder)]) for verb in ("attach", "stop"))

@@ -21,7 +21,7 @@ from typing import Any
 from paceline.cli.runs.lost import remaining_lease_s
 from paceline.cli.runs.state import end_run, read_state, request_launcher, require_owner_here
 from paceline.cli.verb import say
-from paceline.remote.channel import AgentRefusal, HostUnresponsive
+from paceline.remote.channel import AgentRefusal, HostSilent, HostUnresponsive
 from paceline.rundir.ownership import detached_of, owner_alive, read_owner
 from paceline.spec.detached import DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError
@@ -30,6 +30,7 @@ from paceline.spec.terminal import format_for
 from paceline.transfer.follow import Follower, RunState, UnknownRun, follow
 
 RECONNECT_DELAY_S = 2.0  # until the supervisor's host is dialled again
+UNREACHABLE = (ConnectionError, HostUnresponsive, HostSilent)
 
 
 class LocalLauncher:
@@ -108,7 +109,7 @@ class RemoteLauncher:
             if status is None and detached_of(self.path) is not None:
                 raise
             self._status = status = RunState("ended", status.record if status else None)
-        except (ConnectionError, ConnectError, HostUnresponsive) as problem:
+        except (*UNREACHABLE, ConnectError) as problem:
             await self.close()
             if status is None:
                 raise self._connection_lost(problem) from None
@@ -138,7 +139,7 @@ class RemoteLauncher:
             raise NodeError(
                 f"the supervisor on {self._detached.host} gave no answer", found=str(problem)
             ) from None
-        except (ConnectionError, HostUnresponsive) as problem:
+        except UNREACHABLE as problem:
             raise self._connection_lost(problem) from None
 
     async def stop(self, *, immediately: bool) -> None:
@@ -149,7 +150,7 @@ class RemoteLauncher:
                 raise
             try:
                 await self._follower.signal(2 if immediately else 1)
-            except (ConnectionError, HostUnresponsive) as problem:
+            except UNREACHABLE as problem:
                 raise self._connection_lost(problem) from None
 
     async def fetch_results(self) -> None:
@@ -162,7 +163,7 @@ class RemoteLauncher:
                 await self._wait_for_ranks()
             try:
                 is_whole = await self._follower.finish(self._status.state, _print_note)
-            except (ConnectionError, HostUnresponsive) as problem:
+            except UNREACHABLE as problem:
                 raise self._connection_lost(problem) from None
             if self._follower.has_report:
                 from paceline.report.writer import write_at_end

@@ -209,3 +209,25 @@ def test_a_cause_by_other_messages_than_the_failures_own_is_less_certain() -> No
     report = "run.sh: line 3: 81 Killed    python t.py\n"
     other = conclude(from_log(f"logging failed: {name[9:]}\n{report}"), load_all()).matches[0][1]
     assert own.confidence > other.confidence > 0.8
+
+
+@pytest.mark.parametrize("number_of_steps", [1, 6])
+@pytest.mark.parametrize(("number", "rule"), [(9, "killed"), (11, "crashed")])
+def test_a_warning_of_another_rank_does_not_overrule_the_first_end(
+    number_of_steps: int, number: int, rule: str
+) -> None:
+    warning = "WARNING: cannot write tokenizer cache: [Errno 28] No space left on device\n"
+    lost = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:41\n"
+    failure = Failure("signal", "n2", 1, signal=number)
+    end = Event("rank ended", "n2", 1, fields={"signal": number, "code": None})
+    log = Log.from_text("n1", 0, warning + "acc 0.1\n" * number_of_steps + lost)
+    evidence = Evidence((log, Log("n2", 1, ("acc 0.1",))), Result(128 + number, failure), (end,))
+    (first, match), *_ = conclude(evidence, load_all()).matches
+    assert (first.code, match.rank) == (rule, 1)
+
+
+def test_a_labelled_warning_is_survived_by_plain_lines() -> None:
+    lines = "".join(f"[rank{rank}]: acc 0.{step}\n" for step in range(3) for rank in (0, 1))
+    warning = "[rank0]: UserWarning: cannot write cache: [Errno 28] No space left on device\n"
+    end = "failed (exitcode: -9) local_rank: 1 (pid: 123) of binary: /usr/bin/python\n"
+    assert conclude(from_log(warning + lines + end), load_all()).matches[0][0].code == "killed"

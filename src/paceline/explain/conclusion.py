@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,11 +42,15 @@ def conclude(evidence: Evidence, rules: Sequence[Rule]) -> Conclusion:
     matches = [(rule, _calibrate(rule, match, outcome)) for rule in rules
                if (match := rule.match(evidence)) is not None]  # fmt: skip
 
-    def order(item: tuple[Rule, Match]) -> tuple[int, bool, bool, float]:
+    # even a symptom of the rank that ended first says more than another rank's messages
+    is_known = (first is not None and first.rank is not None and not first.is_secondary
+                and first.signal not in (signal.SIGABRT, signal.SIGTERM))  # fmt: skip
+
+    def order(item: tuple[Rule, Match]) -> tuple[int, bool, bool, bool, float]:
         rule, match = item
         is_other_rank = first is not None and match.rank is not None and match.rank != first.rank
         group = 0 if match.unit is None else outcome.group(match.unit)
-        return (group, rule.symptom, is_other_rank, -match.confidence)
+        return (group, is_known and is_other_rank, rule.symptom, is_other_rank, -match.confidence)
 
     ranked = tuple(sorted(matches, key=order))
     return Conclusion(ranked, ranked[0][1].cause if ranked else _describe_unexplained(evidence))

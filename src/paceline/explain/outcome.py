@@ -168,7 +168,7 @@ class _Life:
         if unit.kind in ("traceback", "crash"):
             needed = 1 if unit.level == "logged" else SURVIVED
             return in_stream >= needed or (finished and everywhere >= RESTARTED)
-        if unit.kind == "text" and (unit.host or unit.rank is not None):
+        if unit.kind in ("text", "warning") and (unit.host or unit.rank is not None):
             return in_stream >= SURVIVED
         is_rank = unit.kind == "library" and unit.rank is not None
         signs = in_stream + unlabeled if is_rank else everywhere

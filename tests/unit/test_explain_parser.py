@@ -159,3 +159,28 @@ def test_what_a_job_survives_is_no_failure(text: str) -> None:
 def test_a_report_of_failure_outweighs_signs_of_life() -> None:
     report = "srun: error: n7: task 3: Exited with exit code 1"
     assert outcome(f"{TRACEBACK}\n{STEPS}\n{report}").failures[0].kind == "traceback"
+
+
+TIMEOUT = (
+    "[E301 10:00:00.1 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation"
+    " timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE) ran for 600011 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize("text", [
+    f"[rank0]: step 100\n[rank0]: Saved checkpoint 100.pt\n[rank1]:{TIMEOUT}",
+    f"Loading annotations into memory...\nDone (t=0.72s)\nepoch 1\n{TIMEOUT}",
+    f"epoch 1\nsaved model.pt\n{TIMEOUT}",
+    "Done (t=0.72s)\nn3:201:300 [0] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to"
+    " 10.0.0.4<41234> failed : Connection timed out",
+    "[rank0]: Saved checkpoint 100.pt\n[rank1]: step 100\n[rank1]:[E301 10:00:00.1 x.cpp:616] "
+    "NET/IB : Got completion from peer with status=12 error",
+])  # fmt: skip
+def test_a_saved_checkpoint_does_not_hide_what_follows(text: str) -> None:
+    assert outcome(text).has_failed
+
+
+def test_libraries_complain_while_a_job_ends() -> None:
+    end = "[E301 10:00:00.1 TCPStore.cpp:125] [c10d] recvValue failed: Connection reset by peer"
+    assert not outcome(f"{STEPS}\nTraining finished\n[rank1]:{end}\n[rank2]:{end}").has_failed
+    assert not outcome(f"[rank1]: epoch 1\n[rank1]: saved a.pt\n[rank1]:{end}").has_failed

@@ -41,6 +41,12 @@ _CONSEQUENCE = re.compile(
     r"Stack trace of the failed collective|preparing to dump|HeartbeatMonitor|closing signal SIG|"
     r"operation was aborted|communicator was aborted|Could not acquire GIL"
 )
+_STAGE_END = re.compile(r"(?i:\bsav(?:ed|ing)\b|^\W{0,4}done \(t=)")  # training may go on
+_WAITED = re.compile(  # in vain, for another process that did not end
+    rf"{COLLECTIVE_TIMEOUT.pattern}|(?i:trying to connect|connect(?:ion)? (?:to \S{{1,300}} )?:? ?"
+    r"(?:failed|timed out|timeout)|failed to connect|no route to host|(?:network|host) is "
+    r"(?:unreachable|down))"
+)
 _KERNEL_CONCERN = re.compile(
     r"NVRM: |Xid|\bmlx[45]_|amdgpu|i915|\bxe \d|nfs: server|EDAC|Hardware Error|mce:|"
     r"(?:Killed process \d{1,12} \(|oom-kill:.{0,300}task=)(?:python|pt_|torchrun|ray|deepspeed"
@@ -150,16 +156,21 @@ class _Life:
         self._after: dict[int, tuple[int, int, int, int, bool]] = {}
         by_stream: dict[tuple[str, int | None], int] = defaultdict(int)
         everywhere = progress = 0
-        self.finished = False
+        finished = False
         for unit in reversed(units):
             stream = (unit.host, unit.rank)
             self._after[id(unit)] = (by_stream[stream], by_stream[_UNLABELED], everywhere, progress,
-                                     self.finished)  # fmt: skip
+                                     finished)  # fmt: skip
             by_stream[stream] += unit.sign_of_life
             everywhere += unit.sign_of_life * (unit.kind != "text")
             progress += unit.kind == "progress"
-            self.finished |= unit.kind == "finish"
+            finished |= unit.kind == "finish"
         self.was_seen = everywhere > 0
+        self._ended_before = _ended_before(units)
+
+    def had_ended(self, unit: Unit) -> bool:
+        """Whether its process, or the job, had finished before it."""
+        return id(unit) in self._ended_before
 
     def continued_after(self, unit: Unit) -> bool:
         in_stream, unlabeled, everywhere, progress, finished = self._after[id(unit)]
@@ -173,6 +184,25 @@ class _Life:
         is_rank = unit.kind == "library" and unit.rank is not None
         signs = in_stream + unlabeled if is_rank else everywhere
         return signs >= SURVIVED - (unit.level != "error")
+
+
+def _ended_before(units: Sequence[Unit]) -> set[int]:
+    """The ids of libraries' units that stand behind the end of their process or of the job.
+
+    The job has ended if the last sign of any process is a good end, a process if its own is. A
+    saved checkpoint is an end of its own process at most.
+    """
+    ended = set()
+    last: dict[tuple[str, int | None], bool] = {}
+    has_job_ended = False
+    for unit in units:
+        stream = (unit.host, unit.rank)
+        if unit.kind in ("progress", "finish"):
+            last[stream] = unit.kind == "finish"
+            has_job_ended = last[stream] and not _STAGE_END.search(unit.text)
+        elif unit.kind == "library" and (has_job_ended or last.get(stream)):
+            ended.add(id(unit))
+    return ended
 
 
 def _ends_with_exit(strong: Sequence[Unit], life: _Life) -> bool:
@@ -204,8 +234,8 @@ def _alarming(weak: list[Unit], life: _Life) -> list[Unit]:
     weak = [unit for unit in weak if unit.kind != "warning"]
     if not life.was_seen:
         return weak
-    if life.finished:  # libraries complain while processes end
-        weak = [unit for unit in weak if unit.kind != "library"]
+    weak = [unit for unit in weak if unit.kind != "library" or not life.had_ended(unit)
+            or _WAITED.search(unit.text)]  # fmt: skip
     is_alarming = any(unit.level == "error" or unit.kind == "kernel" for unit in weak)
     return weak if is_alarming else []
 

@@ -148,6 +148,7 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
     f"[W1101 08:00:01.1 socket.cpp:767] [c10d] cannot be retrieved (gai error: -2)\n{STEPS}",
     "RuntimeError: CUDA out of memory (caught), retrying\n" + STEPS,
     f"===== test session starts =====\n{TRACEBACK}\n===== 1 failed in 0.1s =====",
+    f"F   [100%]\n{TRACEBACK}\nFAILED test_a.py::test_b - KeyError: 'names'\n1 failed in 0.1s",
     f"test_a ... {TRACEBACK}\nok\nRan 2 tests in 0.003s\n\nOK",
     f"{STEPS}\nsaved model.pt\n[rank1]:[W1101 09:31:03.2 TCPStore.cpp:125] [c10d] recvValue failed:"
     " Connection reset by peer",
@@ -159,6 +160,16 @@ def test_what_a_job_survives_is_no_failure(text: str) -> None:
 def test_a_report_of_failure_outweighs_signs_of_life() -> None:
     report = "srun: error: n7: task 3: Exited with exit code 1"
     assert outcome(f"{TRACEBACK}\n{STEPS}\n{report}").failures[0].kind == "traceback"
+
+
+@pytest.mark.parametrize("line", [
+    "3 failed ranks in 12.3 s", "1 error in 12.5 s", "1 failed, 0 succeeded in 3.4 s",
+    "12 failed downloads, retried in 3 s",
+])  # fmt: skip
+def test_a_count_of_failures_does_not_make_a_test_report(line: str) -> None:
+    (unit,) = outcome(f"{TRACEBACK}\n{line}").failures
+    assert unit.error is not None
+    assert unit.error.type == "KeyError"
 
 
 TIMEOUT = (

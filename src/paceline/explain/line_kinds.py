@@ -33,6 +33,7 @@ _FINISH = re.compile(
     r"|\b(?:finished|completed) (?:successfully|training|in )|`Trainer\.fit` stopped"
     r"|\bexit(?:ed)? (?:status|code|with code):? 0\b|\btrain_runtime\b|\bsucceeded\b)"
 )
+_SOME_FAILED = re.compile(r"\b[1-9]\d{0,8} (?:\w{1,40} )?failed\b")
 _FINISH_WORDS = (
     "done", "finished", "complete", "succe", "sav", "ended", "stopped", "code", "runtime",
 )  # fmt: skip
@@ -116,7 +117,9 @@ def _states_error(lowered: str) -> bool:
 
 
 def _shows_end(line: str, lowered: str) -> bool:
-    return any(word in lowered for word in _FINISH_WORDS) and _FINISH.search(line) is not None
+    if not any(word in lowered for word in _FINISH_WORDS) or _SOME_FAILED.search(lowered):
+        return False
+    return _FINISH.search(line) is not None
 
 
 def level_of(line: str) -> str:

@@ -56,6 +56,10 @@ _PYTEST_END = re.compile(
     r"(?:=+ )?\d{1,9} (?:passed|failed|error|skipped|deselected|xfailed"
     r"|warning)\w*\b.* in [\d.:]+ ?s?"
 )
+_PYTEST_SUMMARY = re.compile(
+    r"=+ short test summary|(?:FAILED|ERROR) \S{1,500}(?:::|\.py\b)"
+    r"|[.sxXEF]{1,200} {1,80}\[ {0,2}\d"
+)
 _UNITTEST_END = re.compile(r"Ran \d{1,9} tests? in [\d.]+s")
 _TABLE_TRACEBACK = re.compile(r"\s{1,8}traceback {0,8}: Traceback \(most recent call last\):")
 _TABLE_START = re.compile(r"\S.{0,300} FAILED ?$|Root Cause \(first observed failure\):")
@@ -157,10 +161,16 @@ def _mark_logged(unit: Unit, before: Sequence[Unit]) -> Unit:
 
 def _tests_end(lines: Sequence[str]) -> int:
     """The end of a report of unit tests without a heading; 0 without one."""
-    candidates = (index for index, line in enumerate(lines) if line[:1] in "=R0123456789")
-    ends = [index for index in candidates
-            if _UNITTEST_END.match(lines[index]) or _PYTEST_END.match(lines[index])]  # fmt: skip
-    return ends[-1] + 1 if ends else 0
+    end = 0
+    has_summary = False
+    for index, line in enumerate(lines):
+        has_summary = has_summary or _PYTEST_SUMMARY.match(line) is not None
+        if line[:1] not in "=R0123456789":
+            continue
+        is_marked = has_summary or (line.startswith("===") and line.endswith("==="))
+        if _UNITTEST_END.match(line) or (is_marked and _PYTEST_END.match(line)):
+            end = index + 1
+    return end
 
 
 def _test_report(cursor: _Cursor, end: int) -> Unit:

@@ -145,7 +145,18 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
     f"{TRACEBACK}\n{STEPS}",
     f"ERROR loader: cannot read a.jpg\n{TRACEBACK}\nskipped a.jpg",
     f"Exception ignored in: <function f at 0x7f>\n{TRACEBACK}",
+    f"--- Logging error ---\n{TRACEBACK}\nCall stack:\n  File \"t.py\", line 3, in <module>\n"
+    "    log.info('x')\nMessage: 'x'\nArguments: ()",
+    f"test accuracy 0.93\nError in atexit._run_exitfuncs:\n{TRACEBACK}",
+    "test accuracy 0.93\nTraceback (most recent call last):\n  File \"/usr/lib/python3.10/"
+    "multiprocessing/resource_tracker.py\", line 209, in main\n    cache[rtype].remove(name)\n"
+    "KeyError: '/mp-abc'",
+    f"Training finished\nException in thread Thread-3 (_pin_memory_loop):\n{TRACEBACK}",
     f"[W1101 08:00:01.1 socket.cpp:767] [c10d] cannot be retrieved (gai error: -2)\n{STEPS}",
+    f"{TRACEBACK}\nno names, skipped\nscored the rest\nwrote a table",
+    f"{TRACEBACK}\nnames not found, using numbers\nfinal acc 0.9",
+    "".join(f"worker-0 | {line}\nworker-1 | ok\n" for line in [*TRACEBACK.splitlines(), "no names"])
+    + "worker-0 exited with code 0\nworker-1 exited with code 0",
     "RuntimeError: CUDA out of memory (caught), retrying\n" + STEPS,
     f"===== test session starts =====\n{TRACEBACK}\n===== 1 failed in 0.1s =====",
     f"F   [100%]\n{TRACEBACK}\nFAILED test_a.py::test_b - KeyError: 'names'\n1 failed in 0.1s",
@@ -155,6 +166,20 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
 ])  # fmt: skip
 def test_what_a_job_survives_is_no_failure(text: str) -> None:
     assert not outcome(text).has_failed
+
+
+def test_a_summary_of_wandb_is_no_sign_of_life() -> None:
+    summary = ["Run summary:", " accuracy 0.93", "View run at: https://x", "Synced 5 files"]
+    text = "\n".join(f"wandb: {line}" for line in summary)
+    assert [unit.text for unit in outcome(f"{TRACEBACK}\n{text}").failures] == ["KeyError: 'names'"]
+
+
+def test_a_service_that_ended_badly_did_not_survive() -> None:
+    lines = "".join(f"worker-0 | {line}\nworker-1 | ok\n" for line in TRACEBACK.splitlines())
+    text = f"{lines}worker-0 exited with code 1\nworker-1 exited with code 0"
+    first = outcome(text).first
+    assert first is not None
+    assert (first.host, first.text) == ("worker-0", "KeyError: 'names'")
 
 
 def test_a_report_of_failure_outweighs_signs_of_life() -> None:

@@ -23,6 +23,7 @@ _WARNING = re.compile(
 _PROGRESS = re.compile(
     r"(?i:\b(?:epoch|steps?|iter(?:ation)?|batch|global_step)\b\W{0,4}\d)|\b(?:\d{1,3})%\|"
     r"|\d(?:it|s|samples|tokens|step)/(?:s|it|step)\b|['\"\b]?loss['\"]?[ =:]{1,3}-?\d"
+    r"|(?i:\b(?:acc|accuracy|top-?[15]|f1|bleu|ppl|perplexity|auc)\b[ =:@]{1,3}\d)"
     r"|\bTotal optimization steps|\bresum(?:ing|ed) (?:at|from)|\bloss=\d"
 )
 _FINISH = re.compile(
@@ -56,6 +57,10 @@ _ERROR_PHRASES = (
     "has changed", "no components", "bad termination", "required but", "not permitted",
     "low on resource", "nodes are available", "oom_kill", "oom-kill",
 )  # fmt: skip
+# A program that continues without what it lacks
+_GOES_ON = re.compile(
+    r"\b(?:fall(?:ing|s)? back|skipp(?:ed|ing)|ignor(?:ed|ing)|continuing)\b|, using "
+)
 _LAUNCHER = re.compile(
     r"(?:slurmstepd|srun|sbatch|salloc|mpirun|mpiexec|prterun|orterun|orted|prted): "
     r"|(?:Warning|Normal) {2}\w{2,40} {2}"  # events of Kubernetes
@@ -101,11 +106,14 @@ def classify(line: str) -> tuple[Kind, str]:
     level = level_of(short)
     if _WARNING.match(short) or level.startswith("W"):
         return "warning", "warning"
+    is_error = (level[:1] not in ("I", "D") and _states_error(lowered)
+                and not _GOES_ON.search(lowered))  # fmt: skip
+    if short.startswith("wandb: "):  # it sums up a run that crashed, too
+        return "text", "error" if is_error else "info"
     if _shows_end(short, lowered):
         return "finish", ""
     if _PROGRESS.search(short):
         return "progress", ""
-    is_error = level[:1] not in ("I", "D") and _states_error(lowered)
     return "text", "error" if is_error else ""
 
 

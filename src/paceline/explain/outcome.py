@@ -41,6 +41,7 @@ _CONSEQUENCE = re.compile(
     r"Stack trace of the failed collective|preparing to dump|HeartbeatMonitor|closing signal SIG|"
     r"operation was aborted|communicator was aborted|Could not acquire GIL"
 )
+_EXITED_WELL = re.compile(r"(?P<host>[\w.-]{1,253}) exited with code 0$")
 _STAGE_END = re.compile(r"(?i:\bsav(?:ed|ing)\b|^\W{0,4}done \(t=)")  # training may go on
 _WAITED = re.compile(  # in vain, for another process that did not end
     rf"{COLLECTIVE_TIMEOUT.pattern}|(?i:trying to connect|connect(?:ion)? (?:to \S{{1,300}} )?:? ?"
@@ -154,11 +155,17 @@ class _Life:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._after: dict[int, tuple[int, int, int, int, bool]] = {}
+        self._ended_well: set[int] = set()
         by_stream: dict[tuple[str, int | None], int] = defaultdict(int)
         everywhere = progress = 0
         finished = False
+        ended_well: set[str] = set()
         for unit in reversed(units):
             stream = (unit.host, unit.rank)
+            if unit.kind == "finish" and (exit_report := _EXITED_WELL.match(unit.text)):
+                ended_well.add(exit_report["host"])
+            if unit.host in ended_well:
+                self._ended_well.add(id(unit))
             self._after[id(unit)] = (by_stream[stream], by_stream[_UNLABELED], everywhere, progress,
                                      finished)  # fmt: skip
             by_stream[stream] += unit.sign_of_life
@@ -174,6 +181,8 @@ class _Life:
 
     def continued_after(self, unit: Unit) -> bool:
         in_stream, unlabeled, everywhere, progress, finished = self._after[id(unit)]
+        if id(unit) in self._ended_well and unit.kind != "exit":
+            return True
         if unit.kind == "numeric":
             return progress >= 2
         if unit.kind in ("traceback", "crash"):

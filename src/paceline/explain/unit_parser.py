@@ -49,7 +49,7 @@ _MESSAGE_LINE = re.compile(
     r"|Exception raised from |frame #|Parameter indices|making sure |If you |You can |You must "
     r"|Please |Make sure |Cannot access|(?:Repository|Entry|Revision) Not Found|Access to |Check "
     r"|Retry |Url: |\d{3} |https?://|Set TORCH|Note:|See |Try |\*|- |\(\d\)|Missing key"
-    r"|Unexpected key|size mismatch|To |This |In addition"
+    r"|Unexpected key|size mismatch|To |This |The following |In addition"
 )
 _PYTEST_START = re.compile(r"=+ test session starts =+")
 _PYTEST_END = re.compile(
@@ -250,12 +250,13 @@ def _message_end(cursor: _Cursor, start: int) -> int:
             end += 1
             continue
         is_direct = last == end - 1
+        is_open = not was_logged and (last > start or lines[start].endswith((":", ",", "(", "[")))
         if (_NESTED.match(line) or _CHAINED.match(line) or _STARTS_UNIT.match(line) or levels[end]
                 or level_of(line) or classify(line)[0] in _OTHER_KINDS
                 or end - last > 2):  # fmt: skip
             break
         if not (_MESSAGE_LINE.match(line) or (is_direct and lines[last].endswith((":", ",")))
-                or (is_direct and not was_logged and _ends_soon(cursor, end))):  # fmt: skip
+                or (is_direct and is_open and _ends_soon(cursor, end))):  # fmt: skip
             break
         last = end
         end += 1

@@ -182,6 +182,12 @@ def test_a_service_that_ended_badly_did_not_survive() -> None:
     assert (first.host, first.text) == ("worker-0", "KeyError: 'names'")
 
 
+def test_an_exception_in_a_thread_may_stop_a_job() -> None:
+    thread = f"Exception in thread Thread-3 (load):\n{TRACEBACK}"
+    assert outcome(f"{STEPS}\n{thread}").has_failed
+    assert not outcome(f"{STEPS}\n{thread}\nstep 9 loss 0.1").has_failed
+
+
 def test_a_report_of_failure_outweighs_signs_of_life() -> None:
     report = "srun: error: n7: task 3: Exited with exit code 1"
     assert outcome(f"{TRACEBACK}\n{STEPS}\n{report}").failures[0].kind == "traceback"

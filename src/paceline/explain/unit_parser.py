@@ -84,6 +84,14 @@ _STARTS_UNIT = re.compile(
 )
 
 
+# What Python writes above a traceback that does not end the program
+_NOT_FATAL = re.compile(
+    r"Exception ignored in|--- Logging error ---|Call stack:|Error in atexit\._run_exitfuncs"
+    r"|Error in sys\.excepthook|Task exception was never retrieved|future: <"
+)
+_IN_THREAD = re.compile(r"Exception in thread \S")
+_CUT_OFF = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
+_RESOURCE_TRACKER = "/multiprocessing/resource_tracker.py"
 _LOGGED_LEVELS = ("ERROR", "CRITICAL", "FATAL", "WARN", "WARNING", "E", "W", "C")
 _OTHER_KINDS = ("progress", "finish", "warning", "numeric")  # they never continue a message
 
@@ -150,12 +158,22 @@ def _next_unit(cursor: _Cursor, line: str) -> Unit:
 
 
 def _mark_logged(unit: Unit, before: Sequence[Unit]) -> Unit:
-    """Marks a traceback whose introduction says that it is only logged."""
-    if unit.kind != "traceback" or not before or before[-1].number < unit.number - 2:
+    """Marks a traceback of which Python, or its introduction, says that the program went on."""
+    if unit.kind != "traceback":
+        return unit
+    error = unit.error
+    if error and error.frames and error.frames[-1].file.endswith(_RESOURCE_TRACKER):
+        return replace(unit, is_handled=True)
+    if not before or before[-1].number < unit.number - 2:
         return unit
     last = before[-1].lines[-1]
-    if last.startswith("Exception ignored in"):
+    if _NOT_FATAL.match(last):
         return replace(unit, is_handled=True)
+    if _IN_THREAD.match(last):
+        signs = (other.kind for other in reversed(before) if other.sign_of_life > 1)
+        has_ended = next(signs, "") == "finish"
+        is_loader = "(_pin_memory_loop)" in last and error and error.type in _CUT_OFF
+        return replace(unit, level="logged", is_handled=bool(has_ended or is_loader))
     return replace(unit, level="logged") if level_of(last) in _LOGGED_LEVELS else unit
 
 

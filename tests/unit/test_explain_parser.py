@@ -56,6 +56,20 @@ def test_prefixes_in_any_nesting(nesting: str) -> None:
     assert {(line.host, line.rank) for line in lines} == {(host, rank)}
 
 
+@pytest.mark.parametrize("record", [
+    {"message": "training failed", "exc_info": TRACEBACK},
+    {"message": "training failed", "error": {"stack_trace": TRACEBACK}},
+    {"message": "training failed", "error.stack_trace": TRACEBACK},
+    {"message": f"training failed\n{TRACEBACK}"},
+])  # fmt: skip
+def test_a_traceback_in_a_record_of_json(record: object) -> None:
+    lines = [*(json.dumps({"message": line}) for line in STEPS.splitlines()), json.dumps(record)]
+    (unit,) = outcome("\n".join(lines)).failures
+    assert unit.error is not None
+    assert unit.error.type == "KeyError"
+    assert unit.error.is_in_script
+
+
 @pytest.mark.parametrize("text", [
     "loss: 0.3\nloss: 0.2\nloss: 0.1\nloss: 0.1",
     "epoch 1: done\nepoch 2: done\nepoch 3: done",

@@ -77,6 +77,10 @@ _VARYING = re.compile(r"\d\w*")
 _SECONDS = re.compile(r"^\d+\.\d+$")  # the clock of the kernel
 _NAME = re.compile(r"^(?=[\w.-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")
 _JSON_TEXT = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "data")
+_JSON_STACK = (
+    "exc_info", "exc_text", "exception", "traceback", "stack_trace", "error.stack_trace", "stack",
+    "stack_info",
+)  # fmt: skip
 _JSON_HOST = ("pod", "pod_name", "host", "hostname", "node", "_HOSTNAME")
 # Lines without a label that continue the message above them
 _CONTINUATION = re.compile(
@@ -216,7 +220,8 @@ def _decode_json(lines: list[Line]) -> list[Line]:
     candidates = [line for line in lines if line.text.startswith("{") and line.text.endswith("}")]
     if len(candidates) < max(1, MIN_LABELED_SHARE * sum(bool(line.text.strip()) for line in lines)):
         return lines
-    return [_decode_line(line) for line in lines]
+    decoded = map(_decode_line, lines)
+    return [replace(line, text=text) for line in decoded for text in line.text.split("\n")]
 
 
 def _decode_line(line: Line) -> Line:
@@ -230,7 +235,10 @@ def _decode_line(line: Line) -> Line:
     if text is None:
         return line
     host = next((record[key] for key in _JSON_HOST if isinstance(record.get(key), str)), "")
-    return replace(line, text=text.rstrip("\n"), host=host[:255])
+    error = record.get("error")
+    stacks = {**record, **(error if isinstance(error, dict) else {})}
+    parts = [text, *(stacks[key] for key in _JSON_STACK if isinstance(stacks.get(key), str))]
+    return replace(line, text="\n".join(part.rstrip("\n") for part in parts), host=host[:255])
 
 
 def _attribute_continuations(lines: list[Line]) -> list[Line]:

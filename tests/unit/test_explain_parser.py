@@ -196,6 +196,19 @@ def test_a_service_that_ended_badly_did_not_survive() -> None:
     assert (first.host, first.text) == ("worker-0", "KeyError: 'names'")
 
 
+@pytest.mark.parametrize("line", [
+    "train_loss=0.5 val_loss=nan", "val loss nan", "Validation: loss nan (sanity check)",
+    '{"eval_loss": NaN, "step": 3}',
+])  # fmt: skip
+def test_an_evaluation_without_a_number_is_no_failure(line: str) -> None:
+    assert not outcome(f"Epoch 1 {line}\nTraining finished").has_failed
+
+
+@pytest.mark.parametrize("line", ["val_loss=nan loss=nan", "train loss: nan", "loss is nan"])
+def test_a_training_without_a_number_is_a_failure(line: str) -> None:
+    assert outcome(f"{STEPS}\nEpoch 1 {line}\nsaved model.pt").has_failed
+
+
 def test_an_exception_in_a_thread_may_stop_a_job() -> None:
     thread = f"Exception in thread Thread-3 (load):\n{TRACEBACK}"
     assert outcome(f"{STEPS}\n{thread}").has_failed

@@ -39,7 +39,10 @@ _FINISH_WORDS = (
     "done", "finished", "complete", "succe", "sav", "ended", "stopped", "code", "runtime",
 )  # fmt: skip
 _NAN_LOSS = re.compile(
-    r"(?i:\b(?:train_|val_|eval_)?loss\b['\"]?\s{0,20}(?:[:=]|is|became)?\s{0,20}(?:nan|-?inf)\b)"
+    r"(?i:\b(?P<name>train_|val_|eval_)?loss\b['\"]?\s{0,20}(?:[:=]|is|became)?\s{0,20}(?:nan|-?inf)\b)"
+)
+_EVALUATION = re.compile(  # before "loss"
+    r"(?i:(?:^|[\W_])(?:val|valid|validation|eval|evaluation|test|dev)[\W_]{1,3}(?:mean[\W_]|avg[\W_])?$)"
 )
 _WORD = re.compile(r"[a-z]+")
 _ERROR_WORDS = {
@@ -99,8 +102,12 @@ def classify(line: str) -> tuple[Kind, str]:
     lowered = short.lower()
     if _LAUNCHER.match(short):
         return "library", "error" if _states_error(lowered) else "info"
-    if "loss" in lowered and ("nan" in lowered or "inf" in lowered) and _NAN_LOSS.search(short):
-        return "numeric", "error"
+    if "loss" in lowered and ("nan" in lowered or "inf" in lowered):
+        heads = [short[: match.start()] + (match["name"] or "") for match in
+                 _NAN_LOSS.finditer(short)]  # fmt: skip
+        if heads:  # an evaluation without a result stops no training
+            is_evaluation = all(map(_EVALUATION.search, heads))
+            return ("progress", "") if is_evaluation else ("numeric", "error")
     if _FOREIGN.match(short):
         return "foreign", ""
     level = level_of(short)

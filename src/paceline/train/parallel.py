@@ -176,6 +176,13 @@ class Replica(DistributedDataParallel):
                     return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 self.recovery.regroup(error, Activity.FORWARD)  # its batch is void
+            except IndexError:  # DDP makes buckets of what an aborted broadcast has left
+                try:
+                    self.recovery.wait_for_device()
+                except RuntimeError as error:
+                    self.recovery.regroup(error, Activity.FORWARD)
+                else:
+                    raise
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:

@@ -89,14 +89,19 @@ def _indented(texts: Sequence[str]) -> list[str]:
 
 
 def _describe_candidates(matches: Sequence[tuple[Rule, Match]], is_certain: bool) -> list[str]:
-    texts = [f"    {match.cause[:WIDTH]} ({rule.code}{', a consequence' * rule.symptom})"
-             for rule, match in matches]  # fmt: skip
-    if is_certain or not matches:
-        return ["", "also seen:", *texts] if texts else []
-    texts = [f"{text}, {round(100 * match.confidence)} %: "
-             f"{(match.remedy or rule.sections['Remedy'])[:WIDTH]}"
-             for text, (rule, match) in zip(texts, matches, strict=True)]  # fmt: skip
-    return ["", "other possible causes:", *texts]
+    """Lists what else fits: causes if the first is uncertain, and what they have led to."""
+    causes, seen = [], []
+    for rule, match in matches:
+        text = f"    {match.cause[:WIDTH]} ({rule.code}{', a consequence' * rule.symptom})"
+        if is_certain or rule.symptom:
+            seen.append(text)
+        else:
+            remedy = (match.remedy or rule.sections["Remedy"])[:WIDTH]
+            causes.append(f"{text}, {round(100 * match.confidence)} %: {remedy}")
+    return [
+        *(["", "other possible causes:", *causes] if causes else []),
+        *(["", "also seen:", *seen] if seen else []),
+    ]
 
 
 def _log_tail(evidence: Evidence) -> list[str]:

@@ -190,7 +190,7 @@ def test_an_exception_of_a_library_does_not_accuse_the_script() -> None:
     assert conclusion.text == "rank 1 raised RuntimeError: strange thing (train.py, line 3)"
     text = "\n".join(lines(conclusion, evidence))
     assert "cause:      loading raised it, called by the script." in text
-    assert "other possible causes:\n    rank 1 ended first: rank 0 lost its connection" in text
+    assert "also seen:\n    rank 1 ended first: rank 0 lost its connection" in text
 
 
 def test_what_is_unknown_shows_the_first_failure_and_what_to_collect() -> None:

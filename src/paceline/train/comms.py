@@ -171,7 +171,7 @@ class Comms:
         self.event(act if self.fault_handler is None else act_and_wait)
 
     def _wait_for_device(self) -> None:
-        if self.fault_handler is not None:
+        if self.has_device_group and self.fault_handler is not None:
             self.fault_handler.group.wait_for_device()
 
     def wait_for_all(self) -> None:

@@ -675,8 +675,7 @@ class HostSilent(NodeError):
 
     def __init__(self, host: Host, op: str) -> None:
         super().__init__(
-            f"{host.name} has not done its part ({op.replace('_', ' ')}) for"
-            f" {ANSWER_TIMEOUT_S:.0f} s",
+            f"{host.name} has not answered the request {op} for {ANSWER_TIMEOUT_S:.0f} s",
             remedy=f"Look for a slow or hanging disk there: ssh {host.address}",
         )
 

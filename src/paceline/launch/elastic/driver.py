@@ -33,7 +33,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
-from paceline.remote.channel import ANSWER_TIMEOUT_S
+from paceline.remote.channel import ANSWER_TIMEOUT_S, SLOW_OPS
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
@@ -119,10 +119,10 @@ class ElasticDriver:
         """Notes once which host is waited for."""
         if (node.name, op) not in self._late_answers:
             self._late_answers.add((node.name, op))
+            limit = "" if op in SLOW_OPS else f"for at most {ANSWER_TIMEOUT_S / 60:.0f} min; "
             self._screen.note(
-                f"paceline: waiting for {node.name}, which has not done its part yet"
-                f" ({op.replace('_', ' ')}; for at most {ANSWER_TIMEOUT_S / 60:.0f} min; Ctrl-C"
-                " ends it)"
+                f"paceline: waiting for {node.name}, which has not answered the request {op} yet"
+                f" ({limit}Ctrl-C ends the run)"
             )
 
     # --- attempts ----------------------------------------------------------------------------

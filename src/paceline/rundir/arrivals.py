@@ -22,7 +22,6 @@ from paceline.rundir import records
 from paceline.spec import rundir as names
 
 _INPUT = re.compile(r"input[0-9]+")  # files that a detached run was given
-_CODE_SUFFIXES = (".py", ".pyc", ".so")
 _MAX_RECORD_BYTES = 64 << 20
 
 
@@ -155,4 +154,4 @@ def _is_importable(path: str) -> bool:
     if folders[:1] == [names.MODEL]:
         del folders[0]
     is_package = len(folders) == 1 and name.startswith("__init__.")
-    return name.endswith(_CODE_SUFFIXES) and (not folders or is_package)
+    return name.endswith(names.CODE_SUFFIXES) and (not folders or is_package)

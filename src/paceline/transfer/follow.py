@@ -48,7 +48,6 @@ OVERLAP_BYTES = 256  # bytes before the new ones that must match
 _LOCAL_FILES = {
     DETACHED, names.OWNER, names.FORECAST, names.BATCH, names.REPORT, "index.html",
 }  # fmt: skip
-_CODE_SUFFIXES = (".py", ".pyc", ".so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def is_remote(path: str) -> bool:
     is_local = top in _LOCAL_FILES or top.startswith(".") or names.is_backup(path)
     # no record of a run is code; other files get their place by rundir/arrivals.py
     is_record = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
-    is_code = is_record and path.casefold().endswith(_CODE_SUFFIXES)
+    is_code = is_record and path.casefold().endswith(names.CODE_SUFFIXES)
     return not (is_local or is_code or names.is_fetched_separately(top))
 
 
@@ -235,9 +234,10 @@ class Follower:
                 fd, offset = self._replace(fd, path), 0
             self._inodes[path] = inode
             while offset < size:
-                if room_problem(self._path, BLOCK_BYTES):
+                count = min(BLOCK_BYTES, size - offset)
+                if room_problem(self._path, count):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path / path))
-                data = await self._read(path, offset, min(BLOCK_BYTES, size - offset))
+                data = await self._read(path, offset, count)
                 os.pwrite(fd, data, offset)
                 offset += len(data)
         finally:

@@ -313,7 +313,7 @@ class Comms:
             message = torch.cat(parts).to(device)
             work = dist.broadcast(message, source, group=group, async_op=True)
             waits.wait(work, message)
-            if device.type != "cpu":
+            if group is None:  # the default group
                 self._wait_for_device()  # what an aborted broadcast leaves must reach no tensor
             if self.world.rank != source:
                 _unpack(message, parts)

@@ -101,6 +101,7 @@ async def run_process(
     finally:
         if process.returncode is None:
             await _kill(process)
+        _close_pipes(process)
     assert process.returncode is not None
     return subprocess.CompletedProcess(argv, process.returncode, *outputs)
 
@@ -115,7 +116,7 @@ async def _read_output(stream: asyncio.StreamReader) -> str:
 
 
 class OutputTooLong(NodeError):
-    """A command printed more than any that is needed does."""
+    """A command printed more than ``MAX_OUTPUT_BYTES``."""
 
 
 class Writer(Protocol):

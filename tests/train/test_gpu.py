@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -95,15 +96,22 @@ def test_a_gpu_and_a_cpu_outlive_each_other(tmp_path: Path, dies: list[int | str
 
 def test_a_lost_rank_comes_back_beside_a_gpu(tmp_path: Path) -> None:
     """Also to the GPU: it gets its state from those that are left."""
-    worlds = ["mixed", "mixed: killed", "mixed: first killed"]
-    ranks.run_ok(1, [JOINING, str(tmp_path), *worlds], tmp_path, 300)
-    undisturbed = left(tmp_path / worlds[0])
+    jobs = come_back(tmp_path, "mixed")
+    assert not any(status for job in jobs for status in job["statuses"].values())
+
+
+def come_back(folder: Path, world: str) -> list[dict[str, Any]]:
+    """Each rank is killed in turn and joins again; the jobs as their launcher saw them."""
+    worlds, jobs = [world, f"{world}: killed", f"{world}: first killed"], []
+    ranks.run_ok(1, [JOINING, str(folder), *worlds], folder, 300)
+    undisturbed = left(folder / world)
     for name in worlds[1:]:
-        about = json.loads((tmp_path / name / "job.json").read_text())
-        joined = [slot for _, slot, one in about["said"] if one["event"] == "newcomer ready"]
-        assert joined == [slot for _, slot in about["lost"]]
-        assert not any(about["statuses"].values())
-        assert float((left(tmp_path / name) - undisturbed).abs().max()) < 1e-10
+        job = json.loads((folder / name / "job.json").read_text())
+        joined = [slot for _, slot, one in job["said"] if one["event"] == "newcomer ready"]
+        assert joined == [slot for _, slot in job["lost"]]
+        assert float((left(folder / name) - undisturbed).abs().max()) < 1e-10
+        jobs.append(job)
+    return jobs
 
 
 NCCL = [
@@ -127,11 +135,4 @@ def test_ranks_over_nccl_are_freed_of_a_frozen_one(tmp_path: Path) -> None:
 
 
 def test_a_lost_rank_comes_back_over_nccl(tmp_path: Path) -> None:
-    worlds = ["nccl", "nccl: killed", "nccl: first killed"]
-    ranks.run_ok(1, [JOINING, str(tmp_path), *worlds], tmp_path, 300)
-    undisturbed = left(tmp_path / worlds[0])
-    for name in worlds[1:]:
-        about = json.loads((tmp_path / name / "job.json").read_text())
-        joined = [slot for _, slot, one in about["said"] if one["event"] == "newcomer ready"]
-        assert joined == [slot for _, slot in about["lost"]]
-        assert float((left(tmp_path / name) - undisturbed).abs().max()) < 1e-10
+    come_back(tmp_path, "nccl")

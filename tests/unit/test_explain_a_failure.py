@@ -189,7 +189,7 @@ def test_an_exception_of_a_library_does_not_accuse_the_script() -> None:
     conclusion = conclude(evidence, load_all())
     assert conclusion.text == "rank 1 raised RuntimeError: strange thing (train.py, line 3)"
     text = "\n".join(lines(conclusion, evidence))
-    assert "cause:      loading raised it, called by the script." in text
+    assert "cause:      The script called loading, which raised it." in text
     assert "also seen:\n    rank 1 ended first: rank 0 lost its connection" in text
 
 

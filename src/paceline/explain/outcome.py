@@ -66,7 +66,6 @@ class Outcome:
         failures: Errors that ended processes by themselves, the first of them first.
         context: Errors and warnings that nothing shows to be survived, and that may explain them.
         consequences: Errors of processes that lost a peer or were stopped.
-        others: All other units.
         exits: Reported ends of processes, those that the launcher stopped left out.
         ranks: All ranks that the log knows of.
     """

@@ -20,8 +20,8 @@ _FOREIGN_MESSAGE = re.compile(
     r"|MPI|^ray\."
 )
 _IN_LIBRARY = (
-    "{package} raised it, called by the script. The message says what it could not do;"
-    " the reason is as often in the host or in what was passed as in the script."
+    "The script called {package}, which raised it. The message says what failed; the"
+    " reason may lie in the arguments, on the host, or in the script."
 )
 
 
@@ -64,4 +64,4 @@ def _reason(error: PythonError) -> str:
         return ""
     innermost = error.frames[-1].file if error.frames else ""
     package = re.search(r"(?:site|dist)-packages/(\w+)", innermost)
-    return _IN_LIBRARY.format(package=package[1] if package else "A library")
+    return _IN_LIBRARY.format(package=package[1] if package else "a library")

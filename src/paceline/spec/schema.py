@@ -150,9 +150,9 @@ def any_json(value: Any, path: str, depth: int = MAX_DEPTH) -> None:
 
 
 def memory_bytes(value: Any, limit: int) -> int:
-    """Roughly the memory that a JSON value takes: empty lists take twenty times their text.
+    """Estimates the memory in bytes of a JSON value, which may be twenty times its text.
 
-    Does not count on above ``limit``.
+    Stops counting above ``limit``.
     """
     total, waiting = 0, [value]
     while waiting and total <= limit:

@@ -304,4 +304,4 @@ def test_what_nobody_knows_is_unknown(tmp_path: Path) -> None:
 def test_a_log_of_another_program_shows_no_failure(tmp_path: Path) -> None:
     done = paceline("explain", "--log", "-", cwd=tmp_path, text="make: *** [all] Error 2\n")
     assert done.returncode == 0
-    assert done.stdout == "no failure found: this log shows none of a training job\n"
+    assert done.stdout == "no failure found: nothing in this log shows that a training job failed\n"

@@ -16,7 +16,7 @@ UNKNOWN = "unknown"
 # answered instead matched: the share that is right if one kind of failure in five is unknown
 BY_CONTEXT = 0.95
 BY_CONSEQUENCE = 0.93
-NO_FAILURE = "no failure found: this log shows none of a training job"
+NO_FAILURE = "no failure found: nothing in this log shows that a training job failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,13 +52,16 @@ def boot(folder: Path, *words: str, program: Path = HERE / "inside.py", memory: 
     env = {**os.environ, "LD_PRELOAD": str(registers), "TMPDIR": str(folder)}
     argv = [KERNEL, f"mem={memory}", "rootfstype=hostfs", "rootflags=/", "ro", f"init={init}",
             "con0=fd:0,fd:1", "con=null", "quiet", f"uml_dir={folder}"]  # fmt: skip
-    child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    console = folder / "console.log"  # can be followed while it runs
+    with console.open("wb") as file:
+        child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=file,
+                                 stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
     try:
-        out = child.communicate(timeout=timeout)[0].decode(errors="replace")
+        child.wait(timeout=timeout)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+    out = console.read_text(errors="replace")
     said = dict(json.loads(line[5:]) for line in out.splitlines() if line.startswith("SAID "))
     return {**said, "all": out}

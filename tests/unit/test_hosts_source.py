@@ -175,6 +175,8 @@ def test_named_pipes_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(HostsError, match="is a named pipe"):
         read("./pipe", tmp_path)
+    with pytest.raises(HostsError, match="is a device"):
+        read("slurm:/dev/zero", tmp_path)
     (tmp_path / "config").write_text(f"Include {tmp_path}/pipe\nHost n1\n")
     assert read("ssh-config:config", tmp_path).hosts[0].name == "n1"
 

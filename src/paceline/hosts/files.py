@@ -24,6 +24,11 @@ def read_text(path: Path, label: str) -> str:
                 f"{label} is a named pipe, and nobody may be writing to it",
                 remedy="name a file, or pass a command's output: -H <(COMMAND)",
             )
+        if path.is_char_device():  # a terminal, or an endless one
+            raise HostsError(
+                f"{label} is a device, not a file",
+                remedy="name a file, or pass a command's output: -H <(COMMAND)",
+            )
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as problem:

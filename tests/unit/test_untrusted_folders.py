@@ -43,6 +43,15 @@ def trap(tmp_path: Path) -> tuple[Path, Path]:
     return program, sign
 
 
+def test_git_that_waits_for_a_pipe_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(repository(tmp_path / "project") / ".gitignore")
+    monkeypatch.setattr("paceline.transfer.git._TIMEOUT_S", 0.5)
+    with pytest.raises(SettingError, match=r"git did not answer .*"):
+        run_git(tmp_path / "project", "ls-files", "--others", "--exclude-standard")
+
+
 # --- modules in a run directory
 
 

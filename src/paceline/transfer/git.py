@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
+
+from paceline.spec.errors import SettingError
+
+_TIMEOUT_S = 120  # listing a large work tree on a slow network disk may take a minute
 
 _SETTINGS = {
     "core.fsmonitor": "",
@@ -33,7 +38,11 @@ _REPOSITORY_VARIABLES = {
 
 
 def run_git(folder: Path, *args: str) -> str | None:
-    """Output of ``git ARGS`` in ``folder``, decoded by ``os.fsdecode``; ``None`` if it fails."""
+    """Output of ``git ARGS`` in ``folder``, decoded by ``os.fsdecode``; ``None`` if it fails.
+
+    Raises:
+        SettingError: It does not end, for example because .gitignore is a named pipe.
+    """
     options = [arg for name, value in _SETTINGS.items() for arg in ("-c", f"{name}={value}")]
     command = ["git", "--no-optional-locks", *options, "-C", str(folder), *args]
     environment = {
@@ -42,8 +51,14 @@ def run_git(folder: Path, *args: str) -> str | None:
     try:
         process = subprocess.run(
             command, capture_output=True, check=False, stdin=subprocess.DEVNULL,
-            env={**environment, **_ENVIRONMENT},
+            env={**environment, **_ENVIRONMENT}, timeout=_TIMEOUT_S,
         )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise SettingError(
+            f"git did not answer within {_TIMEOUT_S} seconds in {folder}",
+            found="a .gitignore or another file of git's that is a named pipe, or a very slow disk",
+            remedy=f"try it: git -C {shlex.quote(str(folder))} {args[0]}",
+        ) from None
     except OSError:
         return None
     return os.fsdecode(process.stdout) if process.returncode == 0 else None

@@ -177,6 +177,17 @@ def test_use(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
 
 
+def test_other_data_without_parts_are_evaluated_in_part_and_say_so(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = ("the food was great and the music was awful", "praised")
+    path = write_csv(tmp_path / "d.csv", [("text", "label"), *[good] * 9, (good[0], "blamed")])
+    assert evaluate.main([f"--run={trained}", f"--data={path}"]) == 0
+    assert "has no parts: test was drawn from it; --split train for the rest" in (
+        capsys.readouterr().out
+    )
+
+
 def test_other_data_with_unknown_labels_are_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,11 @@ def run_evaluation(
         quiet=True,
     ) as session:
         session.agree("the data set", data.fingerprint)
+        if options.data and not options.split and data.split["method"] == "seeded":
+            others = " or ".join(f"--split {name}" for name in data.splits if name != split)
+            session.say(
+                f"{data.source} has no parts: {split} was drawn from it; {others} for the rest"
+            )
         samples, figures, summary = measure(session, model.load(session), split)
         if options.json and session.world.rank == 0:
             content = {"split": split, "samples": samples, **figures}

@@ -29,7 +29,7 @@ from paceline.report import explanation
 from paceline.rundir import records
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, SupervisorLocation
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import ConnectError, SettingError
 
 ALIVE = 4711  # a process id that stands for one that lives
 
@@ -233,6 +233,23 @@ def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
     said = conclude(from_run(folder), load_all())
     assert said.text.startswith("the supervisor was killed or its host n2 restarted")
     assert [rule.code for rule, _ in said.matches] == ["launcher-killed"]
+
+
+def test_status_without_the_host_of_a_detached_run_says_how_to_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(path: Path) -> None:
+        raise ConnectError("n2 cannot be reached")
+
+    monkeypatch.setattr("paceline.cli.runs.sync.sync_run", unreachable)
+    folder = left_elsewhere("one")
+    typed = {"command": "paceline run -H n1,n2 --detach train.py", "folder": str(Path.cwd())}
+    (folder / "plan.json").write_text(json.dumps({"typed": typed}))
+    assert "gone for good" not in call("status", "one").output  # it has no checkpoint here
+    (folder / "checkpoints/450").mkdir(parents=True)
+    (folder / "checkpoints/450/manifest.json").write_text("{}")
+    output = call("status", "one").output
+    assert "  if that host is gone for good: rm runs/one/detached.json\n  to resume: " in output
 
 
 def test_status_of_a_stopped_run_says_how_it_is_resumed() -> None:

@@ -130,6 +130,13 @@ def describe_resume(path: Path) -> list[str]:
     return _describe_resume(*_resume_command(path, records.read_object(path / names.PLAN) or {}))
 
 
+def describe_abandon(path: Path) -> list[str]:
+    """Says how to go on without the host of a detached run; empty if it has no checkpoint here."""
+    resume = describe_resume(path)
+    remove = shell_text(["rm", str(path / names.DETACHED)])
+    return [f"if that host is gone for good: {remove}", *resume] if resume else []
+
+
 def _describe_resume(command: str, folder: str) -> list[str]:
     place = f" (in {folder})" if folder else ""
     return [f"to resume{place}: {command}"] if command else []

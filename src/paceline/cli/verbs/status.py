@@ -11,7 +11,7 @@ from paceline.cli.options import run_lookup_options
 from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.state import read_state
 from paceline.cli.verb import Verb, say
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.terminal import format_for
 
 
@@ -28,6 +28,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
 
     For a batch, the scheduler's message is shown.
     """
+    from paceline.cli.runs.lost import describe_abandon
     from paceline.cli.runs.run_lookup import resolve_run
     from paceline.cli.runs.sync import sync_run
 
@@ -41,5 +42,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
         click.echo(json.dumps(state.to_json(), indent=2))
     else:
         say(format_for(describe_run(state), sys.stdout))
+        for line in describe_abandon(path) if isinstance(problem, ConnectError) else ():
+            say(f"  {line}")
     if problem is not None:
         raise problem

@@ -305,8 +305,8 @@ def test_the_last_host_that_falls_silent_is_not_our_own_line(
             "the SSH connection to n2 ended: client_loop: send disconnect: Broken pipe",
         ),
         (
-            "paceline agent: leaving: the lease of 10 s ran out",
-            "the connection to n2 ended: the lease of 10 s ran out",
+            "paceline agent: leaving: the launcher was silent for 7 s of a lease of 10 s",
+            "the connection to n2 ended: the launcher was silent for 7 s of a lease of 10 s",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_ends_in_words() -> None:
 
 
 def test_nodes_that_ended_their_ranks_while_we_were_away_are_not_to_blame() -> None:
-    left = left_for("n1", "lease", "the lease of 10 s ran out", 7.0)
+    left = left_for("n1", "lease", "the launcher was silent for 7 s of a lease of 10 s", 7.0)
     assert left is not None
     after = [left, failure(0, 7.1, "killed by SIGTERM", "signal", signal=15)]
     us = failure_analysis.first_failure(

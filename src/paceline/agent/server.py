@@ -213,7 +213,9 @@ class Agent:
         if ending := self.stream.end_reason(leased=self.lease.seconds is not None):
             self.start_exit(*ending)
         elif self.lease.is_ending(time.monotonic()):
-            self.start_exit("lease", "the lease of %.0f s ran out" % (self.lease.seconds or 0))
+            lease_s = self.lease.seconds or 0
+            silence = "the launcher was silent for %.0f s" % (lease_s - self.lease.ending_s)
+            self.start_exit("lease", "%s of a lease of %.0f s" % (silence, lease_s))
         elif os.getppid() != self._parent:
             self.start_exit("guard", GUARD_KILLED)
         elif self._has_term:

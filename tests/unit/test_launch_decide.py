@@ -67,6 +67,23 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
     return planner.make_plan(the_job, "run1", about, Supplies(), port, ["a note"])
 
 
+# --- which cards
+
+
+CARD = {"name": "mlx5_0", "port": 1, "active": True, "speed": 200000, "interfaces": [],
+        "fabric": "InfiniBand fe80:0000:0000:0000, subnet manager 0x1", "gids": []}  # fmt: skip
+
+
+def test_nodes_with_gpus_get_the_rdma_ports_that_connect_them() -> None:
+    there = {name: {**facts(gpus=1), "rdma": [CARD]} for name in ("n1", "n2")}
+    hca = [node.env["NCCL_IB_HCA"] for node in plan(job(), per_host=there).nodes]
+    assert [setting.value for setting in hca] == ["=mlx5_0:1"] * 2
+    assert "subnet manager 0x1" in hca[0].detail
+    hosts = (Host("n1", env={"NCCL_NET": "Socket"}), Host("n2"))
+    settled = plan(job(), hosts, there)
+    assert all("NCCL_IB_HCA" not in node.env for node in settled.nodes)
+
+
 # --- how many
 
 

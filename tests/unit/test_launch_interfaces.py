@@ -13,7 +13,8 @@ from paceline.remote import interfaces
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
-CARD = {"name": "mlx5_0", "port": 1, "active": True, "speed": 100000, "interfaces": ["ens3"]}
+CARD = {"name": "mlx5_0", "port": 1, "active": True, "speed": 100000, "interfaces": ["ens3"],
+        "fabric": "", "gids": []}  # fmt: skip
 HOSTS = [Host("n1"), Host("n2")]
 
 

@@ -22,6 +22,7 @@ CHECKS: dict[str, Level] = {
     "folders": "full",
     "data": "full",
     "gpu": "full",
+    "rdma": "facts",
     "link": "full",
     "interface": "full",
     "trial": "full",

@@ -95,9 +95,11 @@ _CPU = record(available=_CPUS, cores=list_of(_CPUS, 1 << 16),
 _GPU = record(
     maker=choice("nvidia", "amd", "intel"), device=SHORT_TEXT, pci=SHORT_TEXT, node=integer(-1)
 )
-_DEVICES = record(gpus=list_of(_GPU, 1000), nvidia_driver=optional(SHORT_TEXT))
-_PORT_OF_CARD = record(name=SHORT_TEXT, port=integer(0, 1 << 16), active=boolean, speed=integer(-1),
-                       interfaces=list_of(INTERFACE, 1000))  # fmt: skip
+_DEVICES = record(gpus=list_of(_GPU, 1000), nvidia_driver=optional(SHORT_TEXT), gpudirect=boolean)
+_GID = record(index=integer(0, 1 << 16), address=address)
+_PORT_OF_CARD = record(name=regex(r"[\w.-]{1,64}", "a card's name"), port=integer(0, 1 << 16),
+                       active=boolean, speed=integer(-1), interfaces=list_of(INTERFACE, 1000),
+                       fabric=SHORT_TEXT, gids=list_of(_GID, 1000))  # fmt: skip
 _LIMITS = record(
     nofile=integer(-1), nofile_hard=integer(-1), memlock=integer(-1, 1 << 64), shm=SIZE
 )
@@ -110,6 +112,7 @@ _FACTS = record(
     memory=optional(record(total=SIZE, available=SIZE)),
     devices=optional(_DEVICES),
     rdma=optional(list_of(_PORT_OF_CARD, 1000)),
+    nccl_conf=optional(dict_of(text(MAX_LONG_TEXT), SHORT_TEXT, 1000)),
     limits=optional(_LIMITS),
     environment=optional(dict_of(text(MAX_LONG_TEXT), SHORT_TEXT, 10_000)),
     disks=optional(dict_of(_DISK, SHORT_TEXT, 100)),

@@ -212,15 +212,21 @@ def memory_facts() -> Facts:
 
 def device_facts() -> Facts:
     """Returns GPUs from the kernel's files, and the version of NVIDIA's driver."""
-    version = re.search(r"Kernel Module\D*([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
+    text = read_text(Path("/proc/driver/nvidia/version"))
+    version = re.search(r"Kernel Module\D*([\d.]+)", text)
     driver = version.group(1) if version else None
-    return {"gpus": accelerators.find_gpus(), "nvidia_driver": driver}
+    # the open driver hands out its memory by dma-buf, the other one needs a module for that
+    direct = "Open Kernel Module" in text or any(
+        Path("/sys/module", module).exists() for module in ("nvidia_peermem", "nv_peer_mem")
+    )
+    return {"gpus": accelerators.find_gpus(), "nvidia_driver": driver, "gpudirect": direct}
 
 
 def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
     """Ports of cards that bypass the kernel (InfiniBand, RoCE, EFA): speed in Mbit/s, -1 unknown.
 
-    ``interfaces`` are those of the kernel that belong to the same card.
+    ``interfaces`` are those of the kernel that belong to the same card. ``fabric`` names a port's
+    InfiniBand network. ``gids`` are the IPv4 addresses of a port that speaks RoCE v2.
     """
     ports = []
     for port in sorted(Path(folder).glob("*/ports/*")):
@@ -232,8 +238,38 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
             "active": read_text(port / "state").endswith("ACTIVE"),
             "speed": int(float(rate.group(1)) * 1000) if rate else -1,
             "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
+            "fabric": infiniband_fabric(port),
+            "gids": roce_addresses(port),
         })  # fmt: skip
     return ports
+
+
+def infiniband_fabric(port: Path) -> str:
+    """Names the network of an InfiniBand port by subnet prefix and subnet manager; else empty."""
+    if read_text(port / "link_layer") != "InfiniBand":
+        return ""
+    prefix = read_text(port / "gids" / "0")[:19]
+    return "InfiniBand %s, subnet manager %s" % (prefix, read_text(port / "sm_lid"))
+
+
+def roce_addresses(port: Path) -> List[Facts]:
+    """Returns the IPv4 addresses of a RoCE v2 port, each with its index in the table of GIDs."""
+    addresses = []
+    for kind in sorted((port / "gid_attrs" / "types").glob("*"), key=lambda path: int(path.name)):
+        gid = read_text(port / "gids" / kind.name).replace(":", "")
+        # an index without an address cannot be read
+        if read_text(kind) == "RoCE v2" and re.match("0{20}ffff[0-9a-f]{8}$", gid):
+            address = ".".join(str(int(gid[at : at + 2], 16)) for at in range(24, 32, 2))
+            addresses.append({"index": int(kind.name), "address": address})
+    return addresses
+
+
+def nccl_conf_facts() -> Facts:
+    """Returns the variables that NCCL reads from files."""
+    files = ("/etc/nccl.conf", "~/.nccl.conf")
+    lines = [line for file in files for line in read_text(Path(file).expanduser()).splitlines()]
+    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+    return {name.strip(): value.strip() for name, sign, value in pairs if sign and name.strip()}
 
 
 def limit_facts() -> Facts:
@@ -316,6 +352,7 @@ FACTS: Dict[str, Callable[[], Any]] = {
     "memory": memory_facts,
     "devices": device_facts,
     "rdma": rdma_facts,
+    "nccl_conf": nccl_conf_facts,
     "limits": limit_facts,
     "ephemeral_ports": ephemeral_ports,
     "clock": clock_facts,

@@ -318,7 +318,9 @@ class Reconnector:
     def _part(self, node: Node, node_rank: int, ranks: Sequence[int]) -> NodePlan:
         assert node.survey is not None
         job, run_id, supplies = self._request.job, self._request.run_id, self._provisioner.supplies
-        return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks)
+        others = (member for member in self._fleet.nodes if member is not node)
+        members = [member.survey for member in others if member.survey is not None]
+        return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks, members)
 
     async def wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
         """Waits for nodes to connect; returns whether enough came in time."""

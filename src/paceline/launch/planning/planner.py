@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.planning import affinity
-from paceline.remote import agreement, interfaces
+from paceline.remote import agreement, interfaces, rdma
 from paceline.remote.network import NodeNetwork
+from paceline.remote.rdma import EXPLICIT, RdmaChoice
 from paceline.spec import jobenv, launchers
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.formatting import pluralize
@@ -227,7 +228,8 @@ def bind(job: Job, host: Host, facts: Facts, processes: int) -> affinity.Binding
 
 
 def node_env(job: Job, host: Host, facts: Facts, processes: int,
-             network: NodeNetwork | None) -> dict[str, Setting[str]]:  # fmt: skip
+             network: NodeNetwork | None,
+             cards: RdmaChoice | None = None) -> dict[str, Setting[str]]:  # fmt: skip
     """Returns the variables for a node's ranks that the user has not set.
 
     ``network`` may be ``None``: the fork server needs no variables for the interface.
@@ -250,6 +252,9 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         variables = oneccl(bind(job, host, facts, processes), network)
         env |= {name: Setting(value, Source.FOUND, f"--backend {job.backend}")
                 for name, value in variables.items()}  # fmt: skip
+    if cards is not None:
+        env |= {name: Setting(value, Source.FOUND, cards.reason)
+                for name, value in cards.on(host.name).items()}  # fmt: skip
     overrides, job_env = user_env(job, host), job.environment.variables()
     yields = job.environment.source <= Source.FILE
     table = f"[hosts.{host.name}.env] of {TOML_NAME}"
@@ -314,11 +319,12 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         NodeError: The code on a host differs and may not be sent, or its folder is missing.
     """
     nodes: list[NodePlan] = []
+    cards = cards_of(job, (*surveys, *spares))
     first_rank = 0
     for node_rank, survey in enumerate(surveys):
-        nodes.append(_node(job, survey, supplies, run_id, node_rank, first_rank))
+        nodes.append(_node(job, survey, supplies, run_id, node_rank, first_rank, cards))
         first_rank += len(nodes[-1].ranks)
-    waiting = tuple(replace(_node(job, survey, supplies, run_id, node_rank, 0), ranks=())
+    waiting = tuple(replace(_node(job, survey, supplies, run_id, node_rank, 0, cards), ranks=())
                     for node_rank, survey in enumerate(spares, len(nodes)))  # fmt: skip
     hosts, facts = [survey.host for survey in surveys], surveys[0].facts
     return Plan(
@@ -371,6 +377,14 @@ def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: 
                    settings=settings)  # fmt: skip
 
 
+def cards_of(job: Job, surveys: Sequence[HostSurvey]) -> RdmaChoice:
+    """Chooses the RDMA ports of all hosts, unless the user has chosen NCCL's network on one."""
+    variables = (user_env(job, survey.host) for survey in surveys)
+    if chosen := {name for env in variables for name in EXPLICIT if name in env}:
+        return RdmaChoice(f"{', '.join(sorted(chosen))} was given")
+    return rdma.choose({survey.host.name: survey.facts for survey in surveys})
+
+
 def uses_agent_store(job: Job, facts: Facts) -> bool:
     """Returns whether an agent holds the store: it needs torch on the first node, else rank 0 does.
 
@@ -383,7 +397,7 @@ def uses_agent_store(job: Job, facts: Facts) -> bool:
 
 
 def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
-          first_rank: int) -> NodePlan:  # fmt: skip
+          first_rank: int, cards: RdmaChoice) -> NodePlan:  # fmt: skip
     facts, place = survey.facts, place_on(job, survey, supplies, run_id)
     processes = processes_on(job, survey.host, facts).value
     bound = bind(job, survey.host, facts, processes)
@@ -397,7 +411,7 @@ def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_ra
         workdir=place.workdir,
         code=place.code,
         entry=place.entry,
-        env=node_env(job, survey.host, facts, processes, survey.network)
+        env=node_env(job, survey.host, facts, processes, survey.network, cards)
         | data_env(job, place)
         | inputs_env(place),
         ranks=tuple(RankPlan(first_rank + at, at, cpus) for at, cpus in enumerate(bound)),
@@ -407,12 +421,14 @@ def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_ra
 
 
 def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
-                  ranks: Sequence[int]) -> NodePlan:  # fmt: skip
+                  ranks: Sequence[int], members: Sequence[HostSurvey]) -> NodePlan:  # fmt: skip
     """Returns the plan of a host that joins a running job.
 
     Its ranks get the numbers ``ranks``, of which those that it cannot hold are not used.
+    ``members`` are the job's other hosts.
     """
-    part = _node(job, survey, supplies, run_id, node_rank, 0)
+    cards = cards_of(job, (*members, survey))
+    part = _node(job, survey, supplies, run_id, node_rank, 0, cards)
     numbered = zip(part.ranks, ranks, strict=False)
     return replace(part, ranks=tuple(replace(rank, rank=number) for rank, number in numbered))
 

@@ -1,0 +1,148 @@
+"""Which RDMA ports NCCL uses, from the files of the kernel to the variables of the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.agent.surveys.facts import rdma_facts
+from paceline.remote.rdma import RdmaChoice, choose
+
+FE80 = "fe80:0000:0000:0000"
+ROCE = ("RoCE v1", "RoCE v2")
+
+
+def infiniband(folder: Path, name: str, sm_lid: str = "0x1", rate: int = 200,
+               prefix: str = FE80, state: str = "4: ACTIVE") -> None:  # fmt: skip
+    """The files of a port, with the words of a ConnectX-6 on InfiniBand."""
+    port = write(folder, name, {
+        "state": state, "rate": f"{rate} Gb/sec (4X HDR)", "link_layer": "InfiniBand",
+        "sm_lid": sm_lid, "gids/0": f"{prefix}:a088:c203:00d2:aaf2",
+        "gids/1": "0000:0000:0000:0000:0000:0000:0000:0000",
+    })  # fmt: skip
+    (port / "gid_attrs" / "types").mkdir(parents=True)
+
+
+def roce(folder: Path, name: str, address: str, rate: int = 100, skip: int = 0) -> None:
+    """The files of a port on Ethernet: each address twice, for RoCE v1 and v2."""
+    hexadecimal = "".join(f"{int(part):02x}" for part in address.split("."))
+    mapped = f"0000:0000:0000:0000:0000:ffff:{hexadecimal[:4]}:{hexadecimal[4:]}"
+    gids = [f"{FE80}:a288:c2ff:fe3b:506a"] * (2 + 2 * skip) + [mapped] * 2
+    files = {f"gids/{index}": gid for index, gid in enumerate(gids)}
+    kinds = {f"gid_attrs/types/{index}": ROCE[index % 2] for index in range(len(gids))}
+    write(folder, name, {
+        "state": "4: ACTIVE", "rate": f"{rate} Gb/sec (4X EDR)", "link_layer": "Ethernet",
+        "sm_lid": "0x0", **files, **kinds,
+    })  # fmt: skip
+
+
+def efa(folder: Path, name: str) -> None:
+    write(folder, name, {"state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)",
+                         "link_layer": "Unspecified", "sm_lid": "0x0"})  # fmt: skip
+
+
+def write(folder: Path, name: str, files: dict[str, str]) -> Path:
+    port = folder / name / "ports" / "1"
+    for path, text in files.items():
+        (port / path).parent.mkdir(parents=True, exist_ok=True)
+        (port / path).write_text(f"{text}\n")
+    return port
+
+
+def host(folder: Path, *addresses: str, **more: Any) -> dict[str, Any]:
+    """The facts of a host with a GPU, with the cards of a folder."""
+    links = [{"addresses": [{"address": address, "prefix": 24, "family": 4}]}
+             for address in addresses]  # fmt: skip
+    gpus = [{"maker": "nvidia"}]
+    return {"rdma": rdma_facts(str(folder)), "interfaces": links, "devices": {"gpus": gpus}, **more}
+
+
+def of(choice: RdmaChoice, *names: str) -> list[str]:
+    return [choice.on(name).get("NCCL_IB_HCA", "") for name in names]
+
+
+def test_all_ports_of_one_fabric_are_used(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        infiniband(tmp_path / name, "mlx5_0")
+        infiniband(tmp_path / name, "mlx5_1")
+        infiniband(tmp_path / name, "mlx5_2", state="1: DOWN")
+    choice = choose({name: host(tmp_path / name) for name in ("a", "b")})
+    assert of(choice, "a", "b") == ["=mlx5_0:1,mlx5_1:1"] * 2
+    assert "NCCL_IB_GID_INDEX" not in choice.on("a")
+    assert "InfiniBand fe80:0000:0000:0000, subnet manager 0x1" in choice.reason
+
+
+def test_a_port_of_another_fabric_is_left_out(tmp_path: Path) -> None:
+    """Such as that of the storage, to which one host only is connected."""
+    infiniband(tmp_path / "a", "mlx5_0", prefix="fe80:0000:0000:0001")
+    infiniband(tmp_path / "a", "mlx5_1", sm_lid="0x7")
+    infiniband(tmp_path / "b", "mlx5_0", sm_lid="0x7")
+    choice = choose({name: host(tmp_path / name) for name in ("a", "b")})
+    assert of(choice, "a", "b") == ["=mlx5_1:1", "=mlx5_0:1"]
+
+
+def test_rails_of_roce_with_the_index_of_their_addresses(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b"), 1):
+        roce(tmp_path / name, "mlx5_0", f"10.1.0.{number}")
+        roce(tmp_path / name, "mlx5_1", f"10.2.0.{number}")
+    facts = {"a": host(tmp_path / "a", "10.1.0.1", "10.2.0.1"),
+             "b": host(tmp_path / "b", "10.1.0.2", "10.2.0.2")}  # fmt: skip
+    choice = choose(facts)
+    assert of(choice, "a", "b") == ["=mlx5_0:1,mlx5_1:1"] * 2
+    assert choice.on("a")["NCCL_IB_GID_INDEX"] == "3"
+    assert choice.reason == "on a network of all hosts: 10.1.0.0/24, 10.2.0.0/24"
+
+
+def test_different_indices_are_left_to_nccl(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b"), 1):
+        roce(tmp_path / name, "mlx5_0", f"10.1.0.{number}")
+        roce(tmp_path / name, "mlx5_1", f"10.1.0.{number + 10}", skip=1)
+    choice = choose({name: host(tmp_path / name, "10.1.0.1", "10.1.0.2", "10.1.0.11", "10.1.0.12")
+                     for name in ("a", "b")})  # fmt: skip
+    assert choice.on("a") == {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}
+
+
+def test_the_slow_network_is_left_out_on_all_hosts(tmp_path: Path) -> None:
+    """Each host alone might choose another one."""
+    for number, (name, rate) in enumerate((("a", 200), ("b", 100)), 1):
+        infiniband(tmp_path / name, "mlx5_0", rate=rate)
+        roce(tmp_path / name, "mlx5_1", f"10.1.0.{number}", rate=25)
+    facts = {name: host(tmp_path / name, "10.1.0.1", "10.1.0.2") for name in ("a", "b")}
+    assert of(choose(facts), "a", "b") == ["=mlx5_0:1"] * 2
+
+
+def test_one_host_without_a_card_means_tcp_for_all(tmp_path: Path) -> None:
+    infiniband(tmp_path / "a", "mlx5_0")
+    choice = choose({"a": host(tmp_path / "a"), "b": host(tmp_path / "none")})
+    assert choice.variables == {"a": {"NCCL_NET": "Socket"}, "b": {"NCCL_NET": "Socket"}}
+    assert choice.reason == "b has no active RDMA port, so all hosts use TCP"
+
+
+def test_what_is_not_understood_is_left_to_nccl(tmp_path: Path) -> None:
+    """EFA has a plugin of its own; RoCE may be routed between networks."""
+    for name in ("a", "b"):
+        efa(tmp_path / name, "rdmap0s6")
+    choice = choose({name: host(tmp_path / name) for name in ("a", "b")})
+    assert (choice.variables, choice.unknown) == ({}, False)
+    roce(tmp_path / "c", "mlx5_0", "10.1.0.1")
+    roce(tmp_path / "d", "mlx5_0", "10.2.0.1")
+    facts = {"c": host(tmp_path / "c", "10.1.0.1"), "d": host(tmp_path / "d", "10.2.0.1")}
+    assert (choose(facts).variables, choose(facts).unknown) == ({}, True)
+
+
+@pytest.mark.parametrize("where", ["environment", "nccl_conf"])
+def test_a_setting_of_a_host_wins(tmp_path: Path, where: str) -> None:
+    infiniband(tmp_path, "mlx5_0")
+    facts = {"a": host(tmp_path), "b": host(tmp_path, **{where: {"NCCL_IB_DISABLE": "1"}})}
+    choice = choose(facts)
+    assert not choice.variables
+    assert "b sets NCCL_IB_DISABLE=1" in choice.reason
+
+
+def test_nothing_is_chosen_for_one_host_or_without_gpus(tmp_path: Path) -> None:
+    infiniband(tmp_path, "mlx5_0")
+    assert not choose({"a": host(tmp_path)}).variables
+    facts = host(tmp_path, devices={"gpus": []})
+    assert not choose({"a": facts, "b": facts}).variables

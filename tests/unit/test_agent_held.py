@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +191,23 @@ def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
                {**one, "collective_seq_id": 1, "time_created_ns": 200}]  # fmt: skip
     assert flight_recorder.format_calls(entries, 150) == ["0 1 barrier"]
     assert flight_recorder.format_calls([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
+
+
+def test_unfinished_collectives_of_a_gpu() -> None:
+    """The recorders of three NCCL ranks of which one was killed, or frozen."""
+    folder = Path(__file__).parents[2] / "bench/gpu/nccl_h200_2026-11-27"
+    dumps = [(folder / f"flight_recorder_{name}.json").read_text()
+             for name in ("first_killed_rank_1", "frozen_rank_0")]  # fmt: skip
+    modules = [SimpleNamespace(_dump_fr_trace_json=lambda *_: "{}",
+                               _dump_nccl_trace_json=lambda *_, text=text: text)
+               for text in dumps]  # fmt: skip
+    killed, frozen = map(flight_recorder._read_entries, modules)
+    assert flight_recorder.format_calls(killed)[-1] == "0 47 all_reduce of [26122]"
+    assert flight_recorder.has_unfinished(killed)
+    assert not flight_recorder.has_unfinished(frozen)  # it was read after the abort
+    assert not flight_recorder.has_unfinished(killed, killed[-1]["time_created_ns"] + 1)
+    gloo = [{**entry, "profiling_name": "gloo:all_reduce"} for entry in killed]
+    assert not flight_recorder.has_unfinished(gloo)  # its calls end before the script goes on
 
 
 def test_a_rank_that_becomes_a_program_does_not_die_of_a_question() -> None:

@@ -281,6 +281,35 @@ def test_one_in_another_collective_than_the_others() -> None:
     assert found.text.endswith("they differ from collective 7 on")
 
 
+WAITS_FOR_GPU = (Frame("/home/me/train.py", 44, "log"),)  # loss.item() has no frame of its own
+
+
+@pytest.mark.parametrize("cpu_s", [1.0, 3.0])  # CUDA waits with or without using a CPU
+def test_the_rank_that_has_not_launched_what_a_gpu_waits_for(cpu_s: float) -> None:
+    waits = RankSnapshot(RankStack("n1", 0, "S", WAITS_FOR_GPU), cpu_s, unfinished=True,
+                         calls=("0 46 all_reduce of [9]", "0 47 all_reduce of [8]"))  # fmt: skip
+    asleep = RankSnapshot(look(1, ASLEEP).stack, 1.0, calls=("0 46 all_reduce of [9]",))
+    found = judged([look(0, WAITS_FOR_GPU), look(1, ASLEEP)], [waits, asleep],
+                   detailed=[waits, asleep])  # fmt: skip
+    assert found is not None
+    assert (found.rank, found.kind) == (1, "still")
+    assert found.text == (
+        "rank 1 on n2 stands still at train.py, line 21, in fetch while rank 0 on n1 waits for it "
+        "at train.py, line 44, in log until its GPU has done all_reduce of [8], call 47 of group "
+        "0, which rank 1 on n2 has not launched"
+    )
+
+
+def test_ranks_whose_gpus_wait_in_different_collectives() -> None:
+    snaps = [RankSnapshot(RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU), 1.0, unfinished=True,
+                          calls=(f"0 7 all_reduce of [{size}]",))
+             for rank, size in enumerate((8, 8, 9))]  # fmt: skip
+    found = judged(snaps, snaps, detailed=snaps)
+    assert found is not None
+    assert (found.rank, found.kind) == (2, "apart")
+    assert found.text.endswith("they differ from collective 7 on")
+
+
 def test_a_rank_that_has_not_come_does_not_differ() -> None:
     assert first_difference({0: ("0 1 barrier", "0 2 barrier"), 1: ("0 1 barrier",)}) is None
     found = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})
@@ -538,12 +567,13 @@ class Scene:
         return {"ranks": [
             {"rank": rank, "state": "S", "cpu_s": 1.0, "pid": rank + 5, "moved": 0, "sent": 0,
              "switches": 0, "call": "", "on": "", "readers": [], "children": [], "calls": calls,
+             "unfinished": False,
              "stack": [f'File "{f.file}", line {f.line} in {f.function}' for f in stack]}
             for rank, stack in enumerate(stacks)
         ]}  # fmt: skip
 
     async def play(self, act: Callable[[HangWatch], Any]) -> None:
-        node = SimpleNamespace(name="n1", lost=False, running=True, channel=self)
+        node = SimpleNamespace(name="n1", lost=False, running=True, channel=self, facts={})
 
         async def tell(*_: Any, **__: Any) -> None:
             node.active_at = self.active_at

@@ -85,10 +85,31 @@ def _answer_loop(fd: int, module: Any) -> None:
 def _write(fd: int, module: Any) -> None:
     with contextlib.suppress(Exception):  # torch may change the recorder's format
         started_s = time.thread_time()
-        entries = json.loads(module._dump_fr_trace_json(True, False))["entries"]
+        entries = _read_entries(module)
         message: Dict[str, Any] = {"kind": KIND, "calls": format_calls(entries, _started_ns)}
+        message["unfinished"] = has_unfinished(entries, _started_ns)
         message["cpu_s"] = time.thread_time() - started_s
         os.write(fd, b"\n" + json.dumps(message).encode() + b"\n")
+
+
+def _read_entries(module: Any) -> List[Dict[str, Any]]:
+    """Reads the recorders, oldest first: some versions of torch have one of NCCL's own."""
+    entries: Dict[Any, Dict[str, Any]] = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(module, name, None)
+        for entry in json.loads(dump(True, False)).get("entries", ()) if dump else ():
+            entries[entry["profiling_name"], entry["record_id"]] = entry
+    return sorted(entries.values(), key=lambda entry: int(entry["time_created_ns"]))
+
+
+def has_unfinished(entries: List[Dict[str, Any]], started_ns: int = 0) -> bool:
+    """Returns whether the device has not done the latest NCCL collective since a time.
+
+    The script goes on meanwhile, until it needs the result.
+    """
+    current = [entry for entry in entries if entry.get("time_created_ns", started_ns) >= started_ns]
+    nccl = [entry for entry in current if str(entry["profiling_name"]).startswith("nccl:")]
+    return bool(nccl) and nccl[-1].get("state") != "completed"
 
 
 def format_calls(entries: List[Dict[str, Any]], started_ns: int = 0) -> List[str]:

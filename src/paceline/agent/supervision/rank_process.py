@@ -98,7 +98,7 @@ class RankProcess:
                 self.dump.add_line(line)
                 continue
             if isinstance(event, dict) and event.get("kind") == flight_recorder.KIND:
-                self.dump.set_calls(event.get("calls"), event.get("cpu_s"))
+                self.dump.set_calls(*map(event.get, ("calls", "cpu_s", "unfinished")))
             elif isinstance(event, dict):
                 self.active_at = time.monotonic()
                 self.note_event(event)

@@ -80,6 +80,7 @@ class RankSnapshot:
         blocking_call: What it waits in.
         children: Its children; only in detailed snapshots.
         calls: Its latest collectives, as torch's flight recorder has them.
+        unfinished: Its GPU has not done the latest one, on which the script may wait anywhere.
     """
 
     stack: RankStack
@@ -91,6 +92,7 @@ class RankSnapshot:
     blocking_call: BlockingCall = field(default_factory=BlockingCall)
     children: tuple[Child, ...] = ()
     calls: tuple[str, ...] = ()
+    unfinished: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -109,7 +111,7 @@ class RankSnapshot:
         )  # fmt: skip
         return cls(stack, float(report["cpu_s"]), int(report["pid"]), float(report["moved"]),
                    float(report["sent"]), int(report["switches"]), _blocking_call(report),
-                   children, tuple(report["calls"]))  # fmt: skip
+                   children, tuple(report["calls"]), bool(report["unfinished"]))  # fmt: skip
 
 
 def _blocking_call(report: dict[str, Any]) -> BlockingCall:
@@ -210,6 +212,10 @@ def _classify(first: RankSnapshot, second: RankSnapshot, between_s: float) -> st
     """Returns ``waits``, ``still`` or ``busy``; empty if the rank moves or cannot be inspected."""
     if first.is_stopped or second.is_stopped:
         return "still" if first.is_stopped and second.is_stopped else ""
+    if (
+        second.unfinished
+    ):  # the main thread waits for the GPU, on some line, and may use a whole CPU
+        return "waits" if first.stack.script_frame == second.stack.script_frame else ""
     if not second.stack.frames or is_waiting(second.stack) != is_waiting(first.stack):
         return ""
     if is_waiting(second.stack):
@@ -257,9 +263,12 @@ def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
         waiting = regrouping
 
     stacks = [snap.stack for snap in waiting]
-    for_it = f"{_join_labels(stacks)} {_wait_verb(stacks)} for it in {describe_position(stacks[0])}"
+    position = describe_position(stacks[0])
+    position = position if position.startswith("at ") else f"in {position}"
+    for_it = f"{_join_labels(stacks)} {_wait_verb(stacks)} for it {position}"
     if blocked:
         snap = min(blocked, key=lambda snap: snap.stack.state != "T")
+        for_it += _describe_unlaunched(waiting[0], snap)
         also = _describe_also([peer for peer in blocked if peer is not snap])
         text = f"{snap.stack.label} {_describe_block(snap)} while {for_it}{also}"
         return _hang_of(snap, text, "frozen" if snap.is_stopped else "still", sure)
@@ -273,6 +282,17 @@ def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
         text = f"rank {rank} on {host} ended with status 0 while {for_it}"
         return Hang(host, rank, text, "ended")
     return _deadlock(waiting) if len(waiting) > 1 else None
+
+
+def _describe_unlaunched(waiting: RankSnapshot, blocked: RankSnapshot) -> str:
+    """Names the collective that a GPU has not done, as the end of a sentence."""
+    if not (waiting.unfinished and waiting.calls):
+        return ""
+    group, number, call = waiting.calls[-1].split(" ", 2)
+    launched = [seen.split(" ", 2)[1] for seen in blocked.calls if seen.startswith(f"{group} ")]
+    lacks = launched and int(launched[-1]) < int(number)
+    who = f", which {blocked.stack.label} has not launched" if lacks else ""
+    return f" until its GPU has done {call}, call {number} of group {group}{who}"
 
 
 def _remaining_ranks_hang(blocked: Sequence[RankSnapshot], ended: Sequence[tuple[str, int]],

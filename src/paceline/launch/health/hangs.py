@@ -246,7 +246,7 @@ class HangWatch:
         first = await self._take_snapshots()
         taken_at = time.monotonic()
         await asyncio.sleep(SNAPSHOT_GAP_S)
-        second = await self._take_snapshots()
+        second = await self._take_snapshots(closely=self._has_gpus())
         if first is None or second is None:
             return None
         between_s = time.monotonic() - taken_at
@@ -260,6 +260,10 @@ class HangWatch:
         if self._was_active(active_at):
             return None
         return diagnose(first, second, between_s, idle_s, self._ended, detailed)
+
+    def _has_gpus(self) -> bool:
+        """Returns whether collectives may be unfinished while the script is anywhere."""
+        return any((node.facts.get("devices") or {}).get("gpus") for node in self._fleet.nodes)
 
     async def diagnose_stop(self) -> Hang | None:
         """Returns what holds the job up at the moment when the user stops it."""

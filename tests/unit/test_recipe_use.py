@@ -235,6 +235,17 @@ def test_a_quantized_translator_translates(
         assert "does not go with --onnx" in capsys.readouterr().err
 
 
+def test_a_file_of_another_model_is_refused(
+    reverser: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(reverser / "model", run / "model")
+    config = json.loads((run / "model/config.json").read_text())
+    (run / "model/config.json").write_text(json.dumps({**config, "sha256": "0" * 64}))
+    assert translate.main([f"--run={run}", f"--onnx={exported}", "a b"]) == 1
+    assert "not made from the model that the run has now" in capsys.readouterr().err
+
+
 def test_a_quantized_image_model_has_measured_ranges(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

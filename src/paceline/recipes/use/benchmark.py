@@ -68,7 +68,7 @@ def with_onnx_file(model: PortableModel, options: BenchmarkOptions) -> PortableM
                 found="the file has its own precision, and is run on the CPU",
                 remedy="leave out one of the two",
             )
-    return replace(model, network=OnnxNetwork(Path(options.onnx), model.names))
+    return replace(model, network=OnnxNetwork(Path(options.onnx), model.names, model.config))
 
 
 @torch.inference_mode()

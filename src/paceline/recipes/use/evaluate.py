@@ -71,7 +71,9 @@ class TrainedModel:
 
     def load_or_open(self, session: train.Session, onnx: str, names: Sequence[str]) -> nn.Module:
         """Loads the network for predictions, from the file ``onnx`` if one is named."""
-        return OnnxNetwork(Path(onnx), names) if onnx else self.load(session).eval()
+        if onnx:
+            return OnnxNetwork(Path(onnx), names, self.config)
+        return self.load(session).eval()
 
 
 @contextmanager

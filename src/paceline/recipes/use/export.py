@@ -23,6 +23,7 @@ from paceline.program import library
 from paceline.recipes.argv import run_command
 from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import module_of
+from paceline.recipes.use.onnx_file import mark
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.terminal import clean_line
@@ -107,6 +108,12 @@ def to_onnx(model: PortableModel, path: Path) -> None:
         )
 
 
+def write_onnx(model: PortableModel, path: Path) -> None:
+    """Writes one ONNX file that names the weights that it was made from."""
+    to_onnx(model, path)
+    mark(path, model.config)
+
+
 @contextlib.contextmanager
 def silence_exporters() -> Iterator[None]:
     """Silences the exporters' messages about optional libraries."""
@@ -140,7 +147,7 @@ def _dynamic_shapes(model: PortableModel) -> tuple[dict[int, Any], ...]:
 WRITERS: Mapping[Format, Callable[[PortableModel, Path], None]] = {
     "transformers": write_transformers,
     "torch": write_torch,
-    "onnx": lambda model, folder: to_onnx(model, folder / "model.onnx"),
+    "onnx": lambda model, folder: write_onnx(model, folder / "model.onnx"),
 }
 
 

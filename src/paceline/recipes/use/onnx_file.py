@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,32 @@ from torch import Tensor, nn
 from paceline.program import library
 from paceline.spec.errors import DataError
 
+_WEIGHTS = "paceline.weights"  # an ONNX file's record of the model that it was made from
+
+
+def mark(path: Path, config: Mapping[str, Any]) -> None:
+    """Records in an ONNX file which weights it was made from; ``config`` describes the model."""
+    onnx = library("onnx", "ONNX files are written")
+    model = onnx.load(str(path))
+    entry = model.metadata_props.add()
+    entry.key, entry.value = _WEIGHTS, str(config.get("sha256", ""))
+    onnx.save(model, str(path))
+
 
 class OnnxNetwork(nn.Module):
     """An ONNX file as a network, which computes on the CPU.
 
     Args:
         names: Names of its inputs, in order.
+        config: Description of the model that it must have been made from; ``None``: any.
 
     Raises:
         DataError: The file is missing, or holds another network.
     """
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, names: Sequence[str], config: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
         tools = runtime("onnxruntime", "ONNX files are run")
         options = tools.SessionOptions()
@@ -35,6 +49,7 @@ class OnnxNetwork(nn.Module):
                 content, options, providers=["CPUExecutionProvider"]
             )
             input_names = [tensor.name for tensor in self._session.get_inputs()]
+            weights = self._session.get_modelmeta().custom_metadata_map.get(_WEIGHTS)
         except Exception as error:  # the runtime's exceptions have no common base
             raise DataError(
                 f"{path} cannot be run",
@@ -45,6 +60,12 @@ class OnnxNetwork(nn.Module):
             raise DataError(
                 f"{path} holds another network",
                 found=f"its inputs are {', '.join(input_names)}; wanted are {', '.join(names)}",
+            )
+        if config is not None and weights != config.get("sha256", ""):
+            raise DataError(
+                f"{path} was not made from the model that the run has now",
+                found="the run was trained again, or this is the file of another run",
+                remedy="paceline export RUN, or paceline quantize RUN, writes it again",
             )
         self._names = names
 

@@ -16,7 +16,7 @@ from paceline.recipes.argv import check_at_least, check_fraction, run_command
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import module_of
 from paceline.recipes.use.export import PortableModel, output_path, silence_exporters, to_onnx
-from paceline.recipes.use.onnx_file import OnnxNetwork, runtime
+from paceline.recipes.use.onnx_file import OnnxNetwork, mark, runtime
 from paceline.spec.errors import DataError
 from paceline.train import files
 
@@ -37,6 +37,7 @@ def quantize(options: QuantizeOptions) -> None:
             write_static(full, small, model, options.calibration)
         else:
             write_dynamic(full, small)
+        mark(small, model.config)
         samples, baseline = model.evaluate(model.network, options.samples)
         _, quantized = model.evaluate(OnnxNetwork(small, model.names), options.samples)
         name, perfect = model.figure

@@ -63,7 +63,7 @@ def network_of(
             found="with a file, the likeliest token is taken every time",
             remedy="leave out one of the two",
         )
-    return OnnxNetwork(Path(options.onnx), NAMES), model.search(beam=1)
+    return OnnxNetwork(Path(options.onnx), NAMES, model.config), model.search(beam=1)
 
 
 def translations(

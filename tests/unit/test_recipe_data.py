@@ -418,6 +418,14 @@ def nothing_held_out(folder: Path) -> None:
     write_folder(folder / "train", {"a": 2, "b": 2})
 
 
+def test_the_folder_of_runs_is_no_class(tmp_path: Path) -> None:
+    """Who trains in the data's folder has made it there."""
+    write_folder(tmp_path, {"cat": 10, "dog": 10})
+    (tmp_path / "runs/image-1").mkdir(parents=True)
+    (tmp_path / "runs/image-1/plan.json").write_text("{}")
+    assert read(tmp_path).classes == ("cat", "dog")
+
+
 @pytest.mark.parametrize(
     ("make", "name", "told"),
     [

@@ -26,6 +26,7 @@ from paceline.recipes.data.images import (
     split_seeded,
 )
 from paceline.recipes.options import ImageOptions
+from paceline.spec import rundir
 from paceline.spec.errors import DataError
 
 _SPLITS = {
@@ -117,7 +118,7 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
         names = sorted(
             path.name
             for path in folder.iterdir()
-            if path.is_dir() and not is_system_file(Path(path.name))
+            if path.is_dir() and not is_system_file(Path(path.name)) and not _holds_runs(path)
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read", found=str(error)) from None
@@ -128,6 +129,11 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
             remedy="one folder for each class, with its images inside",
         )
     return tuple(names)
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Whether this is the folder of runs, made when a training is started in its data's folder."""
+    return folder.name == rundir.DEFAULT_PARENT and any(folder.glob(f"*/{rundir.PLAN}"))
 
 
 def _list_class_folders(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], Labels]:
@@ -148,7 +154,7 @@ def _images(folder: Path) -> list[Path]:
         raise DataError(
             f"the class folder {folder} holds no images",
             found=f"{sum(1 for _ in folder.iterdir())} other entries",
-            remedy=f"add images ({', '.join(sorted(SUFFIXES))}) or remove the folder",
+            remedy=f"add images ({', '.join(sorted(SUFFIXES))}) or move the folder elsewhere",
         )
     return images
 

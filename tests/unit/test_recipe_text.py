@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,48 @@ def test_other_data_without_parts_are_evaluated_in_part_and_say_so(
     )
 
 
+def test_rows_without_a_label_or_a_text_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("label", "text"), *ROWS, ("", "no label"), ("yes", " "), ("", "")]
+    path = write_csv(tmp_path / "d.csv", rows)
+    assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}", "--steps=1"]) == 0
+    assert "2 rows of" in capsys.readouterr().out
+    assert "" not in config(tmp_path / "run")["classes"]
+
+
+@pytest.mark.parametrize(
+    ("header", "more", "remedy"),
+    [
+        ("Ergebnis,Bewertung Text", [], "--label-column Ergebnis --text-column 'Bewertung Text'"),
+        ("ID;Text;Ergebnis", ["--label-column=Ergebnis"], "--delimiter ';'"),
+        ("Ergebnis,Text", ["--label-column=ergebnis"], "--label-column Ergebnis"),
+    ],
+)
+def test_a_header_that_is_not_understood(
+    header: str, more: list[str], remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text("\n".join([header, *["gut,toll", "mies,schlecht"] * 9]))
+    assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}", *more]) == 1
+    assert remedy in capsys.readouterr().err
+
+
+def test_predict_reads_tables_as_the_training_did(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "model", run / "model")
+    described = config(run)
+    described["data"] |= {"delimiter": ";", "source": "train.csv", "columns": ["label", "words"]}
+    (run / "model/config.json").write_text(json.dumps(described))
+    (tmp_path / "in.csv").write_text("id;words\n1;the food was awful, the music great\n")
+    assert predict.main([f"--run={run}", "--json", str(tmp_path / "in.csv")]) == 0
+    assert json.loads(capsys.readouterr().out)["input"] == "the food was awful, the music great"
+    assert predict.main([f"--run={run}", "missing.csv"]) == 1
+    assert "there is no file missing.csv" in capsys.readouterr().err
+
+
 def test_other_data_with_unknown_labels_are_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,4 +338,5 @@ def test_texts_to_predict_are_found_by_their_column(
     tmp_path: Path, table: str, column: str, expected: list[str]
 ) -> None:
     (tmp_path / "t.csv").write_text(table)
-    assert [*use_text._texts([str(tmp_path / "t.csv")], column)] == expected
+    trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
+    assert [*use_text._texts([str(tmp_path / "t.csv")], trained_on)] == expected

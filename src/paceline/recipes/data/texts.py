@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import hashlib
 import json
 import random
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,7 @@ class TextData:
         splits: (texts, class numbers) by part: ``train`` and at least one of ``val``, ``test``.
         fingerprint: Hash over content and split.
         split: Record of how the parts were made.
+        skipped: Number of rows left out because label or text is empty.
     """
 
     source: str
@@ -53,6 +56,7 @@ class TextData:
     splits: dict[str, tuple[list[str], list[int]]]
     fingerprint: str
     split: dict[str, str | int | float]
+    skipped: int = 0
 
     @property
     def held_out(self) -> str:
@@ -69,6 +73,16 @@ def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
     parts, names = _read_splits(options)
     if options.test_data:
         parts["test"] = _read_file(find_data(options.test_data, options.data_dir), options)
+    total = sum(map(len, parts.values()))
+    parts = {split: [row for row in rows if row[0] and row[1].strip()]
+             for split, rows in parts.items()}  # fmt: skip
+    skipped = total - sum(map(len, parts.values()))
+    if empty := [split for split, rows in parts.items() if not rows]:
+        raise DataError(
+            f"{name} has no {empty[0]} rows with both a label and a text",
+            found=f"{skipped} rows in all parts lack one",
+            remedy="each row: label, text; --label-column and --text-column name the columns",
+        )
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
         fraction = options.test_fraction
@@ -79,7 +93,7 @@ def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
     classes = _class_names(name, labels, options.class_names or names)
     number = {label: place for place, label in enumerate(labels)}
     splits = {split: _encode_labels(name, split, rows, number) for split, rows in parts.items()}
-    return TextData(name, classes, labels, splits, fingerprint(parts), split_info)
+    return TextData(name, classes, labels, splits, fingerprint(parts), split_info, skipped)
 
 
 def _read_splits(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
@@ -154,7 +168,23 @@ def _read_file(path: Path, options: TextOptions) -> list[Row]:
             found=repr(str(rows[first])[:80]),
             remedy="each row: label, text; --delimiter names what stands between",
         )
-    return [(row[0].strip(), " ".join(row[1:])) for row in rows]
+    labelled = [(row[0].strip(), " ".join(row[1:])) for row in rows]
+    _refuse_header(path, rows[0], [label for label, _ in labelled])
+    return labelled
+
+
+def _refuse_header(path: Path, first: Sequence[str], labels: Sequence[str]) -> None:
+    """Raises DataError if the first row is no example: no other row has its label."""
+    label = labels[0]
+    if _is_number(label) or label in labels[1:] or len({*labels[1:]}) == len(labels) - 1:
+        return
+    names = [shlex.quote(cell.strip()) for cell in first[:2]]
+    raise DataError(
+        f"{path} row 1 seems to name the columns, but not those of labels and texts",
+        found=f"row 1: {', '.join(first)[:80]}; no other row has the label {label[:40]!r}",
+        remedy=f"--label-column {names[0]} --text-column {names[1]}, or the other way round; if row"
+        " 1 is an example, add a second one of its class",
+    )
 
 
 def read_jsonl(path: Path) -> list[Any]:
@@ -175,9 +205,8 @@ def read_jsonl(path: Path) -> list[Any]:
 
 def _read_table(path: Path, options: TextOptions) -> list[Any]:
     """Reads a table as lists of cells, or as dictionaries if it has a usable header."""
-    default = "\t" if path.suffix == ".tsv" else ","
-    delimiter = {"": default, "\\t": "\t"}.get(options.delimiter, options.delimiter)
-    rows = parse_rows(path, [f"{line}\n" for line in read_lines(path)], delimiter)
+    lines = [f"{line}\n" for line in read_lines(path)]
+    rows = parse_rows(path, lines, cell_delimiter(path, options.delimiter))
     if not rows:
         return []
     header = [cell.strip() for cell in rows[0]]
@@ -186,6 +215,12 @@ def _read_table(path: Path, options: TextOptions) -> list[Any]:
     if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*TEXT_COLUMNS}):
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
+
+
+def cell_delimiter(path: Path, given: str) -> str:
+    """Returns what stands between the cells of a table."""
+    default = "\t" if path.suffix.lower() == ".tsv" else ","
+    return {"": default, "\\t": "\t"}.get(given, given)
 
 
 def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
@@ -227,10 +262,18 @@ def _find_columns(name: str, row: Mapping[str, Any], options: TextOptions) -> tu
             raise DataError(
                 f"{name} has no column {given or f'that is known to hold a {flag}'}",
                 found=f"columns: {', '.join(map(str, row))}",
-                remedy=f"--{flag}-column NAME",
+                remedy=_column_remedy(flag, given, [*row]),
             )
         columns.append(column)
     return columns[0], columns[1]
+
+
+def _column_remedy(flag: str, given: str, columns: Sequence[str]) -> str:
+    if len(columns) == 1 and (marks := [mark for mark in ";\t|" if mark in columns[0]]):
+        return f"--delimiter {shlex.quote(marks[0])}: that is what stands between the columns"
+    near = difflib.get_close_matches(given.lower(), [column.lower() for column in columns], 1)
+    meant = next((column for column in columns if [column.lower()] == near), "NAME")
+    return f"--{flag}-column {shlex.quote(meant)}"
 
 
 def _from_hub(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str, ...]]:

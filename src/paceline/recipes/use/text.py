@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.texts import TEXT_COLUMNS, TextData, load_texts, parse_rows
+from paceline.recipes.data.texts import (
+    TEXT_COLUMNS,
+    TextData,
+    cell_delimiter,
+    load_texts,
+    parse_rows,
+)
 from paceline.recipes.networks import build_text_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.text import TextTensors, evaluate
@@ -135,7 +142,7 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
     model = load_trained(options.run)
     with local_session(options.device, model.config) as session:
         network = model.load_or_open(session, options.onnx, NAMES)
-        texts = list(_texts(options.inputs, model.config["data"]["columns"][1]))
+        texts = list(_texts(options.inputs, model.config["data"]))
         for start in range(0, len(texts), BATCH):
             chunk = texts[start : start + BATCH]
             rows = probabilities(session, model, network, chunk)
@@ -143,24 +150,32 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
                 yield Prediction(text, chances, model.classes)
 
 
-def _texts(inputs: Iterable[str], column: str) -> Iterator[str]:
+def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the texts; ``trained_on`` describes the data of the training."""
     for name in inputs:
-        path = Path(name)
-        if path.suffix.lower() in (".csv", ".tsv") and path.is_file():
-            yield from _column(path, column)
-        elif path.suffix.lower() == ".txt" and path.is_file():
+        path, suffix = Path(name), Path(name).suffix.lower()
+        if suffix in (".csv", ".tsv", ".txt") and " " not in name and not path.is_file():
+            raise DataError(
+                f"there is no file {name}",
+                remedy="correct its name; a text that ends like one needs a blank in it",
+            )
+        if suffix in (".csv", ".tsv") and path.is_file():
+            is_like_training = suffix == Path(str(trained_on["source"])).suffix.lower()
+            delimiter = trained_on["delimiter"] if is_like_training else ""
+            yield from _column(path, trained_on["columns"][1], delimiter)
+        elif suffix == ".txt" and path.is_file():
             yield from (line for line in path.read_text(encoding="utf-8").splitlines() if line)
         else:
             yield name
 
 
-def _column(path: Path, column: str) -> Iterator[str]:
+def _column(path: Path, column: str, delimiter: str) -> Iterator[str]:
     """Yields the texts of a table.
 
     They are in the column of this name, else in the first with a name that training recognises;
-    without such a header in the second or only one.
+    without such a header in the second or only one. An empty ``delimiter`` is that of the suffix.
     """
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    delimiter = cell_delimiter(path, delimiter)
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = parse_rows(path, file, delimiter)
     if not rows:

@@ -171,6 +171,24 @@ def test_yaml_that_grows_is_refused(tmp_path: Path) -> None:
             read("hosts.yaml", tmp_path)
 
 
+def test_groups_that_contain_each_other(tmp_path: Path) -> None:
+    """Paths through them are many more than groups."""
+    names = [f"g{number}" for number in range(14)]
+    groups = [f"[{name}:children]\n" + "\n".join(names) for name in names]
+    (tmp_path / "inv.ini").write_text("\n".join(["[g0]", "n1 ansible_port=2222", *groups]))
+    assert [host.port for host in read("inv.ini", tmp_path).hosts] == [2222]
+    chain = [f"[c{number}:children]\nc{number + 1}" for number in range(2000)]
+    (tmp_path / "inv.ini").write_text("\n".join(["[c2000]", "n1", *chain]))
+    with pytest.raises(HostsError, match="too many groups within groups"):
+        read("inv.ini", tmp_path)
+
+
+def test_hosts_of_all_lines_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("".join(f"h{n}-[1-60000]\n" for n in range(1000)))
+    with pytest.raises(HostsError, match="hosts, line 2"):
+        read("hosts", tmp_path)
+
+
 def test_named_pipes_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(HostsError, match="is a named pipe"):

@@ -32,7 +32,7 @@ from paceline.hosts.address import (
     parse_ip,
 )
 from paceline.hosts.dialect import ColonMeaning, Parsed, Reading, UnreadableError, line_error
-from paceline.hosts.nodelist import split_list
+from paceline.hosts.nodelist import MAX_HOSTS, collect, split_list
 from paceline.spec.errors import HostsError
 from paceline.spec.formatting import pluralize, suggest
 from paceline.spec.hosts import Host
@@ -128,11 +128,13 @@ class Mention:
 
 def read_mentions(reading: Reading) -> list[Mention]:
     """Returns every mention of a host, in order. Raises HostsError with the line's number."""
-    return [
-        replace(mention, line=number, text=line)
-        for number, line in enumerate(split_lines(reading.text), start=1)
-        for mention in _read_numbered_line(reading.label, number, line)
-    ]
+    mentions: list[Mention] = []
+    for number, line in enumerate(split_lines(reading.text), start=1):
+        found = _read_numbered_line(reading.label, number, line)
+        mentions += (replace(mention, line=number, text=line) for mention in found)
+        if len(mentions) > MAX_HOSTS:
+            raise line_error(reading.label, number, line, f"at most {MAX_HOSTS} hosts")
+    return mentions
 
 
 def split_lines(text: str) -> list[str]:
@@ -159,7 +161,7 @@ def read_line(text: str) -> list[Mention]:
     if ip is not None and options and not any("=" in token for token in options):
         return _hosts_entry(ip, head, options)
     settings = _options(options)
-    tokens = [token for item in _items(head) for token in parse_host_token(item)]
+    tokens = collect(parse_host_token(item) for item in _items(head))
     return [_mention(token, settings) for token in tokens]
 
 

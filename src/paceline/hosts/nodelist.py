@@ -10,9 +10,11 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from paceline.hosts.dialect import UnreadableError
 
+T = TypeVar("T")
 MAX_HOSTS = 65536
 """Longer descriptions are taken for a mistake and refused."""
 
@@ -42,7 +44,7 @@ def split_list(text: str) -> list[str]:
 
 def expand(text: str) -> list[str]:
     """Returns all names of a node list; of several brackets the last varies fastest."""
-    return [name for part in split_list(text) for name in expand_item(part)]
+    return collect(expand_item(part) for part in split_list(text))
 
 
 def expand_item(part: str) -> list[str]:
@@ -52,6 +54,16 @@ def expand_item(part: str) -> list[str]:
     if math.prod(len(choice) for choice in choices) > MAX_HOSTS:
         raise _too_many()
     return ["".join(combination) for combination in itertools.product(*choices)]
+
+
+def collect(parts: Iterable[Sequence[T]]) -> list[T]:
+    """Joins what parts of a description expand to, up to the largest number of hosts."""
+    collected: list[T] = []
+    for part in parts:
+        collected += part
+        if len(collected) > MAX_HOSTS:
+            raise _too_many()
+    return collected
 
 
 def expand_counts(text: str) -> list[int]:
@@ -86,10 +98,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def _bracket(body: str) -> list[str]:
-    numbers = [number for item in body.split(",") for number in _numbers(item)]
-    if len(numbers) > MAX_HOSTS:
-        raise _too_many()
-    return numbers
+    return collect(_numbers(item) for item in body.split(","))
 
 
 def _numbers(item: str) -> Sequence[str]:

@@ -17,6 +17,7 @@ from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError, li
 from paceline.hosts.dialects.accelerate import MARK as ACCELERATE
 from paceline.hosts.dialects.accelerate import load_yaml
 from paceline.hosts.lines import KEYS, Mention, hosts_of, read_line, split_lines, strip_comment
+from paceline.hosts.nodelist import MAX_HOSTS
 from paceline.spec.errors import HostsError
 
 _INI_HEADER = re.compile(r"\[([A-Za-z_][\w.-]*)(?::(vars|children))?\]")
@@ -57,11 +58,14 @@ def parse(reading: Reading) -> Parsed:
     else:
         groups = _ini_groups(reading) if is_ini else _document_groups(reading)
     mentions: dict[tuple[str, int | None], Mention] = {}
+    inherited = _Inheritance(reading.label, groups)
     for name in groups:
         for host, keys in groups[name].hosts:
-            for mention in _mentions(reading, host, {**_inherited(groups, name), **keys}):
+            for mention in _mentions(reading, host, {**inherited.keys(name), **keys}):
                 key = (canonical_address(mention.name or mention.address), mention.port)
                 mentions.setdefault(key, mention)
+        if len(mentions) > MAX_HOSTS:
+            raise HostsError(f"{reading.label}: more than {MAX_HOSTS} hosts")
     parsed = hosts_of(reading, list(mentions.values()))
     with_hosts = [name for name in groups if groups[name].hosts and name]
     if len(with_hosts) < 2:
@@ -87,14 +91,28 @@ def _mentions(reading: Reading, host: str, keys: Mapping[str, str]) -> list[Ment
         ) from None
 
 
-def _inherited(groups: Mapping[str, _Group], name: str, depth: int = 0) -> dict[str, str]:
-    """Returns keys of the group and of the groups that contain it; the inner group wins."""
-    keys: dict[str, str] = dict(groups["all"].keys) if "all" in groups else {}
-    if depth < _DEPTH:
-        for parent, group in groups.items():
-            if name in group.children:
-                keys.update(_inherited(groups, parent, depth + 1))
-    return {**keys, **groups[name].keys}
+class _Inheritance:
+    """The keys that groups have from the groups that contain them."""
+
+    def __init__(self, label: str, groups: Mapping[str, _Group]) -> None:
+        self._label, self._groups = label, groups
+        self._known: dict[str, dict[str, str]] = {}
+        self._parents: dict[str, list[str]] = {}
+        for name, group in groups.items():
+            for child in dict.fromkeys(group.children):
+                self._parents.setdefault(child, []).append(name)
+
+    def keys(self, name: str, depth: int = 0) -> dict[str, str]:
+        """Returns keys of the group and of the groups that contain it; the inner group wins."""
+        if name not in self._known:
+            if depth > _DEPTH:
+                raise HostsError(f"{self._label}: too many groups within groups, at [{name}]")
+            self._known[name] = {}  # for a group that contains itself
+            keys = dict(self._groups["all"].keys) if "all" in self._groups else {}
+            for parent in self._parents.get(name, ()):
+                keys.update(self.keys(parent, depth + 1))
+            self._known[name] = {**keys, **self._groups[name].keys}
+        return self._known[name]
 
 
 # --- CSV

@@ -410,6 +410,8 @@ def test_gpus_are_shared_out_and_counted(case: str) -> None:
         ({"gres": "gpu:v100:2:4"}, "--gres v100:2:4"),
         ({"constraint": "a100\n#SBATCH --uid=0"}, "cannot stand in a batch script"),
         ({"constraint": "`id`"}, "cannot stand in a batch script"),
+        ({"partition": "p --export=ALL"}, "cannot be the value of one option"),
+        ({"time": "--output=x"}, "cannot be the value of one option"),
     ],
 )
 def test_wishes_that_cannot_be_are_refused(asked: dict[str, str], message: str) -> None:

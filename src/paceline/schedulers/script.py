@@ -77,12 +77,19 @@ class BatchRequest:
 def check_request(request: BatchRequest) -> None:
     """Raises SettingError for values that cannot be written into a directive."""
     single = (request.time, request.partition, request.account, request.mem, request.gres,
-              request.array, request.shm_size, *request.arguments)  # fmt: skip
-    for value in single:
+              request.array, request.shm_size)  # fmt: skip
+    for value in (*single, *request.arguments):
         if re.search(r"[\n\r\0\"'`$\\;&|<>#]", value):
             raise SettingError(
                 f"{value!r} cannot stand in a batch script",
                 found="quotes, dollars, line breaks and the like have no place in a directive",
+            )
+    for value in single:
+        if value.startswith("-") or re.search(r"\s", value):  # the scheduler would read options
+            raise SettingError(
+                f"{value!r} cannot be the value of one option of the scheduler",
+                found="a blank, or a dash at its start",
+                remedy="--sbatch-arg or --via-arg passes further options",
             )
     if re.search(r"[\x00-\x1f\x7f\"%^$`\\]", request.run_dir):
         raise SettingError(

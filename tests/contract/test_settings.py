@@ -238,6 +238,8 @@ def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> No
         inside.setenv("SLURM_JOB_ID", "1")
         inside.setenv("SLURM_JOB_NODELIST", "n[1-2]")
         assert hosts() == (None if verb in JOB_VERBS else "slurm")
+        if verb in JOB_VERBS:
+            assert hosts("--via", "ssh") == "slurm"
     write_settings('[run]\nhosts = "n3,n4"\n[hosts.n1]\n')
     assert hosts() == "n3,n4"
     assert hosts(PACELINE_OPT_HOSTS="n5,n6") == "n5,n6"
@@ -362,6 +364,16 @@ def test_files_of_a_recipe_in_the_file_need_trust() -> None:
     assert parse_recipe_options(taken("train"), "text", []).data == "ag-news"
 
 
+def test_a_guarded_setting_is_shown_whole() -> None:
+    value = f"notify-send '{'x' * 300}'; touch evil"
+    Path("paceline.toml").write_text(f'[run]\nnotify = "{value}"\n')
+    assert value in CliRunner().invoke(trust_command).output
+    Path("paceline.toml").write_text(f'[run]\nnotify = "{"x" * 3000}"\n')
+    refused = CliRunner().invoke(trust_command)
+    assert isinstance(refused.exception, SettingError)
+    assert "too long to be looked at" in refused.exception.message
+
+
 def test_trust_ends_when_the_setting_changes() -> None:
     demand("mpiexec", "./good.sh")
     CliRunner().invoke(trust_command)
@@ -384,7 +396,11 @@ def test_the_python_of_a_host_needs_trust(text: str) -> None:
     with pytest.raises(SettingError, match="Python of a host"):
         read_cluster(ctx, ctx.params["hosts"])
     typed = taken("check", "-H", "other")
-    if "run" in text:  # a description that was typed says what it likes
+    if "run" in text:
+        with pytest.raises(SettingError, match="other sets the Python of a host") as caught:
+            read_cluster(typed, "other")
+        assert "paceline trust other" in caught.value.remedy
+        CliRunner().invoke(trust_command, ["other"])
         assert read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
     CliRunner().invoke(trust_command)
     ctx = taken("check")

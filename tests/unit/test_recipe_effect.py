@@ -105,7 +105,8 @@ def test_a_hosts_name_with_dots_stands_in_quotes() -> None:
     [
         ("drop_slow", "yes"), ("steps", "many"), ("steps", []), ("balance", {"n1": "a"}),
         ("balance", {}), ("balance", True), ("micro_batch", {"n1": 1.5}), ("steps", {"n1": 3}),
-        ("steps", datetime.date(2000, 1, 1)),
+        ("steps", datetime.date(2000, 1, 1)), ("data", ["~/.ssh"]),
+        ("augment", ["flip", "--data=/home/me"]),
     ],
 )  # fmt: skip
 def test_what_the_file_says_wrongly_is_the_files(key: str, value: object) -> None:

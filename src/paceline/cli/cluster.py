@@ -19,13 +19,21 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     """Reads the hosts and their tables in paceline.toml, and marks this machine."""
     from paceline.hosts import apply_overrides, read_hosts
     from paceline.hosts.lab import lab_name
+    from paceline.hosts.source import load_toml
     from paceline.remote.this_machine import mark_local
 
     cwd, toml = Path.cwd(), toml_of(ctx)
-    cluster = mark_local(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
-    if any(host.python or host.env for host in cluster.hosts) and lab_name(source or "") is None:
-        from_file = setting(ctx, "hosts").source is Source.FILE
+    described = read_hosts(source, environ=os.environ, cwd=cwd)
+    cluster = mark_local(apply_overrides(described, toml))
+    if lab_name(source or "") is not None:
+        return cluster
+    from_file = setting(ctx, "hosts").source is Source.FILE
+    if any(host.python or host.env for host in cluster.hosts):
         trust.require_trust_of_hosts(cwd / TOML_NAME, toml, described=from_file)
+    file = Path((source or "").removeprefix("toml:")).expanduser()
+    names_programs = any(host.python or host.env for host in described.hosts)
+    if names_programs and not from_file and file.name != TOML_NAME:
+        trust.require_trust_of_hosts(cwd / file, load_toml(cwd / file), described=False)
     return cluster
 
 

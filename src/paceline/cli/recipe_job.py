@@ -251,6 +251,17 @@ def add_data_folder(job: Job, folder: str) -> Job:
     return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder, named=True)))
 
 
+def _check_list(options_class: type, context: str, key: str, values: Sequence[Any]) -> None:
+    """Raises SettingError for a list that would be read as more than the values of its option."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options_class)}
+    if not isinstance(defaults[key.replace("-", "_")], tuple):
+        raise SettingError(f"{context} {key}: one value is expected", found=f"a list: {values}")
+    if options := [value for value in values if str(value).startswith("-")]:
+        raise SettingError(
+            f"{context} {key}: {options[0]} cannot be a value", found="a dash at its start"
+        )
+
+
 def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
     """Converts ``[train.NAME]`` of paceline.toml into flags; SettingError if it has an error."""
     options_class, context = recipe(name).options, f"paceline.toml [train.{name}]"
@@ -267,6 +278,8 @@ def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
                         remedy=f'"{host}.{next(iter(number), "DOMAIN")}" = 3',
                     )
             value = ",".join(f"{host}={number}" for host, number in value.items())
+        elif isinstance(value, list):
+            _check_list(options_class, context, key, value)
         flags_by_key[key] = as_flags(f"--{flag}", value)
     flags = [word for values in flags_by_key.values() for word in values]
     try:

@@ -89,7 +89,8 @@ def resolve_hosts(ctx: click.Context, from_file: FromFile) -> None:
     if params["hosts"] is None and accepts_hosts:
         allocation = current_scheduler(os.environ)
         if allocation is not None:  # with --via: its scheduler's hosts
-            params["hosts"] = None if "via" in params else allocation.hosts(os.environ)
+            reaches_by_ssh = params.get("via", "ssh") == "ssh"
+            params["hosts"] = allocation.hosts(os.environ) if reaches_by_ssh else None
         elif from_file.toml.get("hosts"):
             params["hosts"] = TABLES_ARE_HOSTS
             ctx.set_parameter_source("hosts", ParameterSource.DEFAULT_MAP)

@@ -19,8 +19,10 @@ from typing import Any
 
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.settings import TOML_NAME
 
+_MAX_VALUE_CHARS = 2000
 # key of [run] → what it can do
 GUARDED = {
     "ssh-config": "can start programs (ProxyCommand)",
@@ -113,20 +115,19 @@ def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool)
 
 def _check_trust(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
             effect: str) -> None:  # fmt: skip
-    from paceline.hosts.dialect import printable
-
-    listed = "\n".join(printable(f"{name} = {as_json(value)}") for name, value in needed.items())
+    words = ["paceline", "trust", *([] if path.name == TOML_NAME else [os.path.relpath(path)])]
+    listed = "\n".join(describe(name, value) for name, value in needed.items())
     if reason := foreign_reason(path):
         raise SettingError(
-            f"{TOML_NAME} may not set {key}: it {effect}, and the file {reason}",
+            f"{path.name} may not set {key}: it {effect}, and the file {reason}",
             found=listed,
-            remedy=f"Type it yourself, or copy {TOML_NAME} to a folder of yours",
+            remedy=f"Type it yourself, or copy {path.name} to a folder of yours",
         )
     if _record(path, toml) not in _trusted():
         raise SettingError(
-            f"{TOML_NAME} sets {key}, which {effect}, and you have not trusted it yet",
+            f"{path.name} sets {key}, which {effect}, and you have not trusted it yet",
             found=listed,
-            remedy="Look at it, then type: paceline trust",
+            remedy=f"Look at it, then type: {shell_text(words)}",
         )
 
 
@@ -188,5 +189,19 @@ def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
         raise SettingError(f"{file} cannot be written", found=str(error)) from None
 
 
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def describe(name: str, value: Any) -> str:
+    """Returns a setting on one line, whole: what is not seen cannot be judged.
+
+    Raises:
+        SettingError: It is too long to be read.
+    """
+    from paceline.hosts.dialect import printable
+
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) > _MAX_VALUE_CHARS:
+        raise SettingError(
+            f"{name} is too long to be looked at, so it cannot be trusted",
+            found=f"{len(text):,} characters: {printable(text)}",
+            remedy="Type it, or put it into a script and name that",
+        )
+    return printable(f"{name} = {text}", 12 * _MAX_VALUE_CHARS)  # as escaped

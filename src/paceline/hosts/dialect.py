@@ -107,8 +107,8 @@ def line_error(label: str, number: int, line: str, expected: str) -> HostsError:
     )
 
 
-def printable(line: str) -> str:
+def printable(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
     """Returns the line with control characters escaped, cut to a readable length."""
     text = line.strip()
     visible = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return visible if len(visible) <= MAX_LINE_CHARS else visible[:MAX_LINE_CHARS] + "…"
+    return visible if len(visible) <= max_chars else visible[:max_chars] + "…"

@@ -6,39 +6,42 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.trust import as_json, foreign_reason, guarded_settings, remember
+from paceline.cli.trust import describe, foreign_reason, guarded_settings, remember
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.settings import TOML_NAME
 
 
 @click.command("trust", cls=Verb)
+@click.argument("file", default=TOML_NAME)
 @click.option("--revoke", is_flag=True, help="Revoke the trust.")
-def command(revoke: bool) -> None:
-    """Trust the settings in this folder's paceline.toml that start programs.
+def command(file: str, revoke: bool) -> None:
+    """Trust the settings in FILE, by default this folder's paceline.toml, that start programs.
 
     Settings such as ssh-config, python, mpiexec and env are used only after this. The trust covers
-    the current values. A file that somebody else can change is refused.
+    the current values. A file that somebody else can change is refused. FILE may be a host file in
+    TOML.
     """
     from paceline.cli.settings_file import read_settings_file
-    from paceline.hosts.dialect import printable
+    from paceline.hosts.source import load_toml
 
-    path = Path.cwd() / TOML_NAME
+    path = Path.cwd() / file
     if not path.exists():
-        raise SettingError(f"there is no {TOML_NAME} in this folder", found=str(Path.cwd()))
+        raise SettingError(f"there is no {file} in this folder", found=str(Path.cwd()))
     if revoke:
         remember(path, {}, trusted=False)
         say(f"{path}: no longer trusted")
         return
-    toml = read_settings_file(Path.cwd())
+    toml = read_settings_file(path.parent) if path.name == TOML_NAME else load_toml(path)
     if reason := foreign_reason(path):
         remedy = "Copy it to a folder of yours"
         if "written" in reason:
-            remedy = f"chmod go-w {TOML_NAME}"
+            remedy = shell_text(["chmod", "go-w", file])
         raise SettingError(f"{path} cannot be trusted: it {reason}", remedy=remedy)
     needed = guarded_settings(toml)
     for name, value in needed.items():
-        say(printable(f"{name} = {as_json(value)}"))
+        say(describe(name, value))
     if not needed:
         say(f"nothing in {path} needs trust")
         return

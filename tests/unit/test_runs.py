@@ -265,6 +265,18 @@ def test_status_of_a_stopped_run_says_how_it_is_resumed() -> None:
     assert "  to resume: paceline run --run-dir runs/one -H lab train.py" in said
 
 
+def test_a_moved_run_is_resumed_where_it_is() -> None:
+    folder = make("new", code=130)
+    (folder / "result.json").write_text('{"exit_code": 130, "interrupted": 2}')
+    typed = {"command": "paceline train image --run-dir runs/old", "folder": str(Path.cwd())}
+    (folder / "plan.json").write_text(json.dumps({"typed": typed}))
+    (folder / "checkpoints/450").mkdir(parents=True)
+    (folder / "checkpoints/450/manifest.json").write_text("{}")
+    assert "to resume: paceline train image --run-dir runs/new\n" in call("status", "new").output
+    (Path("runs") / "old").mkdir()
+    assert "to resume: paceline train image --run-dir runs/old\n" in call("status", "new").output
+
+
 @pytest.mark.parametrize(
     "command", ["rm -rf run", "./paceline run a.py", "paceline", "paceline stop one", "python run"]
 )

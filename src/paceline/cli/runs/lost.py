@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,16 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     is_other_folder = folder and Path(folder) != Path.cwd()
     run = path.absolute() if is_other_folder else Path(short(path.absolute()))
-    return shell_text(resume_command(arguments, str(run))), folder if is_other_folder else ""
+    words = _with_moved_folder(resume_command(arguments, str(run)), Path(folder), str(run))
+    return shell_text(words), folder if is_other_folder else ""
+
+
+def _with_moved_folder(words: Sequence[str], folder: Path, run: str) -> list[str]:
+    """Names the run directory as it is now, if it was moved since the command was typed."""
+    pairs = itertools.pairwise(words)
+    typed = next((word for option, word in pairs if option == "--run-dir"), "")
+    is_moved = typed and not (folder / typed).expanduser().exists()
+    return [run if is_moved and word == typed else word for word in words]
 
 
 def describe_lost(run: LostRun, clock: float) -> list[str]:

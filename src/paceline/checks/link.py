@@ -20,6 +20,7 @@ from paceline.checks.check import (
     gather_all,
     join_names,
     passed,
+    unknown,
     warned,
 )
 from paceline.spec.errors import PacelineError
@@ -126,6 +127,9 @@ def evaluate(survey: Survey) -> list[Finding]:
     findings = findings or _slow_findings(survey, completed)
     if findings:
         return findings
+    if not completed:
+        message = f"no host sent anything within {TRANSFER_S:g} s: they are too busy to be measured"
+        return [unknown("link", survey.names, message, "Run the check again when they are idle")]
     slowest = min(completed, key=bits_per_s)
     rate = format_bit_rate(bits_per_s(slowest))
     message = f"slowest of {len(completed)} ways: {rate} ({_direction(slowest)})"
@@ -190,7 +194,8 @@ def _lossy_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Findi
 
 
 def _completed(transfers: Sequence[Transfer]) -> list[Transfer]:
-    return [t for t in transfers if "error" not in t and t["seconds"] > 0]
+    """Returns the transfers that show a speed: a host that is very busy may send nothing."""
+    return [t for t in transfers if "error" not in t and t["seconds"] > 0 and t["bytes"] > 0]
 
 
 def peak_rates(survey: Survey, transfers: Sequence[Transfer]) -> dict[str, float]:

@@ -46,12 +46,11 @@ test: env system
 	$(PYTEST) $(LABS) $(SMOKE) tests/matrix || status=1; \
 	exit $$status
 
-# What fails is run once more, alone: "unsteady: …" at the end names what passed only then.
 test-rest: PARTS = all
 test-rest: site system
 	@status=0; \
 	$(PYTEST) -n auto --dist worksteal -m slow tests/unit tests/contract || status=1; \
-	PACELINE_MATRIX=8 $(BIN)/python tools/second_look.py $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
+	PACELINE_MATRIX=8 $(PYTEST) $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
 	exit $$status
 
 test-all: test test-rest

@@ -50,7 +50,7 @@ test-rest: PARTS = all
 test-rest: site system
 	@status=0; \
 	$(PYTEST) -n auto --dist worksteal -m slow tests/unit tests/contract || status=1; \
-	PACELINE_MATRIX=8 $(PYTEST) $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
+	PACELINE_MATRIX=4-8 $(PYTEST) $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
 	exit $$status
 
 test-all: test test-rest

@@ -17,6 +17,8 @@ from transports import Transport, check_secret_is_unseen, fetched, mpiexec, site
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 FLAVOURS = ("intel", "mpich", "openmpi")
+# for what depends on the nodes that an MPI has started, not on the MPI
+one_flavour = pytest.mark.parametrize("transport", ["openmpi"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,15 @@ def transport(request: pytest.FixtureRequest, site: Site) -> Transport:
 class TestMpi(EveryTransport):
     """Three MPIs."""
 
+    @one_flavour
+    def test_same_parameters_and_files_as_over_ssh(self, transport: Transport) -> None:
+        super().test_same_parameters_and_files_as_over_ssh(transport)
+
 
 class TestSsh(EveryTransport):
     """The transport that all others are compared with."""
+
+    test_same_parameters_and_files_as_over_ssh = None  # that is the reference itself
 
     @pytest.fixture
     def transport(self, site: Site) -> Transport:
@@ -164,6 +172,7 @@ def test_the_demo_of_intels_containers(transport: Transport) -> None:
     run_intels_demo(transport, fetched(intels_demo.PUBLISHED))
 
 
+@one_flavour
 def test_our_stand_in_for_the_demo_of_intels_containers(transport: Transport) -> None:
     run_intels_demo(transport, intels_demo.STAND_IN)
 
@@ -179,6 +188,7 @@ def run_intels_demo(transport: Transport, script: Path) -> None:
     assert (project / "mnist_cnn.pt").exists()
 
 
+@one_flavour
 def test_a_forecast(transport: Transport) -> None:
     """Several runs, one after the other, each of which starts the nodes anew."""
     transport.forecasts()

@@ -210,7 +210,7 @@ def first_failure(number: int, source: str) -> str:
     """The first journey that fails in an environment with the package in ``source``."""
     argv = [sys.executable, "-m", "pytest", "-n", "1", "-q", str(TESTS / "test_matrix.py")]
     variables = {
-        **os.environ, "CI": "true", "PACELINE_MATRIX": f"#{number}",
+        **os.environ, "CI": "true", "PACELINE_MATRIX": str(number),
         "PACELINE_MATRIX_SOURCE": source, "PACELINE_MATRIX_FIRST": "1",
     }  # fmt: skip
     ended = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True)

@@ -34,6 +34,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 RUN = "runs/image-20261120-101500"
 TRANSLATION = "runs/translation-20261120-111500"
 
+SETUP_ENV = "paceline setup env -H n1,n2,n3 --requirements requirements.txt"
+
 # by the beginning of a command: what runs it, or why nothing does
 ELSEWHERE = {
     "make ": "tools/fresh-machine.sh, on a machine made from nothing",
@@ -45,6 +47,7 @@ ELSEWHERE = {
     "paceline run --hosts hostfile --fastest": "tests/unit/test_cli_forecast.py, after a forecast",
     "paceline run --rdzv": "tests/lab/test_by_hand.py, for it is typed on several nodes at once",
     "paceline train image --device cuda": "bench/gpu, for it needs a GPU",
+    f"{SETUP_ENV} --offline": "tests/lab/test_setup.py, with a wheel that is shipped",
     "paceline completion ": "tests/contract/test_completion.py, in the shells that it is for",
     "paceline forecast ": "tests/lab/test_forecast.py, for it tries several runs",
     "paceline report ": "tests/unit/test_report_page.py, for it is about other runs",
@@ -79,20 +82,30 @@ STATUS = {
 
 
 def to_type() -> dict[str, list[Shown]]:
-    """By page, the commands that are typed here: all in blocks, and complete ones in tables."""
+    """By page, the commands that are typed here: all in blocks, and complete ones in tables.
+
+    What an earlier page shows is not typed twice, even if it names other hosts and runs there.
+    """
     found: dict[str, list[Shown]] = {}
-    seen = set()  # what an earlier page has already shown is not typed twice
+    seen = set()
     for page in PAGES:
         if page.name in PAGES_ELSEWHERE or page.parent.name == "rules":
             continue
         whole = [s for s in in_blocks(page) if not re.search(r"…|\[", s.text)]
         complete = [s for s in inline(page) if len(s.words) > 2 and not filled(s).template]
         for shown in (*whole, *complete):
-            key = shown.words if page.name != "describe-hosts.md" else shown
+            key = form(shown) if page.name != "describe-hosts.md" else shown
             if not elsewhere(shown) and key not in seen:
                 found.setdefault(page.name, []).append(shown)
                 seen.add(key)
     return found
+
+
+def form(shown: Shown) -> str:
+    """The command without names of hosts and runs, and without the length of a training."""
+    text = re.sub(r" --(epochs|run-dir) \S+", "", " ".join(shown.words))
+    text = re.sub(r"(--hosts|-H) \S+", "-H hosts", text)
+    return re.sub(r"\b(runs/\S+|RUN)", "RUN", text)
 
 
 def elsewhere(shown: Shown) -> str:

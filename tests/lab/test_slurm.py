@@ -78,6 +78,8 @@ def number_of(err: str) -> str:
 class TestSrun(EveryTransport):
     """In an allocation."""
 
+    test_same_parameters_and_files_as_over_ssh = None  # a batch trains in its allocation, too
+
     @pytest.fixture
     def transport(self, inside: Transport) -> Transport:
         return inside

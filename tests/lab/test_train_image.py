@@ -62,15 +62,10 @@ def write_image(path: Path) -> None:
 
 
 def test_same_parameters_at_every_layout(two_hosts: Lab, tmp_path: Path) -> None:
-    """float64, one global batch: 1, 1×2, 2×1 and 2×2 processes differ by rounding only."""
+    """float64, one global batch: one process and 2×2 differ by rounding only."""
     from safetensors.torch import load_file
 
-    layouts = {
-        "1": ["-p", "1"],
-        "1x2": ["-p", "2"],
-        "2x1": [*on(two_hosts), "-p", "1"],
-        "2x2": [*on(two_hosts), "-p", "2"],
-    }
+    layouts = {"1": ["-p", "1"], "2x2": [*on(two_hosts), "-p", "2"]}
     weights = {}
     for name, where in layouts.items():
         run = tmp_path / name

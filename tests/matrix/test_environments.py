@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_the_first_three_differ_in_homes_and_users() -> None:
     assert {environment.home == "private" for environment in first} == {True, False}
     assert len({environment.user for environment in first}) > 1
     assert all(environment.is_usable for environment in first)
+
+
+def test_make_test_all_tries_every_value() -> None:
+    """Those of ``make test`` and the rest, which the Makefile names."""
+    (rest,) = re.findall(r"^REST_OF_MATRIX := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    selection = select()
+    tried = [*selection[:3], *(selection[int(number) - 1] for number in rest.split(","))]
+    for axis, values in AXES.items():
+        assert {getattr(environment, axis) for environment in tried} == set(values), axis
 
 
 def test_where_no_command_runs_only_the_start_up_file_is_tried() -> None:

@@ -1,6 +1,6 @@
 """The journeys of ``journeys.py`` in a selection of environments, each in a lab of its own.
 
-``PACELINE_MATRIX`` says which: ``all``, a count, which means the first, ``4-8``, or ``#17``.
+``PACELINE_MATRIX`` names them, as ``4,5,6``; without it, the first three.
 With ``PACELINE_MATRIX_FIRST`` the first journey that fails ends an environment, and
 ``PACELINE_MATRIX_SOURCE`` names another folder to take the package from (planted faults).
 """
@@ -25,13 +25,7 @@ SELECTION = dict(enumerate(select(), 1))
 
 def chosen() -> list[int]:
     """Numbers of the environments to try."""
-    text = os.environ.get("PACELINE_MATRIX", "3")
-    if text == "all":
-        return list(SELECTION)
-    if text.startswith("#"):
-        return [int(text[1:])]
-    first, _, last = text.rpartition("-")
-    return list(range(int(first or 1), int(last) + 1))
+    return [int(number) for number in os.environ.get("PACELINE_MATRIX", "1,2,3").split(",")]
 
 
 @pytest.fixture(scope="module", autouse=True)

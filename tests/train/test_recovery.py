@@ -60,11 +60,7 @@ SAVING: list[list[Any]] = [
 ]
 ONCE = ["grouped", 4, [[0, "making", 6], [2, "waiting", 12]]]
 STEPS_OF: dict[str, list[list[Any]]] = {
-    way: [
-        [way, 3, [[1, "forward", 7]]],
-        [way, 3, [[0, "given", 13]]],
-        [way, 2, [[0, "stepped", 9]]],
-    ]
+    way: [[way, 3, [[1, "forward", 7]]], [way, 2, [[0, "stepped", 9]]]]
     for way in ("accumulated", "unused", "buffers", "two models", "coded", "shared", "grouped")
 }
 APART: list[list[Any]] = [

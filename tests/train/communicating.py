@@ -150,14 +150,16 @@ def seldom(root: Path, steps: int) -> None:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    forking.run_ok(2, lambda: every_way(root))
     by_launcher = ("int4", "int8", "bf16")
-    for asked in by_launcher:
-        folder = root / "launched" / asked
-        Job(lambda f=folder, a=asked: launched(f, a), 2, folder).run().ended_well()
-    forking.run_ok(2, lambda: compiled(root))
-    forking.run_ok(3, lambda: seldom(root, 12))
-    forking.run_ok(2, lambda: seldom(root, 15))
+    forking.side_by_side(
+        (
+            lambda: forking.run_ok(2, lambda: every_way(root)),
+            *(lambda asked=asked: under_launcher(root, asked) for asked in by_launcher),
+            lambda: forking.run_ok(2, lambda: compiled(root)),
+            lambda: seldom_with_fewer_ranks(root),
+            lambda: (root / "owing.json").write_text(json.dumps(owing.worlds(root))),
+        )
+    )
     found = {
         asked: {
             "equal": equal(root / asked / "whole", root / asked / "parts"),
@@ -184,7 +186,16 @@ def main() -> None:
         "loss": end(root / "compiled")[1],
     }
     (root / "found.json").write_text(json.dumps(found))
-    (root / "owing.json").write_text(json.dumps(owing.worlds(root)))
+
+
+def under_launcher(root: Path, asked: str) -> None:
+    folder = root / "launched" / asked
+    Job(lambda: launched(folder, asked), 2, folder).run().ended_well()
+
+
+def seldom_with_fewer_ranks(root: Path) -> None:
+    forking.run_ok(3, lambda: seldom(root, 12))
+    forking.run_ok(2, lambda: seldom(root, 15))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,8 +23,23 @@ Body = Callable[[], object]
 
 def start(size: int, body: Body, extra: Mapping[str, str] | None = None) -> list[int]:
     """Forks a world of ``size`` ranks; each runs ``body`` and leaves. Returns process ids."""
-    port = ranks.free_port()
+    port = reserved_port()
     return [forked(ranks.environment(rank, size, port, extra), body) for rank in range(size)]
+
+
+def reserved_port() -> int:
+    """A port on which a store may listen, and that nobody else is given while this process lives.
+
+    Worlds side by side would otherwise take each other's ports before their stores listen.
+    """
+    reserving = socket.socket()
+    reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserving.bind(("127.0.0.1", 0))
+    _reserving.append(reserving)
+    return int(reserving.getsockname()[1])
+
+
+_reserving: list[socket.socket] = []
 
 
 def forked(environ: Mapping[str, str], body: Body) -> int:
@@ -45,6 +61,32 @@ def forked(environ: Mapping[str, str], body: Body) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def side_by_side(bodies: Iterable[Body], most: int = 4) -> None:
+    """Runs each body in a process of its own, ``most`` at a time; every one must succeed.
+
+    Worlds wait more than they compute.
+    """
+    statuses: list[int] = []
+    running: set[int] = set()
+    for body in bodies:
+        running.add(forked({}, body))
+        if len(running) == most:
+            statuses.append(_reap_one(running))
+    while running:
+        statuses.append(_reap_one(running))
+    assert not any(statuses), statuses
+
+
+def _reap_one(running: set[int]) -> int:
+    """Waits for one of these processes, and returns its exit status."""
+    while True:
+        for pid in running:
+            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                running.discard(pid)
+                return os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.01)
 
 
 def store(patience: timedelta = timedelta(minutes=1)) -> tuple[int, int]:
@@ -70,7 +112,7 @@ def store(patience: timedelta = timedelta(minutes=1)) -> tuple[int, int]:
     return pid, port
 
 
-def finish(pids: list[int], timeout: float = 200) -> list[int]:
+def finish(pids: list[int], timeout: float = ranks.LIMIT_S) -> list[int]:
     """Exit statuses, negative for signals; what is late is killed."""
     deadline = time.monotonic() + timeout
     statuses = {}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forking
 import one_gpu
 import standin
 import torch
@@ -243,6 +244,7 @@ def recipe(folder: Path) -> None:
 
 def main(folder: Path, *only: str) -> None:
     """Each world leaves what became of it under its name."""
+    chosen: list[Callable[[], object]] = []
 
     def run(
         name: str, size: int, body: Callable[..., None] = training, again: int = 1,
@@ -260,11 +262,14 @@ def main(folder: Path, *only: str) -> None:
                 one_gpu.share()
             body(there, **how)
 
-        job = Job(on_rank, size, there, late or {}, again, whole=whole)
-        job.saw = saw or job.saw
-        done = job.run(60)
-        about = {"statuses": done.statuses, "said": done.said, "lost": done.lost}
-        (there / "job.json").write_text(json.dumps(about))
+        def world() -> None:
+            job = Job(on_rank, size, there, late or {}, again, whole=whole)
+            job.saw = saw or job.saw
+            done = job.run()
+            about = {"statuses": done.statuses, "said": done.said, "lost": done.lost}
+            (there / "job.json").write_text(json.dumps(about))
+
+        chosen.append(world)
 
     run("plain", 2)
     run("rich", 2, rich=True)
@@ -302,6 +307,7 @@ def main(folder: Path, *only: str) -> None:
     run("queued: grown", 2, late={2: 0.2, 3: 0.3}, queued=True)
     run("queued rich", 2, rich=True, queued=True)
     run("queued rich: first killed", 3, at=dying(0, 10), rich=True, queued=True)
+    forking.side_by_side(chosen)
 
 
 def ending(folder: Path, **how: Any) -> None:

@@ -80,7 +80,7 @@ class Job:
     lost: list[tuple[float, int]] = field(default_factory=list)
     running: dict[int, Process] = field(default_factory=dict)
 
-    def run(self, timeout: float = 200) -> Job:
+    def run(self, timeout: float = ranks.LIMIT_S) -> Job:
         """To the end of all ranks; those that are late are killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._metrics = files.RecordFile(self.folder / "metrics.jsonl")

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forking
 import one_gpu
+import ranks
 import standin
 import torch
 import torch._dynamo
@@ -314,7 +316,7 @@ def trial(
     folder: Path,
     kills: dict[int, tuple[str, int]] | None = None,
     act: Callable[[Launcher], None] = lambda _: None,
-    timeout: float = 200,
+    timeout: float = ranks.LIMIT_S,
     **more: Any,
 ) -> dict[str, Any]:
     """A training in which these ranks die at these moments, and what became of the others."""
@@ -383,23 +385,35 @@ def frozen(way: str, size: int, folder: Path, slot: int, after: float) -> dict[s
 
 
 def main(folder: Path, what: str, *args: str) -> None:
+    """Prints what became of each training, in the order of ``args``."""
     torch.set_num_threads(1)
-    for name in filter(None, args):
-        result: dict[str, Any]
-        way, size, *rest = json.loads(name)
-        known = folder / f"alone-{way}.json"
-        if not known.exists():
-            (folder / f"alone {way}").mkdir()
-            known.write_text(json.dumps(alone(way, folder / f"alone {way}")))
-        here = folder / f"{what} {abs(hash(name))}"
-        if what == "random":
-            result = at_random(rest[0], way, size, here)
-        elif what == "frozen":
-            result = frozen(way, size, here, *rest)
-        else:
-            kills = {int(slot): (moment, step) for slot, moment, step in rest[0]}
-            result = trial(way, size, here, kills)
-        print(json.dumps(result), flush=True)
+    asked = [json.loads(name) for name in filter(None, args)]
+    forking.side_by_side(
+        lambda way=way: train_alone(folder, way) for way in dict.fromkeys(way for way, *_ in asked)
+    )
+    results = [folder / f"{what} {number}.json" for number in range(len(asked))]
+    forking.side_by_side(
+        lambda one=one, result=result: result.write_text(
+            json.dumps(tried(what, result.with_suffix(""), *one))
+        )
+        for one, result in zip(asked, results, strict=True)
+    )
+    for result in results:
+        print(result.read_text(), flush=True)
+
+
+def train_alone(folder: Path, way: str) -> None:
+    (folder / f"alone {way}").mkdir()
+    (folder / f"alone-{way}.json").write_text(json.dumps(alone(way, folder / f"alone {way}")))
+
+
+def tried(what: str, folder: Path, way: str, size: int, *rest: Any) -> dict[str, Any]:
+    if what == "random":
+        return at_random(rest[0], way, size, folder)
+    if what == "frozen":
+        return frozen(way, size, folder, *rest)
+    kills = {int(slot): (moment, step) for slot, moment, step in rest[0]}
+    return trial(way, size, folder, kills)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def world(
     def body() -> None:
         owing(folder, asked, dies, again, behind)
 
-    job = Job(body, size, folder, again=again, saw=saw).run(60)
+    job = Job(body, size, folder, again=again, saw=saw).run()
     left = {path.stem: torch.load(path) for path in folder.glob("n*.pt")}
     (lost,) = (one["owed"] for one in left.values() if not one["ended"])
     computed = sum(one["computed"] for one in left.values())

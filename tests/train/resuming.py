@@ -506,10 +506,19 @@ def diverging() -> list[int]:
     return forking.run(2, body)
 
 
+# what others compare theirs with, or go on from
+FIRST = ("at_other_worlds", "shards")
+
+
 def main() -> None:
-    scenarios = [globals()[name] for name in sys.argv[3:]]
-    found = {scenario.__name__: scenario() for scenario in scenarios}
-    (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+    root, chosen = Path(sys.argv[1]), sys.argv[3:]
+    for scenarios in (FIRST, [name for name in chosen if name not in FIRST]):
+        forking.side_by_side(
+            lambda name=name: (root / f"{name}.json").write_text(json.dumps(globals()[name]()))
+            for name in scenarios
+        )
+    found = {name: json.loads((root / f"{name}.json").read_text()) for name in chosen}
+    (root / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("communicating.py"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all ways led to, in one process that forks."""
     folder = tmp_path_factory.mktemp("communicating")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=300)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
     return folder
 
 

@@ -483,7 +483,7 @@ def test_how_many_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("copies")
     script = Path(__file__).with_name("copying.py")
-    ranks.run_ok(1, [str(script), str(folder)], folder, timeout=200)
+    ranks.run_ok(1, [str(script), str(folder)], folder)
     return json.loads((folder / "found.json").read_text())
 
 

@@ -13,7 +13,7 @@ CASES = 40
 def test_never_two_writers_wherever_one_is_stopped(tmp_path: Path) -> None:
     """What is checked of each case stands in ``fencing.py``."""
     script = Path(__file__).with_name("fencing.py")
-    ranks.run_ok(1, [str(script), str(tmp_path), str(CASES), "7"], tmp_path, timeout=200)
+    ranks.run_ok(1, [str(script), str(tmp_path), str(CASES), "7"], tmp_path)
     seen = json.loads((tmp_path / "found.json").read_text())
     assert seen["cases"] == seen["fenced"] + seen["killed"] == CASES
     assert seen["late"]  # some were stopped between their look and the renaming

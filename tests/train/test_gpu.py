@@ -103,7 +103,7 @@ def test_a_lost_rank_comes_back_beside_a_gpu(tmp_path: Path) -> None:
 def come_back(folder: Path, world: str) -> list[dict[str, Any]]:
     """Each rank is killed in turn and joins again; the jobs as their launcher saw them."""
     worlds, jobs = [world, f"{world}: killed", f"{world}: first killed"], []
-    ranks.run_ok(1, [JOINING, str(folder), *worlds], folder, 300)
+    ranks.run_ok(1, [JOINING, str(folder), *worlds], folder)
     undisturbed = left(folder / world)
     for name in worlds[1:]:
         job = json.loads((folder / name / "job.json").read_text())
@@ -122,7 +122,7 @@ NCCL = [
 
 
 def test_ranks_over_nccl_outlive_one_that_is_killed(tmp_path: Path) -> None:
-    for result, alone, _ in trials(tmp_path, "at", NCCL, timeout=200):
+    for result, alone, _ in trials(tmp_path, "at", NCCL):
         check(result, alone)
         assert len(result["found"]) == 2
         print(f"no step for {result['gap']:.3f} s")

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worlds")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, 300)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
     return folder
 
 

@@ -47,7 +47,7 @@ def train(name: str, size: int, folder: Path, run: Path) -> list[ranks.Ended]:
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(exact)
     words = [str(folder / "mine.py"), *flags(name, folder)]
-    return ranks.run_ok(size, words, folder, timeout=200, extra={"PACELINE_RUN_DIR": str(run)})
+    return ranks.run_ok(size, words, folder, extra={"PACELINE_RUN_DIR": str(run)})
 
 
 def losses(run: Path) -> list[float]:

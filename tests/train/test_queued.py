@@ -49,7 +49,7 @@ WORLDS = [
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trial]:
     every = [*LOST, *APART]
-    found = trials(tmp_path_factory.mktemp("struck"), "at", every, timeout=500)
+    found = trials(tmp_path_factory.mktemp("struck"), "at", every)
     return {json.dumps(one): trial for one, trial in zip(every, found, strict=True)}
 
 
@@ -80,7 +80,7 @@ def test_who_waits_for_a_frozen_rank_is_freed(tmp_path: Path, way: str) -> None:
 
 def test_at_random_moments(tmp_path: Path) -> None:
     seeds = [["queued: buffers", 3, seed] for seed in range(4)]
-    for result, alone, _ in trials(tmp_path, "random", seeds, timeout=300):
+    for result, alone, _ in trials(tmp_path, "random", seeds):
         check(result, alone, at_any_moment=True)
 
 
@@ -88,7 +88,7 @@ def test_at_random_moments(tmp_path: Path) -> None:
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worlds")
     names = ["queued", "queued rich", *WORLDS]
-    ranks.run_ok(1, [JOINING, str(folder), *names], folder, 300)
+    ranks.run_ok(1, [JOINING, str(folder), *names], folder)
     return folder
 
 

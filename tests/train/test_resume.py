@@ -36,7 +36,7 @@ SCENARIOS = (
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all scenarios found, in one process that forks."""
     folder = tmp_path_factory.mktemp("resume")
-    ended = ranks.run_ok(1, [SCRIPT, str(folder), SEED, *SCENARIOS], folder, timeout=500)
+    ended = ranks.run_ok(1, [SCRIPT, str(folder), SEED, *SCENARIOS], folder)
     said = dict(json.loads((folder / "found.json").read_text()))
     return {**said, "err": ended[0].err}
 

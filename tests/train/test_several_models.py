@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("several.py"))
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all scenarios found, in one process that forks."""
     folder = tmp_path_factory.mktemp("several")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=200)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
     return dict(json.loads((folder / "found.json").read_text()))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 C = TypeVar("C", bound="BackgroundCommand")
-PATIENCE_S = 60.0  # for what a quiet machine does in seconds; only a failing test waits so long
+PATIENCE_S = 120.0  # for what a quiet machine does in seconds; only a failing test waits so long
 
 
 class BackgroundCommand:

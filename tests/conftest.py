@@ -36,7 +36,7 @@ LONGEST = (  # files of labs, by the CPU seconds that they take, and those that 
     "test_collectives", "test_communication", "test_sizes", "test_trackers_read_back",
     "test_trackers_online", "test_wheel", "test_recipes", "test_run_wire", "test_live",
 )  # fmt: skip
-PATIENCE_S = 60.0  # an ssh client notices after 15 s that its host is gone
+PATIENCE_S = 120.0  # an ssh client notices after 15 s that its host is gone
 
 _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h

@@ -24,7 +24,7 @@ from launches import SOURCE, Site, eventually, project_at
 pytestmark = pytest.mark.lab
 
 LAUNCHING, WORKERS, OTHER = "n1", ("n2", "n3"), "n4"
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

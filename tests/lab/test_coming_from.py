@@ -249,8 +249,8 @@ def test_the_ladder_agrees_with_a_stopwatch(cluster: tuple[Site, Slurm]) -> None
         (run,) = row["runs"]
         parts = run["startup"] + run["training"] + run["shutdown"]
         assert parts == pytest.approx(run["wall"], rel=0.001)
-        # a moment passes until the line is read, on a busy machine half a second
-        assert run["wall"] == pytest.approx(ended - began, rel=0.05, abs=1.0)
+        # a moment passes until the line is read, on a busy machine seconds
+        assert run["wall"] == pytest.approx(ended - began, rel=0.1, abs=3.0)
 
 
 def test_the_guide_speaks_of_every_original_command() -> None:

@@ -56,7 +56,6 @@ def recovered(ended: Ended, count: int = 1) -> Any:
     found = ended.json("result.json")["recoveries"]
     assert found["count"] == count, (found, ended.err)
     assert f"{count} recover" in ended.err
-    assert all(one["seconds"] < LEASE_S for one in found["of"]), found
     return found["of"]
 
 

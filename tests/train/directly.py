@@ -166,14 +166,11 @@ def freed(folder: Path) -> None:
     """Who waits for a rank that does not come is freed from another thread, and stays so."""
     comms = joined()
     if comms.world.rank == 0:
-        time.sleep(2)
+        while len(list(folder.glob("*.json"))) < comms.world.size - 1:
+            time.sleep(0.05)
         os._exit(0)
     threading.Timer(0.3, direct.shut_down_all).start()
-    began = time.monotonic()
-    said = refused(comms.barrier)
-    took = time.monotonic() - began
-    again = refused(comms.barrier)
-    note(folder, {"said": [said, again], "took": took})
+    note(folder, {"said": [refused(comms.barrier), refused(comms.barrier)]})
     os._exit(0)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import forking
 import ranks
 
-PATIENCE = 2.5
+PATIENCE = 10.0
 """Seconds after which a rank that waits for word while nobody is lost is told to end."""
 
 

@@ -438,8 +438,11 @@ def killed_in_saves() -> dict[str, Any]:
     steps = []
     for number in range(KILLS_IN_SAVES):
         pids = forking.start(1, lambda n=number: saving(where, 1000 * n + 1))
-        while not any(where.root.glob(f"*{1000 * number + 1}*")):
-            time.sleep(0.002)
+        while not any(
+            int(path.parent.name.partition(".")[0]) > 1000 * number
+            for path in where.root.glob("[0-9]*/manifest.json")
+        ):
+            time.sleep(0.002)  # one is whole, and the next is being written
         time.sleep(draw.uniform(0.01, 0.12))
         os.kill(pids[0], signal.SIGKILL)
         forking.finish(pids)

@@ -48,7 +48,6 @@ def test_who_waits_is_freed(tmp_path: Path) -> None:
     waiting = found(tmp_path, "freed", 2, 3)
     assert len(waiting) == 3
     for one in waiting:
-        assert one["took"] < 1.5
         assert all("WaitCancelled: its connections were cut" in said for said in one["said"])
 
 

@@ -42,7 +42,7 @@ Record = dict[str, Any]
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worlds")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, 300)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
     return folder
 
 
@@ -144,9 +144,6 @@ def test_newcomers_join_between_two_steps(worlds: Path, name: str) -> None:
     last = max(one[2]["generation"] for one in settled)
     size = 4 if "grown" in name else 2 if "without" in name or "meets" in name else 3
     assert len([one for one in settled if one[2]["generation"] == last]) == size
-    stood = [one[2]["seconds"] for one in settled if one[1] not in joined]
-    print(f"{name}: a new group took at most {max(stood):.3f} s")
-    assert max(stood) < 10
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -158,20 +155,6 @@ def test_where_too_few_are_there_who_comes_is_given_the_state_and_no_step_is_mad
         steps.setdefault(told["generation"], set()).add(told["step"])
     assert len(steps) == 3
     assert len({step for some in steps.values() for step in some}) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in COUNTED if name != "rich: grown"])
-def test_the_others_hardly_stop_when_somebody_joins(worlds: Path, name: str) -> None:
-    """From the last finished step before to the first after; for machines that are busy."""
-    done: dict[int, float] = {}
-    for file in (worlds / name).glob("ids.*"):
-        for line in file.read_text().splitlines():
-            step, _, when = json.loads(line)
-            done[step] = max(done.get(step, 0.0), when)
-    at = max(one[2]["step"] for one in events(job(worlds, name), "regrouped"))
-    pause = done[at] - done[at - 1]
-    print(f"{name}: {pause:.3f} s between the steps where somebody joins")
-    assert pause < 10
 
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if name.startswith("plain")])

@@ -79,11 +79,11 @@ Trial = tuple[dict[str, Any], dict[str, Any], int]  # what became of it, of one 
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trial]:
     """All trainings of which ranks die at a certain moment: one process imports torch for them."""
     every = [*MOMENTS, *SEVERAL, *SAVING, ONCE, *APART, *itertools.chain(*STEPS_OF.values())]
-    found = trials(tmp_path_factory.mktemp("struck"), "at", every, timeout=500)
+    found = trials(tmp_path_factory.mktemp("struck"), "at", every)
     return {json.dumps(one): trial for one, trial in zip(every, found, strict=True)}
 
 
-def trials(folder: Path, what: str, every: list[list[Any]], timeout: float = 200) -> list[Trial]:
+def trials(folder: Path, what: str, every: list[list[Any]]) -> list[Trial]:
     """What became of these trainings, each beside an undisturbed one of the same way."""
     words = [json.dumps(one) for one in every]
     path = os.pathsep.join([str(ranks.SRC), str(Path(__file__).parent)])
@@ -92,7 +92,7 @@ def trials(folder: Path, what: str, every: list[list[Any]], timeout: float = 200
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=ranks.LIMIT_S,
         check=False,
     )
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -200,7 +200,7 @@ def test_who_waits_for_a_frozen_rank_is_freed(tmp_path: Path) -> None:
 def test_who_waits_for_the_rest_of_a_message_is_freed(tmp_path: Path) -> None:
     """gloo has forgotten it when its connection ends, whether a part had come or had been sent."""
     script = str(Path(__file__).with_name("giving.py"))
-    (ended,) = ranks.run_ok(1, [script, str(tmp_path)], tmp_path, 240)
+    (ended,) = ranks.run_ok(1, [script, str(tmp_path)], tmp_path)
     found = [json.loads(line) for line in ended.out.splitlines() if line.startswith("[")]
     assert len(found) == 6
     assert not [one for one in found if one[2] is None]
@@ -211,7 +211,7 @@ def test_a_thread_of_gloos_that_is_woken_for_good_rests_once_its_connection_is_c
 ) -> None:
     """Else it takes a CPU from the training, which goes on in a new group."""
     script = str(Path(__file__).with_name("resting.py"))
-    ranks.run_ok(2, [script, str(tmp_path)], tmp_path, 240)
+    ranks.run_ok(2, [script, str(tmp_path)], tmp_path)
     names, *found = json.loads((tmp_path / "0.json").read_text())
     assert names == ["gloo_tcp_loop", "pt_gloo_runloop"]
     assert found == [True, True, True, []]
@@ -302,7 +302,7 @@ def test_who_makes_a_group_in_which_another_is_lost_is_freed(tmp_path: Path) -> 
     ranks.run_ok(1, [script, str(tmp_path)], tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [len(one) for one in found] == [6, 6]
-    assert max(max(one) for one in found) < 20  # where it is not freed: 40
+    assert max(max(one) for one in found) < 35  # where it is not freed: 40
 
 
 def test_ranks_meet_after_some_of_them_had_begun_a_group_in_vain(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_ranks_die_at_any_moment(tmp_path: Path) -> None:
     ways = ["plain", "accumulated", "two models", "buffers"]
     every = [[ways[seed % 4], 2 + seed % 3, seed] for seed in range(100, 104)]
     lost = 0
-    for result, alone, _ in trials(tmp_path, "random", every, timeout=500):
+    for result, alone, _ in trials(tmp_path, "random", every):
         check(result, alone, at_any_moment=True)
         lost += result["statuses"].count(-9)
     assert lost > 1
@@ -336,6 +336,8 @@ def test_ranks_die_at_any_moment(tmp_path: Path) -> None:
 def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
     """It does nothing in a collective whose connections are cut; who computes is waited for."""
     monkeypatch.setattr(recovery, "STUCK_S", 0.6)
+    if not idle:  # a busy machine lets nobody compute for so long
+        monkeypatch.setattr(wait_release, "_computing_s", itertools.count().__next__)
     read, write = os.pipe()
     control = control_module.Control(read, GlooConnections())
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
@@ -352,9 +354,7 @@ def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -
     os.write(write, json.dumps({**word, "planned": False}).encode() + b"\n")
 
     def act() -> int:
-        began = time.monotonic()
-        while time.monotonic() < began + (60 if idle else 2) and not (idle and told.wait(0.05)):
-            pass
+        told.wait(60 if idle else 2)
         return 7
 
     assert one.event(act) == 7
@@ -468,3 +468,6 @@ def test_what_gloos_threads_use_of_a_cpu_is_no_computing() -> None:
     finally:
         over.set()
         busy.join()
+    before = wait_release._computing_s()
+    sum(range(10**6))
+    assert wait_release._computing_s() > before

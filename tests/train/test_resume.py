@@ -132,8 +132,8 @@ def test_other_choices_of_a_checkpoint(found: Any) -> None:
 def test_killed_while_saving_again_and_again(found: Any) -> None:
     said = found["killed_in_saves"]
     assert said["passed over"] == []
-    assert said["steps"] == sorted(said["steps"])
-    assert len(set(said["steps"])) > 4
+    assert len(said["steps"]) == 20
+    assert said["steps"] == sorted(set(said["steps"]))
 
 
 def test_a_full_disk_ends_no_training(found: Any) -> None:

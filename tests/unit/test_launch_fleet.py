@@ -160,7 +160,7 @@ def test_our_own_absence_is_nobodys_silence() -> None:
 
     fleet, losses = asyncio.run(scene())
     assert losses == []
-    assert 1.0 < fleet.absence_s < 3.0
+    assert fleet.absence_s > 1.0
 
 
 def test_telling_minds_neither_refusals_nor_lost_nodes() -> None:
@@ -893,7 +893,7 @@ def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
         assert not recovery.use_spare()
         replace_host.return_value = part_of("n3", 1)
         assert recovery.use_spare()
-        await asyncio.wait_for(given_up.wait(), 5)
+        await asyncio.wait_for(given_up.wait(), 30)
         assert [part.host for part in recovery._commands.parts.values()] == ["n1", "n3"]
         assert not recovery.use_spare()
         await fleet.close()

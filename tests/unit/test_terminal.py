@@ -68,9 +68,9 @@ def test_colours_may_pass_and_end_with_the_line() -> None:
     "part", ["\x1b", "\x1b[", "\x1b]", "\x1b[1;", "\x9d", "\x1bP", "\r", "\x1b "]
 )
 def test_long_ones_take_no_time(part: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     clean(part * (200_000 // len(part)))
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_every_error_of_ours_is_clean() -> None:

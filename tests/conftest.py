@@ -23,18 +23,18 @@ from paceline.lab import Lab, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
-LONGEST = (  # files of labs, by the CPU seconds that they take, and those that wait long
-    "test_matrix",
-    "test_documents_run", "test_hangs", "test_mpi", "test_slurm", "test_elastic", "test_interrupts",
-    "test_attribution", "test_coming_from", "test_explain", "test_losses", "test_check",
-    "test_by_hand", "test_recovery", "test_come_back", "test_minimal_recipes", "test_soak",
-    "test_joining", "test_run_words", "test_run_places", "test_run_endings", "test_outlive",
-    "test_run_refusals", "test_warm", "test_attach", "test_detach", "test_launch_function",
+LONGEST = (  # files of labs, by the seconds that they take
+    "test_slurm", "test_matrix", "test_documents_run", "test_hangs", "test_mpi", "test_elastic",
+    "test_reference_runs", "test_coming_from", "test_attribution", "test_losses", "test_detach",
+    "test_check", "test_explain", "test_by_hand", "test_docker", "test_recovery",
+    "test_interrupts", "test_come_back", "test_minimal_recipes", "test_soak", "test_joining",
+    "test_resume", "test_queued", "test_run_words", "test_run_places", "test_run_endings",
+    "test_outlive", "test_run_refusals", "test_warm", "test_attach", "test_launch_function",
     "test_connections", "test_run_network", "test_setup", "test_checkpoint_copies",
     "test_run_masters", "test_recipes_on_hosts", "test_train_image", "test_forecast",
-    "test_tutorial", "test_docker", "test_resume", "test_lab", "test_full_disk",
-    "test_collectives", "test_communication", "test_sizes", "test_trackers_read_back",
-    "test_trackers_online", "test_wheel", "test_recipes", "test_run_wire", "test_live",
+    "test_tutorial", "test_lab", "test_full_disk", "test_collectives", "test_communication",
+    "test_sizes", "test_trackers_read_back", "test_trackers_online", "test_wheel",
+    "test_recipes", "test_run_wire", "test_live",
 )  # fmt: skip
 PATIENCE_S = 120.0  # an ssh client notices after 15 s that its host is gone
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import fcntl
 import json
 import os
 import shutil
@@ -192,18 +192,18 @@ def contents(directory: Path) -> set[str]:
     return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
-@functools.cache
-def _references() -> list[Path]:
-    """Of this session, whichever lab it was made in: hosts are called the same everywhere."""
-    return []
-
-
 def reference(site: Site) -> Path:
-    """The run directory of the image recipe over SSH; made once."""
-    known = _references()
-    if not known:
-        known.append(Transport(site, ("-H", "n1,n2")).trains().directory)
-    return known[0]
+    """The run directory of the image recipe over SSH.
+
+    It is made once for all workers, in whichever lab: hosts are called the same everywhere.
+    """
+    session = site.project.parents[2 if "PYTEST_XDIST_WORKER" in os.environ else 1]
+    made = session / "reference"
+    with (session / "reference.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_symlink():
+            made.symlink_to(Transport(site, ("-H", "n1,n2")).trains().directory)
+    return made.resolve()
 
 
 def site_in(new_lab: Any, folder: Path, **options: Any) -> Site:

@@ -625,7 +625,7 @@ def test_load_of_gpus() -> None:
 )
 def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], alone: bool,
                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    me = os.getuid()
+    me = 1001
     usual = {"/": 0, "/home": 0, "/home/me": me}
 
     def about(path: str) -> os.stat_result:
@@ -634,6 +634,7 @@ def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], a
         )
 
     monkeypatch.setattr(bootstrap.os, "lstat", about)
+    monkeypatch.setattr(bootstrap.os, "getuid", lambda: me)
     assert bootstrap.is_trusted_path("/home/me") is alone
 
 

@@ -15,8 +15,8 @@ MAX_LOSSES = 20
 MAX_QUOTED = 8  # lines of one message
 MIN_CONFIDENCE = 0.6  # below it, other candidates are shown with theirs
 TO_COLLECT = (
-    "No rule fits. The logs of all ranks, dmesg of that host, and the same run with\n"
-    "paceline run --debug help; --bundle FILE packs what support needs."
+    "No rule fits. The logs of all ranks, `dmesg` of that host, and the same run with\n"
+    "`paceline run --debug SCRIPT` help. `paceline explain RUN --bundle FILE.tar.gz` packs them."
 )
 
 

@@ -15,8 +15,8 @@ _CRASH = re.compile(
 # torch 2.13 crashes in DistributedDataParallel's constructor with this debug level
 _DETAIL_LEVEL = re.compile(r"The debug level is set to DETAIL|in _ddp_init_helper$")
 _LESS_DETAIL = (
-    "Unset TORCH_DISTRIBUTED_DEBUG=DETAIL, or set INFO: with DETAIL, torch 2.13 crashes in the "
-    "constructor of DistributedDataParallel."
+    "Leave out `TORCH_DISTRIBUTED_DEBUG=DETAIL`, or set `TORCH_DISTRIBUTED_DEBUG=INFO`: with "
+    "DETAIL, torch 2.13 crashes in the constructor of DistributedDataParallel."
 )
 
 

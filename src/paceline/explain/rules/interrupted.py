@@ -9,9 +9,9 @@ from paceline.explain.rule import Match, match_unit
 from paceline.spec.failure import signal_name
 
 _HANG_KINDS = ("started", "hang", "hang over")
-_CONFIRM = 'events.jsonl: the event "hang" says where each rank was'
-_NETWORK = "paceline check tries every direction between the hosts"
-_REMEDY = "Make every rank call the same collectives in the same order; look at the named line"
+_CONFIRM = 'The event "hang" in `events.jsonl` says where each rank was.'
+_NETWORK = "`paceline check -H HOSTS` tries every direction between the hosts."
+_REMEDY = "Make every rank call the same collectives in the same order; look at the named line."
 
 
 def _log_match(evidence: Evidence) -> Match | None:
@@ -38,6 +38,6 @@ def match(evidence: Evidence) -> Match | None:
         remedy = _REMEDY if last.rank is not None else _NETWORK
         hosts = (last.host,) if last.host else ()
         return Match(cause, hosts, last.rank, 0.99, remedy=remedy, confirm=_CONFIRM)
-    remedy = f"Run again with the same --run-dir: {evidence.rerun_effect}."
+    remedy = f"Run again with the same `--run-dir FOLDER`: {evidence.rerun_effect}."
     cause = f"nothing failed: the job was stopped by {name} at the launcher"
     return Match(cause, (), None, 0.99, remedy=remedy)

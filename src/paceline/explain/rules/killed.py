@@ -15,8 +15,8 @@ def _exclude_oom_killer(end: Event) -> tuple[str, str]:
     if memory.get("kills") != 0 or memory.get("kernel"):
         return "", ""
     return (
-        f"On {end.host}: journalctl around that time; the scheduler's accounting "
-        "(sacct). It was not the kernel's memory killer: that killed nothing there.",
+        f"On {end.host}: `journalctl` around that time; the scheduler's accounting "
+        "(`sacct -j JOB`). It was not the kernel's memory killer: that killed nothing there.",
         f"Ask who ends processes on {end.host}: a person, a cron job, another user's "
         "clean-up script, a scheduler or container runtime at its limit.",
     )

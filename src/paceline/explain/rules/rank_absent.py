@@ -41,5 +41,6 @@ def describe_activity(stack: RankStack) -> str:
 
 def _remedy(stack: RankStack) -> str:
     if stack.state == "T":
-        return f"Find out who stops processes on {stack.host} (a debugger, kill -STOP), run again"
+        who = f"who stops processes on {stack.host} (a debugger, `kill -STOP PID`)"
+        return f"Find out {who}, then run again."
     return ""

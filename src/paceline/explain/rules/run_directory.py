@@ -18,5 +18,5 @@ def match(evidence: Evidence) -> Match | None:
     fields = dict(_FIELD.findall(failure.headline))
     cause = ": ".join(filter(None, [failure.headline.partition("\n")[0], fields.get("found")]))
     remedy = fields.get("remedy", _REMEDY)
-    again = f"{remedy}. Then run again with the same --run-dir: {evidence.rerun_effect}."
+    again = f"{remedy}. Then run again with the same `--run-dir FOLDER`: {evidence.rerun_effect}."
     return Match(cause, (), None, 0.97, remedy=again)

@@ -14,9 +14,9 @@ from paceline.spec.failure import PEER_LOST
 CLOCK_TOLERANCE_S = 0.5  # between two hosts' times of one moment
 _RESTART_REMEDY = (
     "All ranks had been started again. All of them must load the same checkpoint: save it on a disk"
-    " that all hosts share, or on every host (where LOCAL_RANK is 0), or use paceline.train, which"
-    " sends it. If the data is uneven, use drop_last=True, a DistributedSampler, or torch's Join"
-    " context."
+    " that all hosts share, or on every host (where `LOCAL_RANK` is 0), or use `paceline.train`,"
+    " which sends it. If the data is uneven, use `DataLoader(data, drop_last=True)`,"
+    " `DistributedSampler(data)`, or torch's `Join([model])` context."
 )
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 

@@ -24,6 +24,6 @@ def match(evidence: Evidence) -> Match | None:
         if flag in PACELINE_OPTIONS:
             command = shell_text(["paceline", "run", *arguments, error["script"]])
             cause = f"{unit.label}: {flag} stands after the script, which does not know it"
-            remedy = f"{flag} is an option of paceline: {command}"
+            remedy = f"`{flag}` is an option of Paceline: `{command}`"
             return match_unit(unit, cause, 0.96, remedy=remedy)
     return None

@@ -98,6 +98,7 @@ WORDS = {
     "torch": {'"ccl"', '"cuda"', '"cuda:0"', "drop_last=True", "device=x.device", "tensor.device"},
     "limits.conf(5)": {"* - memlock unlimited", "* - nofile 65536", "* - nproc 65536"},
     "systemd.exec(5), systemd.resource-control(5)": {"LimitMEMLOCK=infinity", "TasksMax=infinity"},
+    "logind.conf(5)": {"KillUserProcesses"},
     "ssh_config(5), sshd_config(5)": {"User", "IdentityFile", "MaxStartups"},
     "Kubernetes' pods": {"resources.requests", "ephemeral-storage", "nvidia.com/gpu"},
     "control groups": {"memory.events", "memory.max"},

@@ -41,7 +41,7 @@ FAILURES = {
         "rank 1 on n2: port",
     ),
     "exception": ("raise ValueError('boom')", "rank 1 on n2 raised ValueError: boom (job.py, line"),
-    "killed": ("import os\nos.kill(os.getpid(), 9)", "rank 1 on n2 was killed from outside"),
+    "killed": ("import os\nos.kill(os.getpid(), 9)", "rank 1 on n2 was killed by SIGKILL"),
     "crashed": ("import os\nos.kill(os.getpid(), 11)", "rank 1 on n2 crashed in compiled code"),
     "bad-sample": (
         "import gzip, pathlib\nfile = pathlib.Path('/tmp/x.gz')\n"

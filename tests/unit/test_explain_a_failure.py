@@ -169,7 +169,7 @@ def test_a_run_directory_on_a_full_disk_is_a_cause() -> None:
     assert rule.code == "run-directory"
     assert match.remedy == (
         "Free some space there, or give --run-dir on another disk. Then run again with the same"
-        " --run-dir: training resumes from the checkpoint of step 40."
+        " `--run-dir FOLDER`: training resumes from the checkpoint of step 40."
     )
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from paceline.launch import failure_analysis
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, Kind, Result, signal_name, unreachable_peer
+from paceline.spec.failure import (
+    Failure,
+    Kind,
+    Result,
+    describe_end,
+    signal_name,
+    unreachable_peer,
+)
 
 
 def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exception",
@@ -98,9 +105,9 @@ def test_echoes_are_waited_for_longer() -> None:
 
 
 def test_ends_in_words() -> None:
-    assert failure_analysis.describe_end(7, None) == "exit status 7"
-    assert failure_analysis.describe_end(None, 11) == "killed by SIGSEGV"
-    assert "memory" in failure_analysis.describe_end(None, 9)
+    assert describe_end(7, None) == "exit status 7"
+    assert describe_end(None, 11) == "killed by SIGSEGV"
+    assert "memory" in describe_end(None, 9)
     assert signal_name(250) == "signal 250"
     assert failure(1, 0.0, "ValueError: x", host="n2").describe() == "rank 1 on n2: ValueError: x"
     assert failure(None, 0.0, "gone", "lost", "n2").describe() == "n2: gone"
@@ -191,7 +198,7 @@ def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
     ],
 )
 def test_who_killed_in_words(memory: dict[str, Any] | None, words: str) -> None:
-    assert words in failure_analysis.describe_end(None, 9, memory, 1 << 30)
+    assert words in describe_end(None, 9, memory, 1 << 30)
 
 
 def test_what_is_written_is_what_is_read() -> None:

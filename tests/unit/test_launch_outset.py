@@ -8,9 +8,8 @@ import pytest
 
 from each_case import each_case
 from paceline.launch.elastic.retry_policy import StartupTracker, is_by_chance
-from paceline.launch.failure_analysis import describe_end
 from paceline.spec.events import Event
-from paceline.spec.failure import LAUNCHER_HOST, Failure
+from paceline.spec.failure import LAUNCHER_HOST, Failure, describe_end
 from paceline.spec.job import Entry, Job
 
 SESSION = ("torch", "paceline.train?")

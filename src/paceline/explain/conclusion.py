@@ -46,12 +46,17 @@ def conclude(evidence: Evidence, rules: Sequence[Rule]) -> Conclusion:
     is_known = (first is not None and first.rank is not None and not first.is_secondary
                 and first.signal not in (signal.SIGABRT, signal.SIGTERM))  # fmt: skip
 
+    def is_other_rank(match: Match) -> bool:
+        return first is not None and match.rank is not None and match.rank != first.rank
+
     def order(item: tuple[Rule, Match]) -> tuple[int, bool, bool, bool, float]:
         rule, match = item
-        is_other_rank = first is not None and match.rank is not None and match.rank != first.rank
+        is_other = is_other_rank(match)
         group = 0 if match.unit is None else outcome.group(match.unit)
-        return (group, is_known and is_other_rank, rule.symptom, is_other_rank, -match.confidence)
+        return (group, is_known and is_other, rule.symptom, is_other, -match.confidence)
 
+    if is_known and all(rule.symptom and is_other_rank(match) for rule, match in matches):
+        matches = []  # what other ranks noticed says nothing about why the first one ended
     ranked = tuple(sorted(matches, key=order))
     return Conclusion(ranked, ranked[0][1].cause if ranked else _describe_unexplained(evidence))
 

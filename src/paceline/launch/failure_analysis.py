@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.spec.events import Event
-from paceline.spec.failure import LAUNCHER_HOST, Failure, Kind, signal_name
-from paceline.spec.formatting import format_size
+from paceline.spec.failure import LAUNCHER_HOST, OUT_OF_MEMORY, Failure, Kind, describe_end
 
 _DISK_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full"
 )
-_OUT_OF_MEMORY = "killed by the kernel for its memory"
 FAILURE_DELAY_S = 0.5  # to wait for reports of earlier failures
 ECHO_DELAY_S = 2.5  # the same while all known failures are secondary
 
@@ -90,53 +88,12 @@ def is_full_disk(failure: Failure) -> bool:
 
 def is_out_of_memory(failure: Failure) -> bool:
     """Whether the kernel killed it for lack of memory."""
-    return failure.headline.startswith(_OUT_OF_MEMORY)
+    return failure.headline.startswith(OUT_OF_MEMORY)
 
 
 def settling_delay_s(failures: Sequence[Failure]) -> float:
     """Returns how long to wait for other failures before the first is named."""
     return ECHO_DELAY_S if all(failure.is_secondary for failure in failures) else FAILURE_DELAY_S
-
-
-def describe_end(code: int | None, signum: int | None,
-                 memory: Mapping[str, Any] | None = None, peak_bytes: int = 0) -> str:  # fmt: skip
-    """Describes how a process ended.
-
-    Args:
-        code, signum: Exit status or signal; the other is ``None``.
-        memory: Evidence of the memory killer (see ``agent.supervision.oom.evidence``), if known.
-        peak_bytes: Peak memory of the process; 0 when not known.
-    """
-    if signum is None:
-        return f"exit status {code}"
-    name = f"killed by {signal_name(signum)}"
-    if signum != signal.SIGKILL:
-        return name
-    if not memory:
-        return f"{name} (the kernel's memory killer, or somebody's kill -9)"
-    kills, kernel = memory.get("kills"), memory.get("kernel")
-    if kills or (kills is None and kernel and not _is_only_cgroup_kill(kernel)):
-        return f"{_OUT_OF_MEMORY}{_describe_memory(memory, peak_bytes)}"
-    if kills == 0 and not kernel:  # the kernel's log also has processes of others
-        return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
-    return f"{name} (the kernel's memory killer, or somebody's kill -9)"
-
-
-def _is_only_cgroup_kill(kernel: Sequence[str]) -> bool:
-    """Whether the kernel's log shows only kills of other, limited control groups."""
-    limited = any("Memory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in kernel)
-    host = any("Out of memory" in line or "CONSTRAINT_NONE" in line for line in kernel)
-    return limited and not host
-
-
-def _describe_memory(memory: Mapping[str, Any], peak_bytes: int) -> str:
-    """Describes the process's memory and the limit it exceeded."""
-    size = f" at {format_size(peak_bytes)}" if peak_bytes else ""
-    limit = memory.get("limit")
-    if not limit or not memory.get("kills"):
-        return f"{size} (the host's memory was used up)" if not limit else size
-    peak = f", peak {format_size(limit['peak'])}" if limit.get("peak") else ""
-    return f"{size} (limit {format_size(limit['bytes'])}{peak}, control group {limit['group']})"
 
 
 def attribute_early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Failure]:

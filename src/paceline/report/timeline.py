@@ -478,7 +478,7 @@ def _moments(events: Sequence[Event], started_at: float,
         if event.kind == "lost":
             lost_at = at
         if failure is not None and index == failure_index:
-            yield Moment(at, f"{failure.where}: {failure.headline}", "bad")
+            yield Moment(at, failure.describe(), "bad")
         elif event.kind == "lost":
             if not _was_survived(event, recoveries):
                 yield Moment(at, f"lost {event.host}: {event['why']}", "bad")
@@ -493,7 +493,7 @@ def _moments(events: Sequence[Event], started_at: float,
             yield Moment(at, *described)
     if failure is not None and failure_index is None:
         at = events[-1].time - started_at
-        yield Moment(at, f"{failure.where}: {failure.headline}", "bad")
+        yield Moment(at, failure.describe(), "bad")
 
 
 def _was_survived(lost: Event, recoveries: Sequence[Event]) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from paceline.spec.formatting import format_size
 from paceline.spec.schema import (
     MAX_LONG_TEXT,
     RANK,
@@ -29,6 +30,7 @@ LAUNCHER_HOST = "this machine"
 NEWCOMER_MISMATCH = "this process started differently from the ranks that it joins"
 # and by one that has joined, if its loop depends on a count that only the others have
 NEWCOMER_DIVERGED = "this process trains differently from the ranks that it joined"
+OUT_OF_MEMORY = "killed by the kernel for its memory"
 UNKNOWN = -1  # exit code of a run that left no result
 
 # Errors of a healthy rank whose peer failed: the peer's failure is the cause.
@@ -84,6 +86,52 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def describe_end(code: int | None, signum: int | None,
+                 memory: Mapping[str, Any] | None = None, peak_bytes: int = 0) -> str:  # fmt: skip
+    """Describes how a process ended.
+
+    Args:
+        code, signum: Exit status or signal; the other is ``None``.
+        memory: Evidence of the memory killer (see ``agent.supervision.oom.evidence``), if known.
+        peak_bytes: Peak memory of the process; 0 when not known.
+    """
+    if signum is None:
+        return f"exit status {code}"
+    name = f"killed by {signal_name(signum)}"
+    if signum != signal.SIGKILL:
+        return name
+    if not memory:
+        return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+    if is_oom_kill(memory):
+        return f"{OUT_OF_MEMORY}{_describe_memory(memory, peak_bytes)}"
+    if memory.get("kills") == 0 and not memory.get("kernel"):  # its log also has others' processes
+        return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
+    return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+
+
+def is_oom_kill(memory: Mapping[str, Any]) -> bool:
+    """Whether the evidence shows that the kernel killed the process for its memory."""
+    kills, kernel = memory.get("kills"), memory.get("kernel")
+    return bool(kills or (kills is None and kernel and not _is_only_cgroup_kill(kernel)))
+
+
+def _is_only_cgroup_kill(kernel: Sequence[str]) -> bool:
+    """Whether the kernel's log shows only kills of other, limited control groups."""
+    limited = any("Memory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in kernel)
+    host = any("Out of memory" in line or "CONSTRAINT_NONE" in line for line in kernel)
+    return limited and not host
+
+
+def _describe_memory(memory: Mapping[str, Any], peak_bytes: int) -> str:
+    """Describes the process's memory and the limit it exceeded."""
+    size = f" at {format_size(peak_bytes)}" if peak_bytes else ""
+    limit = memory.get("limit")
+    if not limit or not memory.get("kills"):
+        return f"{size} (the host's memory was used up)" if not limit else size
+    peak = f", peak {format_size(limit['peak'])}" if limit.get("peak") else ""
+    return f"{size} (limit {format_size(limit['bytes'])}{peak}, control group {limit['group']})"
 
 
 @dataclass(frozen=True, slots=True)

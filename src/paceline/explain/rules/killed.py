@@ -7,6 +7,42 @@ import signal
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_exit, match_unit
 from paceline.spec.events import Event
+from paceline.spec.failure import Failure, describe_end
+
+_CONFIRM = "On {host}: `journalctl` around that time; the scheduler's accounting (`sacct -j JOB`)."
+_REMEDY = (
+    "Ask who ends processes on {host}: a person, a cron job, another user's "
+    "clean-up script, a scheduler or container runtime at its limit."
+)
+_NOT_MEMORY = " It was not the kernel's memory killer: that killed nothing there."
+
+
+def match(evidence: Evidence) -> Match | None:
+    first = evidence.first_failure
+    if first is not None and first.kind not in ("signal", "exit"):
+        return None
+    if first is not None and first.was_requested:
+        return _request_match(first)
+    for end in evidence.exits:
+        is_first = first is None or (end.host, end.rank) == (first.host, first.rank)
+        if end["signal"] == signal.SIGKILL and is_first:
+            confirm, remedy = _exclude_oom_killer(end)
+            cause = f"{end.where} was {describe_end(None, signal.SIGKILL, end['memory'])}"
+            return match_exit(end, cause, 0.6, remedy=remedy, confirm=confirm)
+    if not evidence.exits and not evidence.events:
+        for unit in evidence.outcome.failures:
+            is_killed = any(end.signal == signal.SIGKILL for end in unit.exits)
+            if is_killed or "is killed by signal: Killed" in unit.text:
+                cause = f"{unit.label} was {describe_end(None, signal.SIGKILL)}"
+                return match_unit(unit, cause, 0.6)
+    return None
+
+
+def _request_match(failure: Failure) -> Match:
+    """The match of a rank or host that SIGTERM ended first; Paceline had not sent it."""
+    cause = f"{failure.where} was {failure.headline}"
+    confirm, remedy = _CONFIRM.format(host=failure.host), _REMEDY.format(host=failure.host)
+    return Match(cause, (failure.host,), failure.rank, 0.8, remedy=remedy, confirm=confirm)
 
 
 def _exclude_oom_killer(end: Event) -> tuple[str, str]:
@@ -14,27 +50,4 @@ def _exclude_oom_killer(end: Event) -> tuple[str, str]:
     memory = end["memory"] or {}
     if memory.get("kills") != 0 or memory.get("kernel"):
         return "", ""
-    return (
-        f"On {end.host}: `journalctl` around that time; the scheduler's accounting "
-        "(`sacct -j JOB`). It was not the kernel's memory killer: that killed nothing there.",
-        f"Ask who ends processes on {end.host}: a person, a cron job, another user's "
-        "clean-up script, a scheduler or container runtime at its limit.",
-    )
-
-
-def match(evidence: Evidence) -> Match | None:
-    first = evidence.first_failure
-    if first is not None and first.kind not in ("signal", "exit"):
-        return None
-    for end in evidence.exits:
-        is_first = first is None or (end.host, end.rank) == (first.host, first.rank)
-        if end["signal"] == signal.SIGKILL and is_first:
-            confirm, remedy = _exclude_oom_killer(end)
-            return match_exit(end, f"{end.where} was killed from outside (SIGKILL)", 0.6,
-                              remedy=remedy, confirm=confirm)  # fmt: skip
-    if not evidence.exits and not evidence.events:
-        for unit in evidence.outcome.failures:
-            is_killed = any(end.signal == signal.SIGKILL for end in unit.exits)
-            if is_killed or "is killed by signal: Killed" in unit.text:
-                return match_unit(unit, f"{unit.label} was killed from outside (SIGKILL)", 0.6)
-    return None
+    return _CONFIRM.format(host=end.host) + _NOT_MEMORY, _REMEDY.format(host=end.host)

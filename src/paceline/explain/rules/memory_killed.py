@@ -8,7 +8,7 @@ import signal
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_exit, match_unit
 from paceline.spec.events import Event
-from paceline.spec.formatting import format_size
+from paceline.spec.failure import OUT_OF_MEMORY, describe_end, is_oom_kill
 
 # a killed process counts if it can be one of a job
 _JOB = r"\((?:python|pt_|torchrun|ray|deepspeed|train|cc1plus|cicc|nvcc|ptxas|a\.out)"
@@ -24,8 +24,11 @@ _OOM_KILL = re.compile(
 
 def match(evidence: Evidence) -> Match | None:
     for end in evidence.exits:
-        if end["signal"] == signal.SIGKILL and _was_oom_killed(end):
+        if end["signal"] == signal.SIGKILL and is_oom_kill(end["memory"] or {}):
             return _exit_match(end)
+    first = evidence.first_failure
+    if first is not None and first.kind == "forkserver" and OUT_OF_MEMORY in first.headline:
+        return Match(first.describe(), (first.host,), None, 0.99)
     for unit, _ in evidence.search(_OOM_KILL):
         line = unit.text.strip().splitlines()[0]
         cause = f"{unit.label}: the kernel killed a process for its memory: {line}"
@@ -33,16 +36,7 @@ def match(evidence: Evidence) -> Match | None:
     return None
 
 
-def _was_oom_killed(end: Event) -> bool:
-    memory = end["memory"] or {}
-    kills = memory.get("kills")  # without a counter, the kernel's log may concern other jobs
-    return bool(memory.get("kernel") if kills is None else kills)
-
-
 def _exit_match(end: Event) -> Match:
     memory = end["memory"] or {}
-    limit, peak_bytes = memory.get("limit"), end["peak_bytes"]
-    peak_text = f" at {format_size(peak_bytes)}" if peak_bytes else ""
-    limit_text = f" (limit {format_size(limit['bytes'])}, {limit['group']})" if limit else ""
-    cause = f"{end.where} was killed by the kernel for its memory{peak_text}{limit_text}"
+    cause = f"{end.where} was {describe_end(None, signal.SIGKILL, memory, end['peak_bytes'] or 0)}"
     return match_exit(end, cause, 0.99, lines=tuple(memory.get("kernel") or ()))

@@ -26,18 +26,26 @@ def match(evidence: Evidence) -> Match | None:
               if event.kind == "started" and event["attempt"]]  # fmt: skip
     early = _early_exit(evidence.events[starts[-1] if starts else 0 :])
     if early is None:
-        return None
+        return _recorded_match(evidence)
     # its own log may have such a line from before a restart
     waiting = (match for match in evidence.search(PEER_LOST)
                if (match[0].host, match[0].rank) != (early.host, early.rank))  # fmt: skip
     unit, _ = next(waiting, (None, None))
     if unit is None:
-        return None
+        return _recorded_match(evidence)
     last_step = _last_step(evidence, early)
     step_text = f" after step {last_step}" if last_step else ""
     cause = f"{early.where} ended its work{step_text} while {unit.label} still waited for it"
     lines = tuple(unit.text.splitlines()[:1])
     return Match(cause, (early.host,), early.rank, 0.93, lines, _RESTART_REMEDY if starts else "")
+
+
+def _recorded_match(evidence: Evidence) -> Match | None:
+    """The match of an end that the launcher recorded as too early."""
+    failure = evidence.first_failure
+    if failure is None or failure.kind != "early":
+        return None
+    return Match(f"{failure.where} {failure.headline}", (failure.host,), failure.rank, 0.9)
 
 
 def _early_exit(events: Sequence[Event]) -> Event | None:

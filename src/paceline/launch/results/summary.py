@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.failure_analysis import describe_end
 from paceline.rundir.directory import short
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.events import Event, ShippedCopy, restore_local_paths
-from paceline.spec.failure import Result, format_location, signal_name
+from paceline.spec.failure import Result, describe_end, format_location, signal_name
 from paceline.spec.formatting import format_duration, shell_text
 
 LOG_TAIL_LINES = 20

@@ -42,7 +42,7 @@ _FORMS = tuple(
         rf"returned non-zero exit status (?P<code>{_N})",
         r"\b[Ee]xit ?[Cc]ode:? (?P<shell>1[2-5]\d)\b",
         r"^ {0,4}Exit code: {2,8}(?P<code>\d{1,3})$",
-        rf"line {_N}: {{1,3}}{_N} (?P<name>{_NAMED_SIGNAL})",
+        rf"line {_N}: {{1,6}}{_N} (?P<name>{_NAMED_SIGNAL})",
         rf"^(?P<name>{_NAMED_SIGNAL})(?: \(core dumped\))?(?:$| {{2,}})",
         r"(?P<memory>OOMKilled)",
         r"slurmstepd: error: (?P<memory>Detected \d{1,9} oom[-_]kill event)",

@@ -9,6 +9,7 @@ from paceline.explain.evidence import Evidence, Log
 from paceline.explain.rule import Match
 
 _MESSAGE = re.compile(r"^paceline: (?P<message>\S.*)$")
+_CONCLUSION = "cause: "
 _FIELD = re.compile(r"^  (?P<name>found|remedy): +(?P<text>.*)$")
 
 
@@ -28,5 +29,9 @@ def _last_message(log: Log) -> Match | None:
         details = f": {fields['found']}" if fields.get("found") else ""
         message = log.lines[start].removeprefix("paceline: ")
         remedy = fields.get("remedy", "")
-        return Match(f"{log.label}: {message}{details}", log.hosts, log.rank, 0.85, lines, remedy)
+        if message.startswith(_CONCLUSION):  # of the launcher, which names the rank
+            cause = message.removeprefix(_CONCLUSION)
+        else:
+            cause = f"{log.label}: {message}{details}"
+        return Match(cause, log.hosts, log.rank, 0.85, lines, remedy)
     return None

@@ -1,0 +1,70 @@
+"""The end summary, the report and ``paceline explain`` name one cause for a run, in one sentence.
+
+Each recorded run that failed is ended as the launcher ends it, then explained and reported from its
+files.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from each_case import each_case
+from paceline.cli.runs.explanation import SHOWN_IN_LOG_TAIL, explain_failure
+from paceline.explain.conclusion import conclude
+from paceline.explain.evidence import Evidence
+from paceline.explain.evidence_reader import from_run
+from paceline.explain.rules import load_all
+from paceline.launch.results.summary import RunOutcome, report_failure
+from paceline.report.writer import write_at_end
+from paceline.spec import rundir as names
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "rules"
+# without a result there is no summary
+RUNS = sorted(path for path in FOLDER.glob("*/hit_*") if (path / names.RESULT).is_file())
+ALL = load_all()
+
+
+@each_case("recorded", RUNS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_all_say_the_same(recorded: Path, tmp_path: Path) -> None:
+    run = tmp_path / recorded.parent.name / recorded.name
+    shutil.copytree(recorded, run)
+    evidence = from_run(run)
+    conclusion = conclude(evidence, ALL)
+    (rule, _), *_ = conclusion.matches
+    at_end = explain_failure(run, evidence.result, evidence.events)
+    if rule.code not in SHOWN_IN_LOG_TAIL:
+        assert at_end.startswith(f"paceline: cause: {conclusion.text} [{rule.code}]\n")
+    (first, *_) = json.loads((run / names.FINDINGS).read_text())["findings"]
+    assert (first["check"], first["outcome"]) == (f"explain/{rule.code}", "fail")
+    assert first["message"] == conclusion.text
+    assert write_at_end(run) == ""
+    page = html.unescape(re.sub(r"<[^>]+>", "", (run / names.REPORT).read_text()))
+    assert " ".join(conclusion.text.split()) in " ".join(page.split())
+    _agrees_with_summary(run, evidence, conclusion.text)
+
+
+def _agrees_with_summary(run: Path, evidence: Evidence, cause: str) -> None:
+    """The cause and the line on the first failure name the same rank or host."""
+    failure = evidence.first_failure
+    if failure is None or failure.is_secondary or failure.kind == "launcher":
+        return
+    summary = report_failure(RunOutcome(run, evidence.result, evidence.events, {}, 1.0))
+    assert summary.startswith(f"paceline: failed first: {failure.describe()}")
+    assert failure.where in cause or failure.headline.partition("\n")[0] in cause
+    if failure.kind in ("lost", "agent", "lease", "forkserver", "stranger", "hang"):
+        assert failure.headline in cause
+
+
+def test_a_known_end_is_not_explained_by_what_others_noticed() -> None:
+    evidence = from_run(FOLDER / "killed" / "hit_3")
+    failure = evidence.first_failure
+    assert failure is not None
+    ended = replace(failure, kind="exit", signal=None, code=3, headline="exit status 3")
+    conclusion = conclude(replace(evidence, result=replace(evidence.result, failure=ended)), ALL)
+    assert conclusion.text == "unknown cause: rank 1 on n2: exit status 3"
+    assert conclusion.matches == ()

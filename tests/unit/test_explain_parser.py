@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from paceline.explain.evidence_reader import from_log
+from paceline.explain import evidence_reader
+from paceline.explain.evidence_reader import from_log, read_log, read_named
 from paceline.explain.exit_reports import parse_exit
 from paceline.explain.outcome import Outcome
 from paceline.explain.prefixes import strip_prefixes
@@ -68,6 +70,22 @@ def test_a_traceback_in_a_record_of_json(record: object) -> None:
     assert unit.error is not None
     assert unit.error.type == "KeyError"
     assert unit.error.is_in_script
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
+@pytest.mark.parametrize("size", [0, evidence_reader.TAIL_BYTES])
+def test_a_log_in_another_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, size: int
+) -> None:
+    """PowerShell writes UTF-16; of a long log, both ends are read."""
+    monkeypatch.setattr(evidence_reader, "STREAM_HEAD_BYTES", 1 << 10)
+    monkeypatch.setattr(evidence_reader, "STREAM_TAIL_BYTES", 1 << 12)
+    file = tmp_path / "a.log"
+    file.write_bytes(("ready\n" * (size // 4) + TRACEBACK).encode(encoding))
+    for text in (read_named(file), read_log(file)):
+        assert text.startswith("ready" if size else "Traceback")
+        (unit,) = outcome(text).failures
+        assert unit.text == "KeyError: 'names'"
 
 
 @pytest.mark.parametrize("text", [

@@ -162,7 +162,7 @@ def read_log(file: Path, tail_bytes: int = TAIL_BYTES) -> str:
     """Reads the beginning and the end of a log. Raises DataError if it cannot be read."""
     with _readable(file):
         head, tail = head_and_tail(file, min(HEAD_BYTES, tail_bytes), tail_bytes)
-    return (head + b"\n" * bool(tail) + tail).decode(errors="replace")
+    return _decode(head, tail, is_cut=bool(tail))
 
 
 def read_named(file: Path) -> str:
@@ -197,9 +197,31 @@ def _read_stream(stream: IO[bytes]) -> str:
         chunks.append(chunk)
         num_bytes += len(chunk)
     tail = b"".join(chunks)
-    if num_bytes > STREAM_TAIL_BYTES:
-        tail = b"\n" + tail[-STREAM_TAIL_BYTES:]
-    return (head + tail).decode(errors="replace")
+    return _decode(head, tail[-STREAM_TAIL_BYTES:], is_cut=num_bytes > STREAM_TAIL_BYTES)
+
+
+def _decode(head: bytes, tail: bytes, *, is_cut: bool) -> str:
+    """Decodes both ends of a log in its encoding.
+
+    Args:
+        is_cut: Whether ``tail`` does not continue ``head``.
+    """
+    encoding = _encoding(head)
+    parts = (head, tail) if is_cut else (head + tail,)
+    text = "\n".join(part.decode(encoding, errors="replace") for part in parts)
+    return text.removeprefix("\ufeff")
+
+
+def _encoding(head: bytes) -> str:
+    """UTF-16 if the log begins with its mark, or most characters of it have a zero byte."""
+    sample = head[:4096]
+    for encoding, mark, zero_at in (("utf-16-le", b"\xff\xfe", 1), ("utf-16-be", b"\xfe\xff", 0)):
+        zeros = sample[zero_at::2].count(0)
+        if sample.startswith(mark) or (
+            zeros > len(sample) // 4 and 0 not in sample[1 - zero_at :: 2]
+        ):
+            return encoding
+    return "utf-8"
 
 
 # --- a log that several ranks wrote ---------------------------------------------------------------

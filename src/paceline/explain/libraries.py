@@ -39,16 +39,20 @@ FACTS = tuple(
         ("oneCCL", "provider", r"\|CCL_INFO\|.{0,200}prov(?:ider)?(?:_name)?: ([\w;]+)"),
     )
 )  # fmt: skip
+_MARKS = {  # one of them is in each line that states a fact
+    "NCCL": "NCCL ", "torch": ".cpp:", "gloo": "gloo/", "Intel MPI": "MPI startup", "UCX": "UCX",
+    "libfabric": "libfabric:", "oneCCL": "|CCL_INFO|",
+}  # fmt: skip
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+")  # parts in which two ranks' warnings may differ
 
 
 def summarize(logs: Sequence[Log]) -> list[str]:
     """The warnings, then a line for each fact with its hosts. Skips lines of other origin."""
-    library_lines = [(log, [line for line in log.lines if classify_line(line)]) for log in logs]
+    library_lines = [(log, _library_lines(log.lines)) for log in logs]
     warnings = _warnings(library_lines)
     facts: dict[tuple[str, str], dict[str, list[Log]]] = {}
     for log, lines in library_lines:
-        for key, value in dict.fromkeys(_facts(lines)):
+        for key, value in dict.fromkeys(_facts([line for line, _ in lines])):
             facts.setdefault(key, {}).setdefault(value, []).append(log)
     order = list(dict.fromkeys(fact[:2] for fact in FACTS))
     hosts = {log.host for log, lines in library_lines if lines}
@@ -57,19 +61,24 @@ def summarize(logs: Sequence[Log]) -> list[str]:
     ]
 
 
+def _library_lines(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """The lines that a library wrote, with their classes."""
+    return [(line, kind) for line in lines if (kind := classify_line(line))]
+
+
 def _facts(lines: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:
     for line in lines:
         for library, fact, pattern in FACTS:
-            if match := pattern.search(line):
+            if _MARKS[library] in line and (match := pattern.search(line)):
                 yield (library, fact), match[1].strip().replace("]:", ":")
 
 
-def _warnings(library_lines: Sequence[tuple[Log, Sequence[str]]]) -> list[str]:
+def _warnings(library_lines: Sequence[tuple[Log, Sequence[tuple[str, str]]]]) -> list[str]:
     """Each distinct warning once, with the first rank that had it and the number of others."""
     distinct: dict[str, tuple[str, str, int]] = {}
     for log, lines in library_lines:
-        for line in lines:
-            if classify_line(line) != "warned":
+        for line, kind in lines:
+            if kind != "warned":
                 continue
             key = _VARYING.sub("#", line)
             label, text, count = distinct.get(key, (log.label, line, 0))

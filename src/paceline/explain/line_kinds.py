@@ -26,6 +26,10 @@ _PROGRESS = re.compile(
     r"|(?i:\b(?:acc|accuracy|top-?[15]|f1|bleu|ppl|perplexity|auc)\b[ =:@]{1,3}\d)"
     r"|\bTotal optimization steps|\bresum(?:ing|ed) (?:at|from)|\bloss=\d"
 )
+_PROGRESS_WORDS = (
+    "epoch", "step", "iter", "batch", "%|", "it/", "/it", "s/", "/s", "loss", "acc", "top", "f1",
+    "bleu", "ppl", "perplexity", "auc", "resum", "trial", "round", "fold", "episode",
+)  # fmt: skip
 _FINISH = re.compile(
     r"(?i:^\W{0,4}(?:all )?(?:done|finished|completed|success(?:ful(?:ly)?)?)\b"
     r"|\b(?:training|run|job|everything|test|evaluation|fit|script|program)\b.{0,30}"
@@ -113,15 +117,14 @@ def classify(line: str) -> tuple[Kind, str]:
     level = level_of(short)
     if _WARNING.match(short) or level.startswith("W"):
         return "warning", "warning"
-    is_error = (level[:1] not in ("I", "D") and _states_error(lowered)
-                and not _GOES_ON.search(lowered))  # fmt: skip
-    if short.startswith("wandb: "):  # it sums up a run that crashed, too
-        return "text", "error" if is_error else "info"
-    if _shows_end(short, lowered):
+    is_wandb = short.startswith("wandb: ")  # it sums up a run that crashed, too
+    if not is_wandb and _shows_end(short, lowered):
         return "finish", ""
-    if _PROGRESS.search(short):
+    if not is_wandb and _shows_progress(short, lowered):
         return "progress", ""
-    return "text", "error" if is_error else ""
+    if level[:1] not in ("I", "D") and _states_error(lowered) and not _GOES_ON.search(lowered):
+        return "text", "error"
+    return "text", "info" if is_wandb else ""
 
 
 def _states_error(lowered: str) -> bool:
@@ -135,6 +138,11 @@ def _shows_end(line: str, lowered: str) -> bool:
     if not any(word in lowered for word in _FINISH_WORDS) or _SOME_FAILED.search(lowered):
         return False
     return _FINISH.search(line) is not None
+
+
+def _shows_progress(line: str, lowered: str) -> bool:
+    is_candidate = any(word in lowered for word in _PROGRESS_WORDS)
+    return is_candidate and _PROGRESS.search(line) is not None
 
 
 def level_of(line: str) -> str:

@@ -274,10 +274,15 @@ def _last_words(units: Sequence[Unit], ends: Sequence[Unit]) -> list[Unit]:
 
 def _known_ranks(units: Sequence[Unit]) -> frozenset[int]:
     """The ranks of all streams, and those of NCCL's communicators."""
-    matches = (_NCCL_RANK.search(unit.text) for unit in units if unit.kind == "library")
-    sizes = [min(int(match["size"]), MAX_RANKS) for match in matches if match]
+    matches = filter(None, map(_communicator, units))
+    sizes = [min(int(match["size"]), MAX_RANKS) for match in matches]
     ranks = {unit.rank for unit in units if unit.rank is not None}
     return frozenset(ranks | set(range(max(sizes, default=0))))
+
+
+def _communicator(unit: Unit) -> re.Match[str] | None:
+    """The rank, its process and the number of ranks, if NCCL reports a communicator."""
+    return _NCCL_RANK.search(unit.text) if unit.kind == "library" and "anks" in unit.text else None
 
 
 def _is_same_process(unit: Unit, other: Unit) -> bool:
@@ -300,7 +305,7 @@ def _locate(units: list[Unit]) -> list[Unit]:
     ranks: dict[tuple[str, str], int] = {}
     hosts: dict[int, str] = {}
     for unit in units:
-        if unit.kind == "library" and (match := _NCCL_RANK.search(unit.text)):
+        if match := _communicator(unit):
             ranks[match["host"], match["pid"]] = int(match["rank"])
             hosts.setdefault(int(match["rank"]), match["host"])
         for end in unit.exits:

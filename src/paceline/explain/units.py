@@ -16,6 +16,7 @@ from paceline.spec.failure import format_location
 # "progress", "finish": signs of life; "foreign": of another kind of program; "text": the rest
 Kind = Literal["traceback", "crash", "exit", "library", "kernel", "numeric", "warning", "progress",
                "finish", "foreign", "text"]  # fmt: skip
+_SIGNS_OF_LIFE = {"finish": 3, "progress": 2, "text": 1}
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline_agent/|\.pyz/")
 _PACKAGE = Path(__file__).parents[1]
 # a clone that is installed in place, and the copy that recipes send to hosts; a project may lie
@@ -142,4 +143,4 @@ class Unit:
     @property
     def sign_of_life(self) -> int:
         """How strongly it suggests that the process went on after an earlier error."""
-        return {"finish": 3, "progress": 2, "text": 1}.get(self.kind, 0) * (self.level == "")
+        return 0 if self.level else _SIGNS_OF_LIFE.get(self.kind, 0)

@@ -193,6 +193,13 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
     f"===== test session starts =====\n{TRACEBACK}\n===== 1 failed in 0.1s =====",
     f"F   [100%]\n{TRACEBACK}\nFAILED test_a.py::test_b - KeyError: 'names'\n1 failed in 0.1s",
     f"test_a ... {TRACEBACK}\nok\nRan 2 tests in 0.003s\n\nOK",
+    "b.c: In function 'main':\nb.c:4:60: warning: format '%s' expects argument of type 'char *'\n"
+    "    4 |   puts(\"killed by signal 9\");",
+    f"commit {'0a' * 20} (HEAD -> main)\nAuthor: A <a@b>\n\n    Fix a rank killed by signal 9\n",
+    "[main 1a2b3c4] Fix a rank killed by signal 9\n 1 file changed",
+    'E1127 20:03:12.034600   10667 memcache.go:265] "Unhandled Error" err="connection refused"',
+    "bash: line 1: nvidia-smi: command not found\nLinux n1 6.1.0\n8 CPUs",
+    TRACEBACK.replace("/w/train.py", "/v/site-packages/flask/app.py"),
     f"{STEPS}\nsaved model.pt\n[rank1]:[W1101 09:31:03.2 TCPStore.cpp:125] [c10d] recvValue failed:"
     " Connection reset by peer",
 ])  # fmt: skip

@@ -21,7 +21,8 @@ _WARNING = re.compile(
     r"|\[WARN"
 )
 _PROGRESS = re.compile(
-    r"(?i:\b(?:epoch|steps?|iter(?:ation)?|batch|global_step)\b\W{0,4}\d)|\b(?:\d{1,3})%\|"
+    r"(?i:\b(?:epoch|steps?|iter(?:ation)?|batch|global_step|trial|round|fold|episode)\b"
+    r"\W{0,4}\d)|\b(?:\d{1,3})%\|"
     r"|\d(?:it|s|samples|tokens|step)/(?:s|it|step)\b|['\"\b]?loss['\"]?[ =:]{1,3}-?\d"
     r"|(?i:\b(?:acc|accuracy|top-?[15]|f1|bleu|ppl|perplexity|auc)\b[ =:@]{1,3}\d)"
     r"|\bTotal optimization steps|\bresum(?:ing|ed) (?:at|from)|\bloss=\d"
@@ -35,7 +36,8 @@ _FINISH = re.compile(
     r"|\b(?:training|run|job|everything|test|evaluation|fit|script|program)\b.{0,30}"
     r"\b(?:done|finished|complete[d]?|ended (?:well|normally))\b"
     r"|\bsav(?:ed|ing) .{0,80}(?:model|checkpoint|\.pt\b|\.safetensors|weights)"
-    r"|\b(?:finished|completed) (?:successfully|training|in )|`Trainer\.fit` stopped"
+    r"|\b(?:finished|completed) (?:successfully|training|in |with(?:out| no| 0) error)"
+    r"|`Trainer\.fit` stopped"
     r"|\bexit(?:ed)? (?:status|code|with code):? 0\b|\btrain_runtime\b|\bsucceeded\b)"
 )
 _SOME_FAILED = re.compile(r"\b[1-9]\d{0,8} (?:\w{1,40} )?failed\b")
@@ -64,12 +66,14 @@ _ERROR_PHRASES = (
     "has changed", "no components", "bad termination", "required but", "not permitted",
     "low on resource", "nodes are available", "oom_kill", "oom-kill",
 )  # fmt: skip
-# A program that continues without what it lacks
+# A program that continues without what it lacks, such as one that only describes the machine
 _GOES_ON = re.compile(
     r"\b(?:fall(?:ing|s)? back|skipp(?:ed|ing)|ignor(?:ed|ing)|continuing)\b|, using "
+    r"|\b(?:nvidia-smi|rocm-smi|lspci|ibstat|ibv_devinfo): (?:command )?not found"
 )
 _LAUNCHER = re.compile(
-    r"(?:slurmstepd|srun|sbatch|salloc|mpirun|mpiexec|prterun|orterun|orted|prted): "
+    r"(?:slurmstepd(?:-[\w.-]{1,253})?|srun|sbatch|salloc|(?:mpirun|mpiexec)(?:\.openmpi)?|prterun"
+    r"|orterun|orted|prted): "
     r"|(?:Warning|Normal) {2}\w{2,40} {2}"  # events of Kubernetes
     r"|\[(?:mpiexec|proxy|prterun|mpirun)[@:][^\]]{1,300}\] "
 )
@@ -92,6 +96,9 @@ _FOREIGN = re.compile(
             r"goroutine \d|panic: |thread '.{1,60}' panicked",
             r"E: |\(error\) |ERROR: {1,2}(?!Unexpected)|fatal: |curl: |rsync error|docker: ",
             r"Error response from daemon",
+            r" {1,6}\d{0,6} {1,2}\| ",  # code that a compiler quotes
+            r"\[\S{1,200} (?:\(root-commit\) )?[0-9a-f]{7,40}\] ",  # git
+            r"[IWEF]\d{4} [\d:.]{8,20} {1,9}\d{1,9} \S{1,200}\.go:\d{1,6}\] ",  # Kubernetes
         )
     )
 )

@@ -13,7 +13,7 @@ from paceline.explain.units import Exit, Frame, Kind, PythonError, Unit
 MAX_MESSAGE_LINES = 40
 MAX_BLOCK_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):"
-_GLOG = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]{8,20} +\d{1,9} \S{1,200}:\d{1,6}\] ?")
+_GLOG = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]{8,20} +\d{1,9} \S{1,200}(?<!\.go):\d{1,6}\] ?")
 _C10D = re.compile(r"\[(?P<level>[IWEF])(?:\d{3,4} [\d:.]{8,30})? ?[\w./-]{1,100}:\d{1,6}\] ?")
 _FRAME = re.compile(
     r'^[\s|+]*File "(?P<file>[^"]{1,1000})", line (?P<line>\d{1,9})(?:,? in (?P<in>\S{1,200}))?'
@@ -75,8 +75,11 @@ _CRASH_LINE = re.compile(
     r"Exception raised from|frame #|nccl\w{1,40}Error|Last error|\*\*\*|Aborted|Abort was called"
 )
 _MPI_WORDS = ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted", "Framework:", "Local host:")
+_MPICH_END = re.compile(r"YOUR APPLICATION TERMINATED|This typically refers|Please see the FAQ")
 _RULER = re.compile(r"^([-=*])\1{15,}\s*$")
 _CUDA_ASSERT = re.compile(r"\S{1,300}:\d{1,6}: .{0,200}Assertion `.{1,300}` failed")
+_COMMIT = re.compile(r"commit [0-9a-f]{40}\b")  # git log
+_COMMIT_LINE = re.compile(r"(?:Author|AuthorDate|Commit|CommitDate|Date|Merge): |\s|$")
 _STARTS_UNIT = re.compile(
     r"\[[IWEF]\d|\[[IWEF] |srun: |slurmstepd: |pdsh@|={20}|-{20}|\[rank\d|RESULT |mpirun "
     r"|Process name"
@@ -92,6 +95,12 @@ _NOT_FATAL = re.compile(
 _IN_THREAD = re.compile(r"Exception in thread \S")
 _CUT_OFF = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
 _RESOURCE_TRACKER = "/multiprocessing/resource_tracker.py"
+# What calls the handler of a request in a server, which answers with an error and goes on
+_REQUEST_HANDLER = re.compile(
+    r"/(?:socketserver|wsgiref/\w{1,40}|flask/app|werkzeug/\w{1,40}|starlette/[\w/]{1,60}"
+    r"|uvicorn/protocols/[\w/]{1,60}|gunicorn/workers/\w{1,40}|django/core/handlers/\w{1,40}"
+    r"|aiohttp/web_protocol|tornado/(?:web|http1connection))\.py$"
+)
 _LOGGED_LEVELS = ("ERROR", "CRITICAL", "FATAL", "WARN", "WARNING", "E", "W", "C")
 _OTHER_KINDS = ("progress", "finish", "warning", "numeric")  # they never continue a message
 
@@ -162,8 +171,10 @@ def _mark_logged(unit: Unit, before: Sequence[Unit]) -> Unit:
     if unit.kind != "traceback":
         return unit
     error = unit.error
-    if error and error.frames and error.frames[-1].file.endswith(_RESOURCE_TRACKER):
-        return replace(unit, is_handled=True)
+    if error and error.frames:
+        outermost, innermost = error.frames[0].file, error.frames[-1].file
+        if innermost.endswith(_RESOURCE_TRACKER) or _REQUEST_HANDLER.search(outermost):
+            return replace(unit, is_handled=True)
     if not before or before[-1].number < unit.number - 2:
         return unit
     last = before[-1].lines[-1]
@@ -427,6 +438,8 @@ def _plain(cursor: _Cursor, line: str) -> Unit:
     end = cursor.index + 1
     if end < len(cursor.lines) and is_foreign_frame(cursor.lines[end]):
         return cursor.unit("foreign", cursor.end_of(is_foreign_frame, end, MAX_BLOCK_LINES))
+    if _COMMIT.match(line):
+        return cursor.unit("foreign", cursor.end_of(_COMMIT_LINE.match, end, MAX_BLOCK_LINES))
     kind, level = classify(line)
     return cursor.unit(kind, end, level=level)
 

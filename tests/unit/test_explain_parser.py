@@ -145,6 +145,10 @@ def test_the_message_of_an_exception_has_several_lines() -> None:
         ("trainer-1 exited with code 0", None),
         ("process 2 terminated with signal SIGKILL", Exit(rank=2, signal=9)),
         ("run.sh: line 3: 81560 Killed    python train.py", Exit(signal=9)),
+        ("  Exit code:    7", Exit(code=7)),
+        ("slurmstepd-n7: error: Detected 1 oom_kill event in StepId=4.0.", Exit(is_memory=True)),
+        ("paceline: failed first: rank 1 on n7: killed by SIGKILL (somebody's kill -9)",
+         Exit("n7", 1, signal=9)),
         ("the old worker was killed", None),
         ("exit codes are listed below", None),
     ],
@@ -278,3 +282,20 @@ def test_libraries_complain_while_a_job_ends() -> None:
     end = "[E301 10:00:00.1 TCPStore.cpp:125] [c10d] recvValue failed: Connection reset by peer"
     assert not outcome(f"{STEPS}\nTraining finished\n[rank1]:{end}\n[rank2]:{end}").has_failed
     assert not outcome(f"[rank1]: epoch 1\n[rank1]: saved a.pt\n[rank1]:{end}").has_failed
+
+
+def test_a_message_of_open_mpi_names_the_rank_that_ended() -> None:
+    text = (
+        f"{STEPS}\n{'-' * 60}\nmpirun detected that one or more processes exited with non-zero "
+        "status, thus causing\nthe job to be terminated. The first process to do so was:\n\n"
+        f"  Process name: [[20640,1],3]\n  Exit code:    7\n{'-' * 60}\n"
+    )
+    assert outcome(text).exits == (Exit(rank=3, code=7),)
+
+
+def test_a_traceback_that_another_interrupts_says_nothing_more() -> None:
+    cut = TRACEBACK.rpartition("\n")[0]
+    stopped = f"{cut}\nKeyboardInterrupt\n"
+    found = outcome(f"{cut}\n{stopped}")
+    assert not found.failures
+    assert [unit.text for unit in found.consequences] == ["KeyboardInterrupt"]

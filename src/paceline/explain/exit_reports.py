@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.explain.units import Exit
 
@@ -23,7 +24,8 @@ _FORMS = tuple(
     re.compile(pattern)
     for pattern in (
         r"paceline: failed first: rank (?P<rank>\d{1,9}) on (?P<host>[\w.-]{1,253}): "
-        rf"(?:.{{0,2000}}\((?:exit status (?P<code>{_N})|(?P<name>{_NAMED_SIGNAL}))\))?",
+        rf"(?:.{{0,2000}}\((?:exit status (?P<code>{_N})|(?P<name>{_NAMED_SIGNAL}))\)"
+        rf"|killed by (?P<killed>{_NAMED_SIGNAL}))?",
         rf"failed \(exitcode: (?P<status>-?{_N})\) local_rank: (?P<local>{_N})",
         r"srun: error: (?P<host>[\w.-]{1,253}): tasks? (?P<rank>\d{1,9})[\d,-]{0,999}: "
         rf"(?:Exited with exit code (?P<code>{_N})|(?P<memory>Out Of Memory)"
@@ -45,24 +47,32 @@ _FORMS = tuple(
         rf"line {_N}: {{1,6}}{_N} (?P<name>{_NAMED_SIGNAL})",
         rf"^(?P<name>{_NAMED_SIGNAL})(?: \(core dumped\))?(?:$| {{2,}})",
         r"(?P<memory>OOMKilled)",
-        r"slurmstepd: error: (?P<memory>Detected \d{1,9} oom[-_]kill event)",
+        r"slurmstepd(?:-[\w.-]{1,253})?: error: (?P<memory>Detected \d{1,9} oom[-_]kill event)",
         rf"Process {_N} got signal: (?P<signal>{_N})",
         r"(?:killed by|exited on|received|terminated by|by) signal:? (?P<signal>\d{1,3})\b",
     )
 )
 _FAST = re.compile(
-    r"exit|srun|failed first|terminated with|died|signal|OOM|oom|Killed|Segmentation|Aborted"
-    r"|Bus error|Illegal|Floating|"
-    r"Terminated|Hangup"
+    r"exit|Exit code|srun|failed first|terminated with|died|signal|OOM|oom|Killed|Segmentation"
+    r"|Aborted|Bus error|Illegal|Floating|Terminated|Hangup"
 )
 _TABLE_FIELD = re.compile(
     r"^ {0,8}(?P<key>time|host|rank|exitcode|error_file|traceback) {0,12}: ?(?P<value>.*)$"
 )
+_MPI_NAME = re.compile(rf"^ {{1,8}}Process name: \[\[{_N},{_N}\],(?P<rank>{_N})\]")
 _NUMBER = re.compile(r"-?\d{1,9}")
 _BAD_TERMINATION = re.compile(
     r"=   (?:(?:RANK (?P<rank>\d{1,9}) )?PID \d{1,9} RUNNING AT (?P<host>[\w.-]{1,253})"
     r"|KILLED BY SIGNAL: (?P<signal>\d{1,3})|EXIT(?:ING WITH|) CODE: (?P<code>\d{1,9}))"
+    r"|EXIT STRING: .{1,40} \(signal (?P<string>\d{1,3})\)"
 )
+
+
+def parse_box(lines: Sequence[str]) -> Exit | None:
+    """The end of a process in a message of Open MPI, with its rank."""
+    end = next(filter(None, map(parse_exit, lines)), None)
+    name = next(filter(None, map(_MPI_NAME.search, lines)), None)
+    return replace(end, rank=int(name["rank"])) if end and end.rank is None and name else end
 
 
 def parse_exit(text: str) -> Exit | None:
@@ -83,9 +93,9 @@ def parse_exit(text: str) -> Exit | None:
 
 def _status(groups: dict[str, str | None]) -> tuple[int | None, int | None]:
     """Exit status and signal: a negative status is a signal, and a shell adds 128."""
-    if name := groups.get("name"):
+    if name := groups.get("name") or groups.get("killed"):
         return None, _SIGNALS.get(name, 0)
-    if signal := groups.get("signal"):
+    if signal := groups.get("signal") or groups.get("string"):
         return None, int(signal)
     if (status := groups.get("status")) and int(status) < 0:
         return None, -int(status)

@@ -115,6 +115,8 @@ def judge(
     survivors = [unit for unit in strong if not life.continued_after(unit)]
     if not survivors and (has_failed or _ends_with_exit(strong, life)):
         survivors = strong
+    if any(map(_names_error, survivors)):  # tracebacks that others interrupt say nothing more
+        survivors = [unit for unit in survivors if unit.kind != "traceback" or _names_error(unit)]
     root = _root(failure, survivors)
     primary = [unit for unit in survivors if not is_consequence(unit)]
     consequences = [unit for unit in survivors if is_consequence(unit)]
@@ -134,6 +136,11 @@ def judge(
         ),
         ranks=_known_ranks(units),
     )
+
+
+def _names_error(unit: Unit) -> bool:
+    """Whether it is a traceback with its last line."""
+    return unit.error is not None and bool(unit.error.type)
 
 
 def is_consequence(unit: Unit) -> bool:
@@ -267,8 +274,11 @@ def _last_words(units: Sequence[Unit], ends: Sequence[Unit]) -> list[Unit]:
     if not ends or any(unit.kind != "exit" for unit in ends):
         return []
     first = ends[0]
-    words = [unit for unit in units if unit.kind == "text" and not unit.level
-             and unit.number < first.number and unit.host in ("", first.host)]  # fmt: skip
+    before = [unit for unit in units
+              if unit.number < first.number and unit.host in ("", first.host)]  # fmt: skip
+    words = [replace(unit, kind="text", level="error") if unit.kind == "foreign" else unit
+             for unit in before if (unit.kind == "text" and not unit.level)
+             or (unit.kind == "foreign" and unit.text.startswith("ERROR: "))]  # fmt: skip
     return words[-MAX_LAST_WORDS:]
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paceline.explain.exit_reports import parse_bad_termination, parse_exit, parse_table
+from paceline.explain.exit_reports import parse_bad_termination, parse_box, parse_exit, parse_table
 from paceline.explain.line_kinds import classify, is_foreign_frame, level_of
 from paceline.explain.units import Exit, Frame, Kind, PythonError, Unit
 
@@ -24,7 +24,9 @@ _EXCEPTION = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Refused|Fault|Warning)"
     r"|(?:[a-z_]\w{0,60}\.){1,8}(?:\w{0,60}error|timeout))(?::(?: |$)|$)"
 )
-_ANY_EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,200})(?::(?: |$)|$)")
+_ANY_EXCEPTION = re.compile(
+    r"(?P<type>[A-Za-z_][\w.]{0,200}(?:<locals>\.[\w.]{1,200}){0,4})(?::(?: |$)|$)"
+)
 _CHAINED = re.compile(
     r"(?:The above exception was the direct cause|During handling of the above exception)"
 )
@@ -49,7 +51,7 @@ _MESSAGE_LINE = re.compile(
     r"|Exception raised from |frame #|Parameter indices|making sure |If you |You can |You must "
     r"|Please |Make sure |Cannot access|(?:Repository|Entry|Revision) Not Found|Access to |Check "
     r"|Retry |Url: |\d{3} |https?://|Set TORCH|Note:|See |Try |\*|- |\(\d\)|Missing key"
-    r"|Unexpected key|size mismatch|To |This |The following |In addition"
+    r"|Unexpected key|size mismatch|Stack trace:|To |This |The following |In addition"
 )
 _PYTEST_START = re.compile(r"=+ test session starts =+")
 _PYTEST_END = re.compile(
@@ -259,7 +261,8 @@ def _parse_error(cursor: _Cursor, index: int) -> tuple[PythonError, int]:
         return PythonError("", "", tuple(frames)), index
     line = cursor.lines[index]
     kind = _ANY_EXCEPTION.match(line)
-    if kind is None and not (frames and line.strip() and not _STARTS_UNIT.match(line)):
+    is_message = frames and line.strip() and _TRACEBACK not in line
+    if kind is None and (not is_message or _STARTS_UNIT.match(line)):
         return PythonError("", "", tuple(frames)), index
     end = _message_end(cursor, index)
     message = "\n".join(cursor.lines[index:end]).strip()
@@ -376,10 +379,13 @@ def _box(cursor: _Cursor, line: str) -> Unit | None:
         return cursor.unit("text", cursor.index + 1, level="info")
     block = lines[cursor.index : end + 1]
     if "BAD TERMINATION" in block[1]:
-        return cursor.unit("exit", end + 1, exits=parse_bad_termination(block), level="error")
+        end = cursor.end_of(_MPICH_END.match, end + 1, 3)
+        exits = parse_bad_termination(lines[cursor.index : end])
+        return cursor.unit("exit", end, exits=exits, level="error")
     if not any(word in "\n".join(block) for word in _MPI_WORDS):
         return cursor.unit("text", cursor.index + 1, level="info")
-    exits = tuple(filter(None, map(parse_exit, block)))[:1]
+    exited = parse_box(block)
+    exits = (exited,) if exited else ()
     return cursor.unit("exit" if exits else "library", end + 1, exits=exits, level="error")
 
 

@@ -7,7 +7,8 @@ from signal import SIGINT, SIGTERM
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_unit
 from paceline.explain.rules.hang import describe, unresolved_hang
-from paceline.spec.failure import signal_name
+from paceline.explain.units import Unit
+from paceline.spec.failure import format_location, signal_name
 
 _CONFIRM = 'The event "hang" in `events.jsonl` says where each rank was.'
 _NETWORK = "`paceline check -H HOSTS` tries every direction between the hosts."
@@ -19,13 +20,20 @@ def _log_match(evidence: Evidence) -> Match | None:
     outcome = evidence.outcome
     if outcome.failures or any(unit.level == "error" for unit in outcome.context):
         return None
+    stops = [(unit, end) for unit in outcome.consequences for end in unit.exits
+             if end.signal in (SIGINT, SIGTERM)]  # fmt: skip
+    for unit, end in sorted(stops, key=lambda stop: not stop[1].is_root):
+        where = format_location(end.host, end.rank) if end.is_root else unit.label
+        return _stop_match(unit, where, signal_name(end.signal or SIGINT))
     for unit in outcome.consequences:
-        stopped = [end.signal for end in unit.exits if end.signal in (SIGINT, SIGTERM)]
-        if stopped or (unit.error is not None and unit.error.type.endswith("KeyboardInterrupt")):
-            name = signal_name(stopped[0] or SIGINT) if stopped else "SIGINT"
-            cause = f"nothing failed by itself: {unit.label} was stopped from outside ({name})"
-            return match_unit(unit, cause, 0.6)
+        if unit.error is not None and unit.error.type.endswith("KeyboardInterrupt"):
+            return _stop_match(unit, unit.label, "SIGINT")
     return None
+
+
+def _stop_match(unit: Unit, where: str, name: str) -> Match:
+    cause = f"nothing failed by itself: {where} was stopped from outside ({name})"
+    return match_unit(unit, cause, 0.6)
 
 
 def match(evidence: Evidence) -> Match | None:

@@ -31,9 +31,10 @@ def match(evidence: Evidence) -> Match | None:
             return match_exit(end, cause, 0.6, remedy=remedy, confirm=confirm)
     if not evidence.exits and not evidence.events:
         for unit in evidence.outcome.failures:
-            is_killed = any(end.signal == signal.SIGKILL for end in unit.exits)
-            if is_killed or "is killed by signal: Killed" in unit.text:
-                cause = f"{unit.label} was {describe_end(None, signal.SIGKILL)}"
+            is_worker = "is killed by signal: Killed" in unit.text
+            if is_worker or any(end.signal == signal.SIGKILL for end in unit.exits):
+                victim = f"a DataLoader worker of {unit.label}" if is_worker else unit.label
+                cause = f"{victim} was {describe_end(None, signal.SIGKILL)}"
                 return match_unit(unit, cause, 0.6)
     return None
 

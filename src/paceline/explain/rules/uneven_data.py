@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from signal import SIGTERM
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
+from paceline.explain.rule import Match, match_unit
 from paceline.spec.events import Event
 from paceline.spec.failure import PEER_LOST
 
@@ -18,6 +18,7 @@ _RESTART_REMEDY = (
     " which sends it. If the data is uneven, use `DataLoader(data, drop_last=True)`,"
     " `DistributedSampler(data)`, or torch's `Join([model])` context."
 )
+_CONNECTION_LOST = re.compile(r"Connection (?:closed|reset) by (?:remote )?peer")
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 
@@ -26,7 +27,7 @@ def match(evidence: Evidence) -> Match | None:
               if event.kind == "started" and event["attempt"]]  # fmt: skip
     early = _early_exit(evidence.events[starts[-1] if starts else 0 :])
     if early is None:
-        return _recorded_match(evidence)
+        return _recorded_match(evidence) or _log_match(evidence)
     # its own log may have such a line from before a restart
     waiting = (match for match in evidence.search(PEER_LOST)
                if (match[0].host, match[0].rank) != (early.host, early.rank))  # fmt: skip
@@ -46,6 +47,28 @@ def _recorded_match(evidence: Evidence) -> Match | None:
     if failure is None or failure.kind != "early":
         return None
     return Match(f"{failure.where} {failure.headline}", (failure.host,), failure.rank, 0.9)
+
+
+def _log_match(evidence: Evidence) -> Match | None:
+    """A rank that lost its connection although torchrun saw no other failure and stopped nobody."""
+    outcome = evidence.outcome
+    lost = [unit for unit in outcome.consequences
+            if unit.kind == "traceback" and _CONNECTION_LOST.search(unit.text)]  # fmt: skip
+    if not lost:
+        return None
+    is_only = all(
+        unit.kind == "exit" and unit.rank in (None, lost[0].rank) for unit in outcome.failures
+    )
+    if not is_only or not _contains(evidence, "  <NO_OTHER_FAILURES>"):
+        return None
+    if _contains(evidence, " closing signal SIGTERM"):
+        return None
+    cause = f"{lost[0].label} still waited for a rank that had ended without an error"
+    return match_unit(lost[0], cause, 0.6)
+
+
+def _contains(evidence: Evidence, words: str) -> bool:
+    return any(words in line for log in evidence.logs for line in log.lines)
 
 
 def _early_exit(events: Sequence[Event]) -> Event | None:

@@ -31,6 +31,7 @@ from paceline.recipes.pretrained_list import (
     torch_file,
 )
 from paceline.spec.errors import DataError, SettingError
+from paceline.train import files
 from paceline.train.weights import saved_state
 
 Kind = Literal["text", "image"]
@@ -350,6 +351,7 @@ def read_weights(source: str) -> dict[str, Tensor]:
     if path.is_dir():
         return saved_state(path)[1]
     try:
+        files.check_regular(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 

@@ -21,7 +21,7 @@ from paceline.spec.rundir import backup_name
 from paceline.spec.training.metrics import StepFilter
 
 _BLOCK_BYTES = 1 << 16
-_MAX_DESCRIPTION_BYTES = 64 << 20  # states and manifests have kilobytes
+MAX_DESCRIPTION_BYTES = 64 << 20  # states and manifests have kilobytes
 
 
 def open_regular(path: Path, flags: int) -> IO[bytes]:
@@ -37,19 +37,35 @@ def open_regular(path: Path, flags: int) -> IO[bytes]:
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
 
 
-def read_bytes_limited(path: Path) -> bytes:
-    """Returns a regular file of at most 64 MiB. OSError for others and larger ones.
+def check_regular(path: Path, max_bytes: int = sys.maxsize) -> None:
+    """Raises OSError unless a file, which a library will open, is a regular one of that size."""
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    if info.st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB", str(path))
+
+
+def memory_bytes() -> int:
+    """Returns the size of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def read_bytes_limited(path: Path, max_bytes: int = MAX_DESCRIPTION_BYTES) -> bytes:
+    """Returns a regular file, by default of at most 64 MiB. OSError for others and larger ones.
 
     A run directory may come from a stranger: a pipe would keep us waiting, and a device or a file
     with holes has no end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
-        content = file.read(_MAX_DESCRIPTION_BYTES + 1)
-    if len(content) > _MAX_DESCRIPTION_BYTES:
-        raise OSError(errno.EFBIG, f"more than {_MAX_DESCRIPTION_BYTES >> 20} MiB", str(path))
+        limit = min(max_bytes, max(info.st_size, MAX_DESCRIPTION_BYTES))  # of a buffer's size
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit >> 20} MiB", str(path))
     return content
 
 

@@ -6,19 +6,24 @@ import contextlib
 import errno
 import json
 import shutil
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file, save
-from torch import Tensor
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from paceline.spec import rundir
-from paceline.spec.errors import DataError, NodeError
+from paceline.spec.errors import DataError, NodeError, PacelineError
 from paceline.spec.rundir import MANIFEST, is_frozen_file
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, sha256
 from paceline.train import files
@@ -38,6 +43,9 @@ _READ_ERRORS = (
     DamagedCheckpoint, OSError, ValueError, LookupError, RuntimeError, SafetensorError,
 )  # fmt: skip
 _RESERVED_BYTES = 16 << 20  # of a disk, left for other processes
+_MAX_TENSORS = 1 << 17  # of a network
+_EXTRA_TENSORS, _EXTRA_ELEMENTS = 1 << 12, 1 << 26
+"""Tensors of a network that its saved weights lack: tables, and a head that is replaced."""
 
 
 def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> Path:
@@ -137,7 +145,7 @@ def _checkpoint_config(path: Path) -> dict[str, Any]:
     )
 
 
-def load_weights(folder: Path, module: torch.nn.Module) -> None:
+def load_weights(folder: Path, module: nn.Module) -> None:
     """Loads a run's weights into a module of the same shape and precision.
 
     Args:
@@ -148,7 +156,7 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
         DataError: The file is missing, damaged or does not fit the module.
     """
     path, state = saved_state(folder)
-    _load_strictly(module, path, state)
+    fill(module, path, state)
 
 
 def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -163,14 +171,15 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         return checkpoint, _checkpoint_weights(checkpoint)
     config = load_config(folder)
     try:
-        content = path.read_bytes()
+        files.check_regular(path, files.memory_bytes())
+        state = load_file(path)  # mapped; its header must fit the file's size
         if sha256(path) != config.get("sha256"):
             raise DataError(
                 f"{path} is not the file that the training wrote",
                 found="its hash differs from the one in config.json",
                 remedy="copy the run directory again, or train again",
             )
-        return path, load(content)
+        return path, state
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
 
@@ -198,12 +207,14 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _averages(path: Path) -> dict[str, Tensor]:
+    files.check_regular(path / OPTIMIZER)
     with safe_open(path / OPTIMIZER, framework="pt") as content:  # its moments are not needed
         names = [name for name in content.keys() if name.startswith(_AVERAGES)]  # noqa: SIM118
         return {name.removeprefix(_AVERAGES): content.get_tensor(name) for name in names}
 
 
-def _load_strictly(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
+def fill(module: nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
+    """Copies the weights of the file ``path`` into a module; DataError if they do not fit it."""
     expected = module.state_dict()
     wrong = [f"{name} is missing" for name in expected if name not in state]
     wrong += [f"{name} is not of this network" for name in state if name not in expected]
@@ -221,3 +232,56 @@ def _load_strictly(module: torch.nn.Module, path: Path, state: Mapping[str, Tens
             " fills your own network",
         )
     module.load_state_dict(state)
+
+
+def build_limited(build: Callable[[], nn.Module], state: Mapping[str, Tensor]) -> nn.Module:
+    """Builds a network that a file describes, unless it is much larger than its saved weights.
+
+    Raises:
+        DataError: A description of a few bytes may stand for any size.
+    """
+    num_elements = sum(tensor.numel() for tensor in state.values())
+    limits = 2 * len(state) + _EXTRA_TENSORS, 2 * num_elements + _EXTRA_ELEMENTS
+    check_size(build, *limits)
+    with _limited_size(*limits):
+        return build()
+
+
+def check_size(
+    build: Callable[[], nn.Module],
+    max_tensors: int = _MAX_TENSORS,
+    max_elements: int = sys.maxsize,
+) -> None:
+    """Builds a network without memory. DataError if it is too large, also for this machine."""
+    fork, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
+    max_elements = min(max_elements, files.memory_bytes() // torch.float32.itemsize)
+    with _limited_size(max_tensors, max_elements), fork, meta:
+        try:
+            build()
+        except PacelineError:
+            raise
+        except Exception:  # noqa: S110 - some need values, which tensors without memory lack
+            pass
+
+
+@contextlib.contextmanager
+def _limited_size(max_tensors: int, max_elements: int) -> Iterator[None]:
+    """Raises DataError when modules get more parameters and buffers than these."""
+    num_tensors = num_elements = 0
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal num_tensors, num_elements
+        num_tensors += 1
+        num_elements += 0 if tensor is None else tensor.numel()
+        if num_tensors > max_tensors or num_elements > max_elements:
+            raise DataError(
+                "the network that config.json describes is larger than its weights or than the"
+                " memory of this machine",
+                found=f"more than {max_tensors:,} tensors or {max_elements:,} numbers",
+                remedy="copy the model again from where it was trained",
+            )
+
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(register_module_parameter_registration_hook(count))
+        hooks.enter_context(register_module_buffer_registration_hook(count))
+        yield

@@ -23,6 +23,7 @@ from paceline.recipes.argv import run_command
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import DataError, SettingError
+from paceline.train.weights import build_limited, fill, saved_state
 
 if TYPE_CHECKING:
     from paceline.recipes.data.images import ImageData
@@ -59,14 +60,16 @@ class TrainedModel:
 
     def load(self, session: train.Session) -> nn.Module:
         """Loads the trained network on the session's device."""
-        network = session.place(self.network())
-        train.load_weights(self.folder, network)
+        path, state = saved_state(self.folder)
+        network = session.place(build_limited(self.network, state))
+        fill(network, path, state)
         return network
 
     def load_float32(self) -> nn.Module:
         """Loads the trained network on the CPU, in float32 and in evaluation mode."""
-        network = self.network().eval()
-        train.load_weights(self.folder, network)
+        path, state = saved_state(self.folder)
+        network = build_limited(self.network, state).eval()
+        fill(network, path, state)
         return network.float()
 
     def load_or_open(self, session: train.Session, onnx: str, names: Sequence[str]) -> nn.Module:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from paceline.spec.errors import DataError
+from paceline.train import files
 
 
 @dataclass(frozen=True)
@@ -110,24 +111,35 @@ def read_into(folder: Path, state: Mapping[str, Tensor]) -> None:
     if not state:
         return
     try:
-        load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)))
+        load(dict(state), storage_reader=_reader(folder))
     except CheckpointException as error:
         raise DataError(
             f"the checkpoint {folder.parent} does not fit the model",
             found="; ".join(f"rank {rank}: {reason[0]}" for rank, reason in error.failures.items()),
             remedy="the former model and optimizer, or --resume never to begin anew",
         ) from None
+    except OSError as error:
+        raise DataError(
+            f"the checkpoint {folder.parent} cannot be read", found=str(error)
+        ) from None
+
+
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    """Returns a reader, which opens all files of the folder. OSError if one is not regular."""
+    for file in folder.iterdir():
+        files.check_regular(file)
+    return HuggingFaceStorageReader(str(folder))
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     """Returns the whole state on the CPU; empty if nothing was written.
 
     Raises:
-        RuntimeError: It cannot be read.
+        OSError, RuntimeError: It cannot be read.
     """
     if not folder.is_dir():
         return {}
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = _reader(folder)
     state = {
         name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
         for name, metadata in reader.read_metadata().state_dict_metadata.items()

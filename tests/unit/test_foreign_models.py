@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from recipe_tools import hub_variables  # noqa: F401 - fixture
 from torch import nn
 
 from paceline.recipes.networks import build_image_network
-from paceline.recipes.pretrained import read_weights
+from paceline.recipes.pretrained import HubModel, build_from_description, load_model, read_weights
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
 from paceline.train.checkpoints import shards
@@ -90,3 +91,42 @@ def test_a_network_that_needs_values_is_built() -> None:
     assert build_limited(lambda: nn.Identity(), {}).training
     assert torch.equal(torch.rand(1), expected)
     assert build_limited(Scaled, {}).scale == 1
+
+
+GEMMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32,
+         "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+TIMM: dict[str, dict[str, Any]] = {
+    "a pickle": {"model_args": {"checkpoint_path": "w.pth"}},
+    "a deep one": {"model_args": {"parts": [{"checkpoint_path": "w.pth"}]}},
+    "a folder": {"architecture": "LOCAL-DIR:evil"},
+    "another model": {"architecture": "hf-hub:evil/model"},
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.usefixtures("hub_variables")
+def test_timm_loads_no_further_files(name: str, tmp_path: Path) -> None:
+    timm = {
+        "model_type": "timm_wrapper",
+        "architecture": "resnet18",
+        "num_classes": 2,
+        **TIMM[name],
+    }
+    nested = {"model_type": "shieldgemma2", "vision_config": timm, "text_config": GEMMA}
+    for config in (timm, nested):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        refused = pytest.raises(DataError, match="names further files to load")
+        with refused:
+            build_from_description("image", config)
+        for from_scratch in (True, False):
+            hub_model = HubModel("image", str(tmp_path), from_scratch=from_scratch)
+            with refused:
+                load_model(hub_model, ("a", "b"))
+
+
+@pytest.mark.parametrize("from_scratch", [True, False])
+@pytest.mark.usefixtures("hub_variables")
+def test_a_model_of_any_size_is_not_loaded(from_scratch: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**VIT, "num_hidden_layers": 1000}))
+    with pytest.raises(DataError, match="the memory of this machine"):
+        load_model(HubModel("image", str(tmp_path), from_scratch=from_scratch), ("a", "b"))

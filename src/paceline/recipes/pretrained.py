@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from paceline.recipes.pretrained_list import (
 )
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import files
-from paceline.train.weights import saved_state
+from paceline.train.weights import check_size, saved_state
 
 Kind = Literal["text", "image"]
 _CLASSES = {
@@ -146,17 +147,24 @@ def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, 
         "label2id": {name: number for number, name in enumerate(classes)},
     }
 
+    location = {"local_files_only": hub_model.local, **_NO_CODE}
+    load_config = transformers.AutoConfig.from_pretrained
+
     def get() -> tuple[Any, dict[str, Any], tuple[str, ...]]:
-        location = {"local_files_only": hub_model.local, **_NO_CODE}
-        load_config = transformers.AutoConfig.from_pretrained
         if hub_model.from_scratch:
-            config = load_config(hub_model.source, **location, **names)
             return kind.from_config(config, **_NO_CODE), {}, ()
         old_classes = getattr(load_config(hub_model.source, **location), "id2label", None) or {}
         arguments = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, report = kind.from_pretrained(hub_model.source, **location, **names, **arguments)
+        model, report = kind.from_pretrained(
+            hub_model.source, config=config, **location, **arguments
+        )
         return model, report, tuple(old_classes[number] for number in sorted(old_classes))
 
+    config = fetch(
+        f"--model {hub_model.name}", lambda: load_config(hub_model.source, **location, **names)
+    )
+    _check_config(config)
+    check_size(lambda: kind.from_config(copy.deepcopy(config), **_NO_CODE))
     model, report, old_classes = fetch(f"--model {hub_model.name}", get)
     if not isinstance(model, nn.Module):
         raise DataError(f"--model {hub_model.name} is no {hub_model.kind} classifier")
@@ -190,10 +198,43 @@ def build_from_description(kind: Kind, description: dict[str, Any]) -> nn.Module
     count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
     kind_of_config = type(transformers.AutoConfig.for_model(description["model_type"]))
     config = kind_of_config.from_dict(dict(description), **count)
-    # timm would unpickle the file of that name
-    (getattr(config, "model_args", None) or {}).pop("checkpoint_path", None)
+    _check_config(config)
     model: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config, **_NO_CODE)
     return model.float()
+
+
+def _check_config(config: Any) -> None:
+    """Raises DataError if timm or a part of the model would load further files.
+
+    timm unpickles the file ``checkpoint_path``, and takes an ``architecture`` with a prefix
+    (``local-dir:``, ``hf-hub:``) from a folder or the hub.
+    """
+    for key, value in _settings(config):
+        is_source = key in _TIMM_NAMES and ":" in str(value)
+        if is_source or (key in _FURTHER_FILES and value):
+            raise DataError(
+                "the model's config.json names further files to load, which is refused",
+                found=f"{key}: {str(value)[:200]}",
+                remedy="remove that setting: weights are read from the model's own files",
+            )
+
+
+_TIMM_NAMES = frozenset({"architecture", "backbone"})
+_FURTHER_FILES = frozenset({"checkpoint_path", "use_pretrained_backbone"})
+
+
+def _settings(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the settings of a configuration and of all its parts."""
+    if hasattr(value, "to_dict"):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _settings(item, str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _settings(item, key)
+    else:
+        yield key, value
 
 
 def describe_config(model: Any) -> dict[str, Any]:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recipe_tools import hub_variables  # noqa: F401 - fixture
 from torch import nn
 
+from paceline.recipes.data import idx, texts
 from paceline.recipes.networks import build_image_network
+from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import HubModel, build_from_description, load_model, read_weights
+from paceline.recipes.tokens import saved_encoding
+from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
+from paceline.spec.training.metrics import recorded_steps
+from paceline.train import files
 from paceline.train.checkpoints import shards
+from paceline.train.data.shards import ShardedDataset, write_shards
 from paceline.train.weights import build_limited, load_weights, save_model, saved_state
 
 
@@ -30,6 +39,11 @@ def make_hole(path: Path) -> None:
         file.truncate(15 << 30)
 
 
+def make_huge_hole(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+
+
 def link_to_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
@@ -40,7 +54,7 @@ def test_weights_without_an_end_are_not_read(make: Callable[[Path], None], tmp_p
     (tmp_path / rundir.MODEL_CONFIG).write_text("{}")
     make(tmp_path / rundir.WEIGHTS)
     for read in (saved_state, lambda run: read_weights(str(run / rundir.WEIGHTS))):
-        with pytest.raises(DataError, match="cannot be (loaded|read)"):
+        with pytest.raises(DataError, match=r"cannot be (loaded|read)"):
             read(tmp_path)
 
 
@@ -130,3 +144,92 @@ def test_a_model_of_any_size_is_not_loaded(from_scratch: bool, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({**VIT, "num_hidden_layers": 1000}))
     with pytest.raises(DataError, match="the memory of this machine"):
         load_model(HubModel("image", str(tmp_path), from_scratch=from_scratch), ("a", "b"))
+
+
+# -- files that are no plain ones, or too large ---------------------------------------------
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "model/tokenizer.json": lambda folder: saved_encoding(folder, hub=False),
+    "model/tokenizer_config.json": lambda folder: HubModel("text", str(folder / "model")).check(),
+    "model/config.json": lambda folder: saved_state(folder),
+    "model.onnx": lambda folder: OnnxNetwork(folder / "model.onnx", ["ids"]),
+    "train.csv": lambda folder: texts.load_texts(TextOptions(data=str(folder / "train.csv"))),
+    "images": lambda folder: idx._array(folder / "images", 3),
+}
+
+
+@pytest.mark.parametrize("make", [make_pipe, link_to_device, make_huge_hole])
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_or_reads_on(
+    name: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(DataError):
+        READERS[name](tmp_path)
+
+
+def test_records_that_are_a_pipe_hold_no_steps(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert recorded_steps(tmp_path / "metrics.jsonl") == {}
+
+
+@pytest.mark.parametrize("name", ["index.json", "lock", "spans", "outside", "counts", "brackets"])
+def test_a_foreign_index_of_shards_is_made_again(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    write_shards(folder, [{"cls": number} for number in range(5)])
+    assert len(ShardedDataset(folder)) == 5
+    place = folder / ".paceline-index"
+    index, (spans,) = place / "index.json", place.glob("*.npy")
+    content = json.loads(index.read_text())
+    if name == "outside":
+        spans.rename(tmp_path / "spans-00000000.npy")
+        index.write_text(json.dumps({**content, "spans": "../../spans-00000000.npy"}))
+    elif name == "counts":
+        index.write_text(json.dumps({**content, "counts": [1 << 40]}))
+    elif name == "brackets":
+        index.write_text("[" * 200_000)
+    else:
+        path = spans if name == "spans" else place / name
+        path.unlink()
+        os.mkfifo(path)
+    data = ShardedDataset(folder)
+    assert [int(data[number]["cls"]) for number in range(5)] == [*range(5)]
+
+
+def test_spans_outside_of_a_shard_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, [{"cls": 1}])
+    assert len(ShardedDataset(tmp_path)) == 1
+    (spans,) = (tmp_path / ".paceline-index").glob("*.npy")
+    np.save(spans, np.array([[0, 1 << 60, 1]]))
+    with pytest.raises(DataError, match="the index names bytes"):
+        ShardedDataset(tmp_path)[0]
+
+
+OWN_FILES = {
+    "recipes/common.py": "/proc",
+    "recipes/minimal/text.py": "an example, which reads the file that is typed",
+    "recipes/minimal/translation.py": "an example, which reads the file that is typed",
+    "recipes/pretrained_list.py": "the user's cache of the hub",
+    "recipes/use/quantize.py": "a temporary file of its own",
+    "recipes/use/text.py": "regular files that are typed",
+    "train/data/fetch.py": "/sys",
+    "train/elastic/gloo.py": "/proc",
+    "train/elastic/newcomer.py": "modules that run",
+    "train/measure/largest_batch.py": "/sys",
+    "train/measure/vitals.py": "/proc",
+}
+
+
+def test_files_of_runs_and_data_are_read_to_a_limit() -> None:
+    """By ``read_bytes_limited``; the modules above read files that nobody else made."""
+    root = Path(files.__file__).parents[1]
+    modules = [path for part in ("recipes", "train") for path in (root / part).rglob("*.py")]
+    reading = {
+        str(path.relative_to(root))
+        for path in modules
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("read_text", "read_bytes")
+    }
+    assert reading == {*OWN_FILES}

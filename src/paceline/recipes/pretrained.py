@@ -6,6 +6,7 @@ import copy
 import fcntl
 import io
 import json
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from paceline.train import files
 from paceline.train.weights import check_size, saved_state
 
 Kind = Literal["text", "image"]
+_DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")  # configurations and tokenizers
 _CLASSES = {
     "text": "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
@@ -120,7 +122,10 @@ class HubModel:
         return self.offline or self.folder
 
     def check(self) -> None:
-        """Raises DataError for a path without a folder, which cannot be an id of the hub."""
+        """Raises DataError for a path without a folder, which cannot be an id of the hub.
+
+        Also for a folder with a pipe, a device or an endless description: the library reads all.
+        """
         path = Path(self.name).expanduser()
         an_id = self.name.count("/") <= 1 and not self.name.startswith(("/", "./", "../", "~"))
         if not path.is_dir() and (path.exists() or not an_id):
@@ -130,6 +135,14 @@ class HubModel:
                 + (", but a file" if path.exists() else ""),
                 remedy="give the folder of a saved model, or the id of one on the hub: USER/NAME",
             )
+        try:
+            for file in (*path.glob("*"), *path.glob("*/*")) if path.is_dir() else ():
+                if file.exists() and not file.is_dir():
+                    is_limited = file.suffix in _DESCRIPTIONS
+                    limit = files.MAX_DESCRIPTION_BYTES if is_limited else sys.maxsize
+                    files.check_regular(file, limit)
+        except OSError as error:
+            raise DataError(f"--model {self.name} could not be loaded", found=str(error)) from None
 
 
 def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, Origin]:
@@ -294,7 +307,7 @@ def _load_json(hub_model: HubModel, name: str) -> dict[str, Any]:
         path = Path(cached) if cached else path
     if not path.is_file():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(files.read_bytes_limited(path))
     return content
 
 

@@ -33,6 +33,7 @@ from paceline.recipes.tokens import (
     TrainedEncoding,
     from_json,
     padded_ids,
+    read_tokenizer,
     train_tokenizer,
 )
 from paceline.spec import rundir
@@ -171,7 +172,7 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
         def make() -> str:
             run = local_path(Path(options.weights).expanduser())
             if (saved := run / rundir.MODEL / TOKENIZER).is_file():
-                return saved.read_text(encoding="utf-8")
+                return read_tokenizer(saved).to_json()
             kind, texts = options.tokenizer, data.splits["train"][0]
             return train_tokenizer(kind, texts, options.vocab_size).to_json()
 

@@ -71,6 +71,14 @@ def from_json(text: str) -> Tokenizer:
         raise DataError("the tokenizer cannot be read", found=str(error)) from None
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Loads a tokenizer from ``tokenizer.json``; DataError if it is missing or damaged."""
+    try:
+        return from_json(files.read_bytes_limited(path).decode())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read", found=str(error)) from None
+
+
 def train_tokenizer(
     kind: Kind, texts: Sequence[str], size: int = 0, min_frequency: int = 2
 ) -> Tokenizer:
@@ -268,7 +276,7 @@ def saved_encoding(run: Path, hub: bool) -> Encoding:
         return HubEncoding(
             pretrained.load_tokenizer(pretrained.HubModel("text", str(folder), offline=True))
         )
-    return TrainedEncoding(from_json((folder / TOKENIZER).read_text(encoding="utf-8")))
+    return TrainedEncoding(read_tokenizer(folder / TOKENIZER))
 
 
 def padded_ids(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

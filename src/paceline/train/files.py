@@ -63,8 +63,8 @@ def read_bytes_limited(path: Path, max_bytes: int = MAX_DESCRIPTION_BYTES) -> by
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         limit = min(max_bytes, max(info.st_size, MAX_DESCRIPTION_BYTES))  # of a buffer's size
-        content = file.read(limit + 1)
-    if len(content) > limit:
+        content = file.read(limit + 1) if info.st_size <= limit else b""
+    if max(info.st_size, len(content)) > limit:
         raise OSError(errno.EFBIG, f"more than {limit >> 20} MiB", str(path))
     return content
 

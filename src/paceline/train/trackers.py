@@ -301,6 +301,6 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _read_notes(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(files.read_bytes_limited(path))
         return content if isinstance(content, dict) else {}
     return {}

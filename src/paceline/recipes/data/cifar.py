@@ -14,6 +14,7 @@ from paceline.recipes.data.images import ImageData, InMemory, check_labels, in_m
 from paceline.recipes.data.pickle_limits import check_pickle
 from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError
+from paceline.train import files
 
 _CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
@@ -57,7 +58,7 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
 def _names(meta: Path) -> tuple[str, ...]:
     """Reads the names of the hundred classes."""
     try:
-        names = _unpickle(meta.read_bytes())[_CIFAR100_NAMES]
+        names = _unpickle(files.read_bytes_limited(meta))[_CIFAR100_NAMES]
         return tuple(name.decode() for name in names)
     except Exception as error:  # a damaged pickle may raise anything
         raise DataError(
@@ -69,7 +70,7 @@ def _names(meta: Path) -> tuple[str, ...]:
 
 def _batch(path: Path, classes: tuple[str, ...]) -> InMemory:
     try:
-        content = path.read_bytes()
+        content = files.read_bytes_limited(path, files.memory_bytes())
     except OSError as error:
         raise DataError(
             f"{path} cannot be read",

@@ -13,6 +13,7 @@ from paceline.recipes.data import IMAGE_SETS
 from paceline.recipes.data.images import ImageData, InMemory, check_labels, in_memory
 from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError
+from paceline.train import files
 
 _TRAIN, _TEST = "train", "t10k"
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
@@ -72,7 +73,7 @@ def _find_file(folder: Path, part: str, kind: str) -> Path | None:
 
 def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     try:
-        content = path.read_bytes()
+        content = files.read_bytes_limited(path, files.memory_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     if path.suffix == ".gz":

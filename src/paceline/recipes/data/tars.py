@@ -23,6 +23,7 @@ from paceline.spec.errors import DataError
 from paceline.train import Ids, ShardedDataset
 from paceline.train.data.order import Order
 from paceline.train.data.shards import Sample
+from paceline.train.files import read_bytes_limited
 
 CLASSES = "classes.txt"
 _CHUNK = 512  # samples
@@ -132,7 +133,7 @@ def class_names(folder: Path, largest: int) -> tuple[str, ...]:
     file = folder / CLASSES
     if not file.is_file():
         return tuple(str(number) for number in range(largest + 1))
-    names = tuple(file.read_text(encoding="utf-8").split("\n"))
+    names = tuple(read_bytes_limited(file).decode().split("\n"))
     names = names[:-1] if names[-1] == "" else names
     if len(names) <= largest:
         raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import hashlib
+import io
 import json
 import random
 import shlex
@@ -18,6 +19,7 @@ from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.options import TextOptions
 from paceline.spec.errors import DataError
+from paceline.train import files
 from paceline.train.data.order import permutation
 
 T = TypeVar("T")
@@ -148,7 +150,8 @@ def _find_files(folder: Path) -> dict[str, Path]:
 def read_lines(path: Path) -> list[str]:
     """Reads lines that end with line feeds: texts may hold other characters that end lines."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = io.BytesIO(files.read_bytes_limited(path, files.memory_bytes()))
+        text = io.TextIOWrapper(content, encoding="utf-8-sig").read()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     lines = text.split("\n")

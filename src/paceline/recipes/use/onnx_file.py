@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.program import library
 from paceline.spec.errors import DataError
+from paceline.train import files
 
 _WEIGHTS = "paceline.weights"  # an ONNX file's record of the model that it was made from
 
@@ -44,7 +45,7 @@ class OnnxNetwork(nn.Module):
         options = tools.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         try:
-            content = path.expanduser().read_bytes()
+            content = files.read_bytes_limited(path.expanduser(), files.memory_bytes())
             self._session: Any = tools.InferenceSession(
                 content, options, providers=["CPUExecutionProvider"]
             )

@@ -14,7 +14,14 @@ from paceline import train
 from paceline.recipes.data.pairs import Pair, PairData, load_pairs
 from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import translation_scores
-from paceline.recipes.tokens import END_ID, START_ID, Tokenizer, from_json, sentences, source_rows
+from paceline.recipes.tokens import (
+    END_ID,
+    START_ID,
+    Tokenizer,
+    read_tokenizer,
+    sentences,
+    source_rows,
+)
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.recipes.translation import (
     SOURCE_TOKENIZER,
@@ -72,7 +79,7 @@ def load_trained(run: str) -> TrainedTranslator:
     folder = Path(run)
     with model_config(run, "translation") as config:
         source, target = (
-            from_json((folder / rundir.MODEL / name).read_text(encoding="utf-8"))
+            read_tokenizer(folder / rundir.MODEL / name)
             for name in (SOURCE_TOKENIZER, TARGET_TOKENIZER)
         )
         return TrainedTranslator(folder, config, Shape(**config["shape"]), source, target)

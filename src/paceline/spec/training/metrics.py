@@ -64,6 +64,8 @@ def _maxima(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
 def recorded_steps(path: Path) -> dict[str, int]:
     """The last recorded step of each split; ignores anything that is no record."""
     steps: dict[str, int] = {}
+    if not path.is_file():  # opening a pipe would block
+        return steps
     with contextlib.suppress(OSError), path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             if not line.endswith(b"\n") and len(line) == MAX_LINE_BYTES:

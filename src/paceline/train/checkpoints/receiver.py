@@ -292,7 +292,7 @@ def _resume_or_create(folder: Path, raw: bytes, manifest: Manifest) -> dict[str,
     Of a file that is there the last byte is missing at least: its sender has something to send.
     """
     with contextlib.suppress(OSError):
-        if (folder / _OFFER).read_bytes() == raw:
+        if files.read_bytes_limited(folder / _OFFER) == raw:
             received = {}
             for name, entry in manifest.files.items():
                 path = folder / name

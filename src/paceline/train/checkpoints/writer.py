@@ -222,7 +222,7 @@ def collect_parts(part: PartialWrite, is_abandoned: threading.Event) -> dict[str
 
 
 def _read_note(note: Path) -> dict[str, FileEntry]:
-    content = json.loads(note.read_text(encoding="utf-8"))
+    content = json.loads(files.read_bytes_limited(note))
     note.unlink()
     if "problem" in content:
         raise OSError(content["problem"])

@@ -48,7 +48,8 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> It
     """
     # who may not write it may not read it either: reading is enough to lock it for all
     mode = 0o622
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, mode)  # a pipe would keep us waiting for its reader
     with suppress(OSError):  # somebody else's
         os.fchmod(file, os.fstat(file).st_mode & mode)
     try:

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import re
 import secrets
 import tarfile
 import threading
@@ -29,7 +30,7 @@ from paceline.spec.errors import DataError, PacelineError, SettingError
 from paceline.train.data import parquet, tars
 from paceline.train.data.disk_lock import exclusive_lock
 from paceline.train.data.order import Ids, Order, ShardOrder
-from paceline.train.files import write_bytes
+from paceline.train.files import check_regular, read_bytes_limited, write_bytes
 
 Sample = dict[str, Any]
 """The parts of a sample: of a tar bytes by ending, and its key as ``__key__``; of parquet a row."""
@@ -37,6 +38,7 @@ Decode = Callable[[Sample], Any]
 
 _FORMATS = {".tar": tars.scan, ".parquet": parquet.scan}
 _INDEX = ".paceline-index"
+_SPANS_NAME = re.compile(r"spans-[0-9a-f]{8}\.npy")
 _CACHE_FOLDER = "~/.cache/paceline/shards"
 _SCAN_THREADS = 16
 
@@ -380,13 +382,20 @@ def _scan_shards(files: Sequence[_File]) -> _Index:
 def _read_index(place: Path) -> _Index:
     """Returns the stored index; an empty one if it is missing or damaged."""
     try:
-        content = json.loads((place / "index.json").read_text())
+        content = json.loads(read_bytes_limited(place / "index.json"))
         files = tuple(_File(Path(name), size, changed) for name, size, changed in content["files"])
         sizes = np.array(content["counts"], dtype=np.int64)
+        if not _SPANS_NAME.fullmatch(content["spans"]):
+            raise ValueError(content["spans"])
+        check_regular(place / content["spans"])
         spans = np.load(place / content["spans"], mmap_mode="r", allow_pickle=False)
-        if spans.shape == (sizes.sum(), 3) and len(files) == len(sizes):
+        is_plausible = all(
+            0 <= count <= file.size * parquet.MAX_ROWS_PER_BYTE
+            for file, count in zip(files, content["counts"], strict=True)
+        )
+        if is_plausible and spans.shape == (sizes.sum(), 3) and spans.dtype == np.int64:
             return _Index(files, sizes, spans)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         pass
     return _Index((), np.zeros(0, dtype=np.int64), np.zeros((0, 3), dtype=np.int64))
 
@@ -440,7 +449,10 @@ class _Reader:
 
     def _members(self, _: Path, file: int, spans: Ids) -> list[Sample]:
         samples = []
+        size = os.fstat(file).st_size
         for start, stop in spans[:, :2].tolist():
+            if not 0 <= start <= stop <= size:
+                raise ValueError(f"the index names bytes {start:,} to {stop:,} of {size:,}")
             block = os.pread(file, stop - start, start)
             if len(block) < stop - start:
                 raise ValueError(f"it ends within the sample at byte {start:,}")

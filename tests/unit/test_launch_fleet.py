@@ -570,7 +570,10 @@ def reconnector_of(request: Request, fleet: Fleet, notes: list[str],
 def driver_of(request: Request, fleet: Fleet, notes: list[str], came: Any = lambda node: None,
               recorder: Any = None) -> tuple[ElasticDriver, Reconnector]:  # fmt: skip
     screen: Any = Mock(note=notes.append)
-    parts: list[Any] = [Provisioned(), Mock(), Mock(), screen, recorder or Mock(), Mock(), Mock()]
+    parts: list[Any] = [
+        Provisioned(), Mock(), Mock(align=AsyncMock()), Mock(), screen, recorder or Mock(),
+        Mock(), Mock(),
+    ]  # fmt: skip
     driver = ElasticDriver(request, *parts)
     driver.fleet = fleet
     driver._reconnector = reconnector = reconnector_of(request, fleet, notes, came)

@@ -17,7 +17,7 @@ def test_imports_begin_before_the_code_is_read(package: bool) -> None:
     """Unless the package itself is sent: it is imported from there."""
     fleet: Any = SimpleNamespace(everyone=[], first=None)
     request: Any = SimpleNamespace(package=package)
-    parts: list[Any] = [None, None, None]
+    parts: list[Any] = [None, None, None, None]
 
     async def begins() -> bool:
         reading: asyncio.Future[Supplies] = asyncio.get_running_loop().create_future()

@@ -24,6 +24,7 @@ from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
 from paceline.launch.results.collector import ResultCollector
+from paceline.launch.results.outputs import OutputSync
 from paceline.remote import channel as channel_module
 from paceline.remote.channel import AgentRefusal, Channel, HostSilent
 from paceline.rundir.arrivals import Arrivals
@@ -314,7 +315,7 @@ MODEL = {"model/model.safetensors": content("w", 900), "model/config.json": b'{"
 def saved_by(node: Node, home: RunDirectory) -> tuple[ResultCollector, list[str]]:
     """What is expected after this node's rank 0 has saved a model, and what the user was told."""
     notes: list[str] = []
-    results = ResultCollector(home, notes.append)
+    results = ResultCollector(home, notes.append, OutputSync(home.path, notes.append))
     results.set_first_node(node)
     results.on_event(node, Event("model saved", node.name, 0, fields={"sha256": "ab"}))
     return results, notes

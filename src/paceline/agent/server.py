@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import detached_runs, warm
-from .files import data, snapshot, transfer
+from .files import data, outputs, snapshot, transfer
 from .files.transfer import RECEIVING, SENDING, Downloads, Uploads
 from .frames import Message
 from .lease import Lease
@@ -408,6 +408,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     **requests.OPERATIONS,
     **transfer.OPERATIONS,
     **data.OPERATIONS,
+    **outputs.OPERATIONS,
     **detached_runs.OPERATIONS,
     **checks.OPERATIONS,
     **retransmissions.OPERATIONS,

@@ -301,6 +301,10 @@ RUN = [
                       " spells it), as DeepSpeed and torch.distributed.launch do."),
     click.option("--any-world", is_flag=True,
                  help="Accept a world size other than the planned one."),
+    click.option("--rejoin", type=click.Choice(["after-save", "now", "never"]),
+                 default="after-save",
+                 help="With --nnodes MIN:MAX: when to start all nodes again with a node that is"
+                      " back. after-save waits until rank 0 has saved a checkpoint."),
 ]  # fmt: skip
 
 

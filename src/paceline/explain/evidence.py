@@ -113,6 +113,7 @@ class Evidence:
         result: How the job ended. A log alone tells the first failure at most.
         launcher: Who owns the run; ``None`` after a normal end.
         checkpoint_step: Step of the newest checkpoint; ``None`` when there is none.
+        script_checkpoint: The newest checkpoint of the script's own; empty when none has arrived.
         debug: Debug output of the ranks' libraries, if it was requested.
     """
 
@@ -121,6 +122,7 @@ class Evidence:
     events: tuple[Event, ...] = ()
     launcher: Launcher | None = None
     checkpoint_step: int | None = None
+    script_checkpoint: str = ""
     debug: tuple[Log, ...] = ()
 
     @property
@@ -152,11 +154,15 @@ class Evidence:
     @property
     def rerun_effect(self) -> str:
         """What running the same command again would do, as the end of a sentence."""
+        if self.checkpoint_step is None and self.script_checkpoint:
+            return (
+                f"the script can resume from its newest checkpoint, {self.script_checkpoint}: all"
+                " hosts get the files that it wrote"
+            )
         if self.checkpoint_step is None:
             return (
-                "training starts from step 0, because there is no checkpoint of paceline.train. If"
-                " the script has checkpoints of its own in files/HOST of the run directory, first"
-                " copy them from there into the project"
+                "training starts from step 0, because there is no checkpoint of paceline.train, and"
+                " none of the script has arrived here"
             )
         return f"training resumes from the checkpoint of step {self.checkpoint_step}"
 

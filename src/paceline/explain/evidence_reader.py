@@ -13,6 +13,7 @@ from typing import IO
 
 from paceline.explain.evidence import Evidence, Launcher, Log, lines_of
 from paceline.explain.prefixes import Line, strip_prefixes
+from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import (
     detached_of,
     ended_since,
@@ -89,6 +90,7 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         events=events,
         launcher=launcher,
         checkpoint_step=next((version[1] for version in versions if version), None),
+        script_checkpoint=script_checkpoint(path),
         debug=tuple(debug_logs(path, events)),
     )
 

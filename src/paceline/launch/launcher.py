@@ -23,6 +23,7 @@ from paceline.launch.planning.planner import Supplies
 from paceline.launch.planning.request import Request
 from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
+from paceline.launch.results.outputs import OutputSync
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
@@ -44,10 +45,12 @@ class Launcher:
         self.recorder = Recorder(directory, screen, request.job.debug.value)
         self._actions = RunActions(request.run_id, self.recorder, screen.note)
         self._request, self._screen, self._directory = request, screen, directory
-        self._results = ResultCollector(directory, screen.note)
-        self._provisioner = Provisioner(request, directory, screen, self.recorder)
-        self.driver = ElasticDriver(request, self._provisioner, self._results, self._actions,
-                                    screen, self.recorder, on_event, self._announce)  # fmt: skip
+        self._outputs = OutputSync(directory.path, screen.note)
+        self._results = ResultCollector(directory, screen.note, self._outputs)
+        self._provisioner = Provisioner(request, directory, screen, self.recorder, self._outputs)
+        self.driver = ElasticDriver(request, self._provisioner, self._results, self._outputs,
+                                    self._actions, screen, self.recorder, on_event,
+                                    self._announce)  # fmt: skip
         self._started_at = time.monotonic()
         self._is_closing = False
         self._save_tasks: set[asyncio.Task[None]] = set()
@@ -189,7 +192,9 @@ class Launcher:
 
         async def read() -> Supplies:
             await asyncio.sleep(delay_s)
-            supplies = await asyncio.to_thread(survey.read_and_keep, self._request)
+            supplies = await asyncio.to_thread(
+                survey.read_and_keep, self._request, frozenset(self._outputs.store.journal.outputs)
+            )
             loop = asyncio.get_running_loop()
             loop.run_in_executor(None, importlib.import_module, ATTEMPT_MODULE)
             return supplies
@@ -211,9 +216,11 @@ class Launcher:
         plan: Plan
         plan, _ = await together([planning, warming])
         self._provisioner.supplies = reading.result()
+        self._outputs.set_code(reading.result())
         self.driver.set_plan(plan)
         self._results.set_first_node(fleet.first)
         await self._provisioner.send(plan, fleet)
+        await self._outputs.start(fleet)
         return plan
 
     def _inspect(self, hosts: Sequence[Host], facts: Mapping[str, Any],

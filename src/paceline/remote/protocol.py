@@ -142,6 +142,8 @@ _ACTIVITY: dict[str, Schema] = {
     "readers": list_of(PROCESS, 10_000),
 }  # fmt: skip
 _FILE = record(path=relative_path, size=SIZE)
+_WRITTEN_FILE = record(path=relative_path, size=SIZE, mtime_us=integer(), age_s=number,
+                       state=choice("whole", "cut off", "unknown"))  # fmt: skip
 _PATH_STATE = record(path=text(), exists=boolean, file=boolean, executable=boolean)
 _PROBE = record({"local_address": address, "rtt": number, "reached": regex("[0-9a-f]{0,64}", "hex"),
                  "errno": integer(0, 1 << 16), "error": text()},
@@ -157,6 +159,7 @@ _EMPTY_ANSWERS = (
     "prepare", "stop_listening", "start", "add_ranks", "tell_ranks", "admit", "dump_stacks",
     "stop", "put_blob", "put_blobs", "put_file", "place", "discard_run_folder", "keep_folder",
     "read_part", "settle_data", "put_data_files", "put_data", "rest", "bye", "take_token",
+    "set_outputs_aside", "put_output",
 )  # fmt: skip
 ANSWERS: dict[str, Schema] = {
     **dict.fromkeys(_EMPTY_ANSWERS, record()),
@@ -180,6 +183,7 @@ ANSWERS: dict[str, Schema] = {
     "which": record(path=optional(text())),
     "disk": record(disks=list_of(_DISK)),
     "list_results": record(files=list_of(_FILE, MAX_RESULTS)),
+    "list_outputs": record(files=list_of(_WRITTEN_FILE, MAX_RESULTS), latest_us=integer()),
     "read_block": record({"sha256": SHA256}),
     "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
     "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=FOLDER,
@@ -343,6 +347,7 @@ RELATIONS: dict[str, Relation] = {
     "build_tree": _check_built_tree,
     "run_folder": _check_run_folder,
     "list_results": _unique_files,
+    "list_outputs": _unique_files,
     "look": _check_paths,
     "connect": _check_probes,
     "listen": _subset("ports", "addresses", "an address"),

@@ -57,6 +57,7 @@ def bounds(nodes: NodeCount | None, hosts: int) -> tuple[int, int]:
 EntryKind = Literal["script", "module", "function", "binary"]
 Ship = Literal["auto", "always", "never"]
 Bind = Literal["auto", "none"]
+Rejoin = Literal["after-save", "now", "never"]
 Processes = int | Literal["auto", "gpu", "cpu"]
 Show = Literal["all", "rank0", "none"]
 DisplayMode = Literal["live", "lines"]
@@ -241,6 +242,7 @@ class Job:
             them where ranks tell their steps.
         max_restarts: How many times the whole job may be started again after a failure.
         restart_window_s: Seconds within which they count; 0 counts them in all.
+        rejoin: When a node that comes interrupts ranks that cannot take it in while they train.
         notify: Commands and addresses that are told of the run's end.
         report: A page is written of the run when it is over.
         typed: The command that started it, without secrets; empty from Python.
@@ -274,6 +276,7 @@ class Job:
     hang_timeout_s: Setting[float | str] = Setting("auto")
     max_restarts: Setting[int] = Setting(0)
     restart_window_s: Setting[float] = Setting(3600.0)
+    rejoin: Setting[Rejoin] = Setting("after-save")
     notify: tuple[str, ...] = ()
     report: bool = False
     typed: str = ""

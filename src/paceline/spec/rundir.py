@@ -34,6 +34,7 @@ FORECAST = "forecast.json"  # forecast and measured times of the run
 COLLECTIVES = "collectives.json"  # results of `paceline bench collectives`
 REPORT = "report.html"  # the report page
 FETCHED = "files"  # files/HOST/: files that ranks wrote into shipped copies of the code
+OUTPUTS = "outputs.jsonl"  # files that scripts wrote below the project: see rundir/outputs.py
 KEY = ".paceline-key"  # identifies the folder on nodes without a shared disk
 RANKS = "ranks.json"  # while it runs: state of the ranks, and the straggler
 STACKS = "stacks"  # stacks/TIME.txt: stacks of all ranks, on request
@@ -52,7 +53,7 @@ DEFAULT_PARENT = "runs"
 # Written by the launcher only, and never copied from a node.
 LAUNCHER_FILES = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, DEBUG, OWNER, FINDINGS, CHECKPOINTS,
         FETCHED, RANKS, STACKS, REPORT, CALL, RETURN_VALUES, FORECAST, DETACHED, SCREEN, BATCH,
-        "index.html"}  # fmt: skip
+        OUTPUTS, "index.html"}  # fmt: skip
 
 # Written by recipes and by paceline.train, on whichever node has rank 0.
 PRODUCTS = {CONFIG, MEASURED, COLLECTIVES}

@@ -125,11 +125,12 @@ def folder_root(folder: Path) -> Path:
     return work_tree_root(folder) or folder
 
 
-def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None) -> Tree:
+def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
+              outputs: Collection[str] = ()) -> Tree:  # fmt: skip
     """Hashes the code in ``root``: files that git does not ignore, else all visible files.
 
-    Files of run directories, and those in the folder ``data``, are excluded. With ``parts`` only
-    paths that begin with one of them.
+    Files of run directories, those in the folder ``data``, and ``outputs`` are excluded. With
+    ``parts`` only paths that begin with one of them.
 
     Raises:
         CodeTooLarge: The code is too large to be shipped at every start.
@@ -137,7 +138,7 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None) -
     sizes: dict[str, int] = {}
     total, is_complete = 0, True
     for path in files_of(root, data):
-        if _is_within(path, parts):
+        if path not in outputs and _is_within(path, parts):
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 sizes[path] = _stat(f"{root}/{path}").st_size
                 total += sizes[path]

@@ -13,10 +13,13 @@ from paceline.cli.dispatch import prepare
 from paceline.cli.job_options import build_job
 from paceline.cli.launch import launch_job
 from paceline.cli.options import run_options
+from paceline.cli.settings import setting
 from paceline.cli.verb import Verb
 from paceline.launch.planning.entry import entry_of, local_rank_flag, opens_store, preload_of
+from paceline.launch.planning.request import trains
 from paceline.spec.errors import SettingError
-from paceline.spec.job import Data
+from paceline.spec.job import Data, Job, NodeRange
+from paceline.spec.settings import Source
 
 
 @click.command("run", cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -52,8 +55,28 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         needs_torch=torch,
         any_world=any_world,
         data=data_of(data, entry.args, is_local=dispatch.kind != "join") if data else None,
+        rejoin=setting(ctx, "rejoin"),
     )
+    require_rejoin_applies(job)
     ctx.exit(launch_job(ctx, job, cluster, dispatch))
+
+
+def require_rejoin_applies(job: Job) -> None:
+    """Raises SettingError for ``--rejoin`` if no node can come back, or none interrupts."""
+    if job.rejoin.source is Source.DEFAULT:
+        return
+    if not isinstance(job.nnodes.value, NodeRange):
+        raise SettingError(
+            f"--rejoin {job.rejoin.value} needs --nnodes MIN:MAX",
+            found="the job has a fixed number of nodes: it does not go on without one",
+            remedy="Add --nnodes 1:2 (from one to two nodes), or leave --rejoin out",
+        )
+    if trains(job):
+        raise SettingError(
+            f"--rejoin {job.rejoin.value} is for scripts that do not use paceline.train",
+            found="a session takes a node in between two steps, without a restart",
+            remedy="Leave it out",
+        )
 
 
 def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:

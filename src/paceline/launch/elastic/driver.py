@@ -31,10 +31,11 @@ from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request
 from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
+from paceline.launch.results.outputs import OutputSync
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import ANSWER_TIMEOUT_S, SLOW_OPS
-from paceline.spec.errors import NodeError
+from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
 from paceline.spec.formatting import format_size, pluralize, span
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from paceline.launch.elastic.attempt import Attempt
 
 HOST_READY_TIMEOUT_S = 30.0  # for connected hosts to be able to start ranks
+REJOIN_PAUSE_S = 5.0  # after an error, until rank 0's files are looked at again
 MIN_DISK_BYTES = 16 << 20  # free space that checkpoints and logs need
 
 
@@ -82,7 +84,7 @@ class ElasticDriver:
     """
 
     def __init__(self, request: Request, provisioner: Provisioner, results: ResultCollector,
-                 actions: RunActions, screen: Screen, recorder: Recorder,
+                 outputs: OutputSync, actions: RunActions, screen: Screen, recorder: Recorder,
                  listener: Callable[[Event], None], announce: Callable[[Plan], None],
                  ) -> None:  # fmt: skip
         job = request.job
@@ -96,6 +98,7 @@ class ElasticDriver:
         self.failure: Failure | None = None
         self.recoveries: list[Recovery] = []
         self._request, self._provisioner, self._results = request, provisioner, results
+        self._outputs = outputs
         self._actions, self._screen, self._recorder = actions, screen, recorder
         self._listener, self._announce = listener, announce
         self._reconnector: Reconnector | None = None
@@ -104,6 +107,7 @@ class ElasticDriver:
         self._late_answers: set[tuple[str, str]] = set()  # by host and request
         self._announced = False
         self._warned_of_copies = False
+        self._rejoining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
         recorder.get_node_wait = lambda: (
             None if self.attempt is None else self.attempt.recovery.waiting
@@ -213,12 +217,19 @@ class ElasticDriver:
         attempt = self.attempt = Attempt(plan, job, fleet, interrupts, self._screen, self._recorder,
                                          self.policy, self._reconnector)  # fmt: skip
         self._actions.set_attempt(attempt)
+        watching = asyncio.ensure_future(self._outputs.watch(lambda: self._results.first))
         try:
             result = await attempt.run()
         finally:
+            tasks = [task for task in (watching, self._rejoining) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._rejoining = None
             self.attempt = None
             self._actions.set_attempt(None)
             self.recoveries += attempt.recovery.report.completed
+        self._results.has_succeeded = result.exit_code == 0 and not attempt.recalled
         await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
         if result.exit_code == 0 and (text := attempt.describe_independence()):
             self._screen.note(f"paceline: {text}")
@@ -271,6 +282,7 @@ class ElasticDriver:
         if self._results.first is not first:
             await self._provisioner.send_checkpoints(first)
             self._results.set_first_node(first)
+        await self._outputs.align(fleet)
         number = plan.attempt + 1
         return self.set_plan(planner.next_attempt(plan, number, port, self.policy.num_restarts))
 
@@ -464,9 +476,35 @@ class ElasticDriver:
         elif recovery.use_spare():
             return
         elif not recovery.can_recover and len(attempt.plan.nodes) < max_hosts:
-            attempt.recall()
+            self._recall_for(node, attempt)
         else:
             self._screen.note(f"paceline: {node.name} is here, as a spare")
+
+    def _recall_for(self, node: Node, attempt: Attempt) -> None:
+        """Starts all ranks again with a new node, now or when ``--rejoin`` says so."""
+        rejoin = self._request.job.rejoin.value
+        if rejoin == "now" or attempt.startup.is_session:  # a session saves before it ends
+            attempt.recall()
+        elif rejoin == "never":
+            self._screen.note(f"paceline: {node.name} is here, as a spare (--rejoin never)")
+        elif self._rejoining is None or self._rejoining.done():
+            self._screen.note(
+                f"paceline: {node.name} is here; it gets ranks after the next checkpoint of rank 0"
+                " (--rejoin now does not wait)"
+            )
+            self._rejoining = asyncio.ensure_future(self._recall_after_save(attempt))
+
+    async def _recall_after_save(self, attempt: Attempt) -> None:
+        """Starts all ranks again once rank 0 has completed a checkpoint."""
+        first = self._nodes.first
+        folders = {attempt.plan.nodes[0].workdir, first.run_folder}
+        while self.attempt is attempt and not first.lost:
+            with contextlib.suppress(PacelineError, ConnectionError):
+                await self._outputs.next_checkpoint(first, sorted(folders))
+                if self.attempt is attempt:
+                    attempt.recall()
+                return
+            await asyncio.sleep(REJOIN_PAUSE_S)
 
     def on_event(self, node: Node, event: Event) -> None:
         """Handles an event of an agent, unless that is of a rank of another node."""

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from paceline.agent.warm import FOLDER_PREFIX
 from paceline.launch.nodes import survey
@@ -35,6 +35,13 @@ from paceline.transfer.tree import Tree
 T = TypeVar("T")
 
 
+class OutputProvider(Protocol):
+    """Gives nodes the files that the script has written."""
+
+    async def provide(self, node: Node) -> None:
+        """Gives a new node the files of earlier starts."""
+
+
 class Provisioner:
     """Gives nodes what the ranks of a job need: a run folder, a fork server, code, inputs and data.
 
@@ -43,10 +50,10 @@ class Provisioner:
     """
 
     def __init__(self, request: Request, directory: RunDirectory, screen: Screen,
-                 recorder: Recorder) -> None:  # fmt: skip
+                 recorder: Recorder, outputs: OutputProvider) -> None:  # fmt: skip
         self.supplies = Supplies()
         self._request, self._directory = request, directory
-        self._screen, self._recorder = screen, recorder
+        self._screen, self._recorder, self._outputs = screen, recorder, outputs
         self._token = os.urandom(16).hex()
 
     async def start_fork_servers(self, fleet: Fleet, reading: Awaitable[Supplies]) -> None:
@@ -94,6 +101,7 @@ class Provisioner:
                 if copy not in self._screen.shipped_copies:
                     self._screen.shipped_copies.append(copy)
                     self._recorder.event("copied", node.name, copy=copy[1], home=copy[2])
+        await together([self._outputs.provide(node) for node, _ in copies])
 
 
 async def prepare_node(node: Node, request: Request, package: Tree | None, directory: RunDirectory,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,11 @@ def startup_loss(fleet: Fleet, node: Node, reason: str) -> NodeError:
 # --- the code
 
 
-def read_supplies(request: Request) -> Supplies:
-    """Reads what the nodes may need. Blocking: call it in a thread."""
+def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
+    """Reads what the nodes may need. Blocking: call it in a thread.
+
+    ``outputs``: files that the script wrote in earlier starts, which are no code.
+    """
     if request.supplies is not None:
         return request.supplies
     job, package = request.job, request.package
@@ -190,27 +193,27 @@ def read_supplies(request: Request) -> Supplies:
     program = (job.entry.kind, job.ship.value) in (("binary", "auto"), ("function", "never"))
     needs_code = remote and not program and not package
     return Supplies(
-        code=_read_code(job) if needs_code else None,
+        code=_read_code(job, outputs) if needs_code else None,
         package=package_tree(OF_RECIPES if package is True else package) if package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
 
 
-def _read_code(job: Job) -> Tree:
+def _read_code(job: Job, outputs: Collection[str]) -> Tree:
     """Reads the job's code; with ``--ship never``, code that is too large is not compared."""
     root = project_root(job)
     try:
-        return read_tree(root, data=Path(job.data.path) if job.data else None)
+        return read_tree(root, data=Path(job.data.path) if job.data else None, outputs=outputs)
     except CodeTooLarge:
         if job.ship.value != "never":
             raise
         return Tree(root, [])
 
 
-def read_and_keep(request: Request) -> Supplies:
+def read_and_keep(request: Request, outputs: Collection[str] = ()) -> Supplies:
     """Reads the supplies and caches the code, so that later edits do not reach the nodes."""
-    supplies = read_supplies(request)
+    supplies = read_supplies(request, outputs)
     if supplies.code is None or supplies.code.copy is not None:
         return supplies
     return replace(supplies, code=cache_files(supplies.code))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
+from paceline.launch.results.outputs import OutputSync
 from paceline.remote.channel import HostSilent
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
@@ -34,9 +35,11 @@ class _Model:
 class ResultCollector:
     """Fetches the results of a run into its run directory."""
 
-    def __init__(self, directory: RunDirectory, note: Callable[[str], None]) -> None:
+    def __init__(self, directory: RunDirectory, note: Callable[[str], None],
+                 outputs: OutputSync) -> None:  # fmt: skip
         self.first: Node | None = None  # saves the checkpoints
-        self._directory = directory
+        self.has_succeeded = False  # whether the ranks have ended well
+        self._directory, self._outputs = directory, outputs
         self._note = note
         self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None
@@ -105,6 +108,7 @@ class ResultCollector:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
+        self._outputs.note_kept_out()
         await self._fetch_model([node for node in fleet.nodes if node not in silent])
 
     async def _fetch_model(self, nodes: Sequence[Node]) -> None:
@@ -197,8 +201,11 @@ class ResultCollector:
             )
         if rank_zero and self._unfetched_model is not None and self._unfetched_model.node is node:
             self._unfetched_model = None  # a file that the script removed is not missing
+        if rank_zero:
+            await self._outputs.finish(node, is_over=self.has_succeeded)
         if "code" in node.copies:
             root, manifest = node.copies["code"]
+            manifest = [*manifest, *self._outputs.known_entries(node)]
             place = target / names.FETCHED / names.safe_name(node.name)
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place)
             if fetched:

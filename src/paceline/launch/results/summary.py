@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.rundir.directory import short
+from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.events import Event, ShippedCopy, restore_local_paths
@@ -68,7 +69,9 @@ def report_success(outcome: RunOutcome) -> str:
         seconds = sum(recovery.seconds for recovery in recoveries)
         recovered = f", {len(recoveries)} {noun} ({format_duration(seconds)})"
     logs = short(outcome.path / names.LOGS)
-    return f"paceline: finished: {ranks}, {duration}{recovered}, logs {logs}"
+    text = f"paceline: finished: {ranks}, {duration}{recovered}, logs {logs}"
+    checkpoint = script_checkpoint(outcome.path)
+    return f"{text}\n{_NEWEST}{checkpoint}" if checkpoint else text
 
 
 def _count_finished(outcome: RunOutcome) -> tuple[int, list[str]]:
@@ -96,7 +99,8 @@ def report_failure(outcome: RunOutcome) -> str:
     if result.failure is None:
         if result.interrupted is not None:
             text = f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
-            return "\n".join([text, *_unsaved_note(outcome), *_resume_hint(outcome)])
+            return "\n".join([text, *_unsaved_note(outcome), *_script_hint(outcome),
+                              *_resume_hint(outcome)])  # fmt: skip
         return ""
     failure = result.failure
     lines = [f"paceline: failed first: {failure.describe()}"]
@@ -112,7 +116,7 @@ def report_failure(outcome: RunOutcome) -> str:
         noun = "rank" if result.num_other_failures == 1 else "ranks"
         lines.append(f"  {result.num_other_failures} other {noun} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
-    return "\n".join([*lines, *_resume_hint(outcome)])
+    return "\n".join([*lines, *_script_hint(outcome), *_resume_hint(outcome)])
 
 
 def _unsaved_note(outcome: RunOutcome) -> list[str]:
@@ -141,6 +145,19 @@ def _resume_hint(outcome: RunOutcome) -> list[str]:
         return []
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
     return [f"to resume: {shell_text(resume_command(argv, short(outcome.path)))}"]
+
+
+_NEWEST = "paceline: newest checkpoint of the script: "
+
+
+def _script_hint(outcome: RunOutcome) -> list[str]:
+    """Returns lines on the script's newest checkpoint and the command that resumes from it."""
+    if outcome.resumable or not (checkpoint := script_checkpoint(outcome.path)):
+        return []
+    argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
+    command = shell_text(resume_command(argv, short(outcome.path)))
+    return [f"{_NEWEST}{checkpoint}",
+            f"to resume, if the script loads its newest checkpoint: {command}"]  # fmt: skip
 
 
 def resume_command(argv: Sequence[str], path: str) -> list[str]:

@@ -1,0 +1,174 @@
+"""Files that ranks write below the project: lists them, receives those of an earlier start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Tuple
+
+from ..operations import in_queue, in_thread
+from . import safe_paths, snapshot
+from .transfer import RECEIVING
+
+if TYPE_CHECKING:
+    from ..server import Agent
+
+Message = Dict[str, Any]
+INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
+SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
+SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
+RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg")
+MAX_HEADER_BYTES = 64 << 20
+MAX_VERDICTS = 10_000
+_CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp")
+_END_OF_ZIP, _ZIP_TAIL_BYTES = b"PK\5\6", 1 << 10
+_verdicts: Dict[str, Tuple[int, int, str]] = {}  # by path: size, time of change, result
+
+
+def list_written(root: str, since_us: int) -> Tuple[List[Message], int]:
+    """Lists regular files below ``root`` that changed at ``since_us`` or later.
+
+    Also returns the time of the latest change of any file, on the clock of the disk. Times are in
+    microseconds since 1970. Hidden files, links and folders of runs and packages are skipped.
+
+    Raises:
+        ValueError: There are more than ``MAX_RESULTS`` such files.
+    """
+    written, latest_us, now = [], 0, time.time()
+    for folder, folders, names in safe_paths.walk(root):
+        path = os.path.join(root, folder)
+        folders[:] = [name for name in folders if not _is_skipped(os.path.join(path, name), name)]
+        for name in names:
+            if name.startswith(".") and name != INDEX:
+                continue
+            file, relative = os.path.join(path, name), os.path.join(folder, name)
+            if len(relative) > safe_paths.MAX_PATH_LENGTH or not relative.isprintable():
+                continue
+            with contextlib.suppress(OSError):
+                status = os.lstat(file)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                changed_us = max(status.st_mtime_ns, status.st_ctime_ns) // 1000
+                latest_us = max(latest_us, changed_us)
+                if changed_us < since_us:
+                    continue
+                written.append({
+                    "path": relative, "size": status.st_size,
+                    "mtime_us": max(0, status.st_mtime_ns // 1000),
+                    "age_s": max(0.0, now - changed_us / 1e6), "state": _state(file, status),
+                })  # fmt: skip
+        if len(written) > snapshot.MAX_RESULTS:
+            raise ValueError("more than %d new files in %s" % (snapshot.MAX_RESULTS, root))
+    return written, latest_us
+
+
+def _is_skipped(path: str, name: str) -> bool:
+    if name.startswith(".") or name in SKIPPED_FOLDERS or os.path.islink(path):
+        return True
+    return any(os.path.lexists(os.path.join(path, mark)) for mark in RUN_MARKS)
+
+
+def _state(path: str, status: os.stat_result) -> str:
+    """Returns the state of a file's content, which is kept until the file changes."""
+    version = status.st_size, status.st_mtime_ns
+    if _verdicts.get(path, ())[:2] != version:
+        if len(_verdicts) >= MAX_VERDICTS:
+            _verdicts.clear()
+        _verdicts[path] = (version[0], version[1], file_state(path, status.st_size))
+    return _verdicts[path][2]
+
+
+def file_state(path: str, size: int) -> str:
+    """Returns whether a file of torch.save or safetensors has its end, as far as it shows.
+
+    ``whole`` if it has, ``cut off`` if it has not, ``unknown`` for all other formats.
+    """
+    if not size:
+        return "cut off" if path.endswith(_CHECKPOINT_SUFFIXES) else "unknown"
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        head = os.read(fd, 8)
+        if head.startswith(b"PK\3\4"):
+            tail = os.pread(fd, _ZIP_TAIL_BYTES, max(0, size - _ZIP_TAIL_BYTES))
+            return "whole" if _END_OF_ZIP in tail else "cut off"
+        if path.endswith(".safetensors"):
+            is_whole = len(head) == 8 and _has_all_tensors(fd, struct.unpack("<Q", head)[0], size)
+            return "whole" if is_whole else "cut off"
+        return "unknown"
+    finally:
+        os.close(fd)
+
+
+def _has_all_tensors(fd: int, header_bytes: int, size: int) -> bool:
+    if header_bytes > min(MAX_HEADER_BYTES, size - 8):
+        return False
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        header = json.loads(os.pread(fd, header_bytes, 8))
+        ends = [entry["data_offsets"][1] for name, entry in header.items()
+                if name != "__metadata__"]  # fmt: skip
+        return 8 + header_bytes + max(ends, default=0) == size
+    return False
+
+
+def superseded_path(root: str, path: str) -> str:
+    """Returns a free hidden path beside a file or folder."""
+    parent, _, name = path.rpartition("/")
+    prefix = parent + "/" if parent else ""
+    number = 1
+    while True:
+        end = SUPERSEDED if number == 1 else "%s-%d" % (SUPERSEDED, number)
+        candidate = "%s.%s%s" % (prefix, name, end)
+        if not os.path.lexists(os.path.join(root, candidate)):
+            return candidate
+        number += 1
+
+
+def _job_root(agent: Agent, request: Message) -> str:
+    """Returns the folder of the job's copy of the code; ValueError for any other."""
+    root = str(request["root"])
+    if Path(root).parent not in agent.folders:
+        raise ValueError("not a folder of this job: %r" % root[:100])
+    return root
+
+
+@in_thread
+def list_outputs(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers files below ``root`` that changed at ``since_us`` or later."""
+    files, latest_us = list_written(request["root"], request["since_us"])
+    agent.reply(request, files=files, latest_us=latest_us)
+
+
+@in_queue(RECEIVING)
+def set_outputs_aside(agent: Agent, request: Message, _: bytes) -> None:
+    """Renames ``paths`` below the job's ``root``, so that no script takes them for checkpoints."""
+    root = _job_root(agent, request)
+    for path in request["paths"]:
+        with contextlib.suppress(FileNotFoundError):
+            safe_paths.rename(root, path, superseded_path(root, path), durable=False)
+    agent.reply(request)
+
+
+@in_queue(RECEIVING)
+def put_output(agent: Agent, request: Message, blob: bytes) -> None:
+    """Receives a block of ``path`` below the job's ``root``, last changed at ``mtime_us``."""
+    root = _job_root(agent, request)
+    agent.uploads.receive(root, request["path"], request, blob, durable=False)
+    if request["last"]:
+        fd = safe_paths.open_file(root, request["path"], os.O_RDONLY)
+        try:
+            os.utime(fd, ns=(request["mtime_us"] * 1000, request["mtime_us"] * 1000))
+        finally:
+            os.close(fd)
+    agent.reply(request)
+
+
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
+    "list_outputs": list_outputs,
+    "set_outputs_aside": set_outputs_aside,
+    "put_output": put_output,
+}

@@ -1,0 +1,197 @@
+"""Rules for files that scripts write below their project: where they arrive, which belong together.
+
+Pure. A host may be hostile. What it sends must not become code in the user's project.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.agent.files.safe_paths import fold_name, refusal_reason
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Suffixes that no program runs or reads as its settings: may arrive in folders of the user.
+DATA_SUFFIXES = _words(
+    "arrow bin ckpt csv distcp gif h5 hdf5 jpeg jpg json jsonl log model msgpack npy npz parquet"
+    " pkl png pt pth safetensors tsv txt webp"
+)
+# Suffixes of programs, settings, and pages with scripts: never arrive in the project.
+CODE_SUFFIXES = _words(
+    "a app awk bash bat c cc cfg cjs class cmake cmd com command conf cpp csh cu cuh cxx"
+    " deb desktop dll dylib egg exe fish gradle go h hpp hta htm html inc ini ipynb jar java"
+    " jl js jse ko ksh lnk lua mak make mjs mk msi ninja o php pif pl plist pm properties"
+    " ps1 psd1 psm1 py pyc pyd pyi pyo pyw pyx r rb reg rpm rs rules scpt scr service sh"
+    " shtml so socket sql svg tcl timer toml ts tsx url vbe vbs whl wsf wsh xhtml zsh"
+)
+_TEMPORARY_SUFFIXES = _words("incomplete lock part partial swp temp tmp")
+_SETTINGS_FILES = _words(  # that programs look for, though their suffixes are those of data
+    "angular.json babel.config.json biome.json cmakelists.txt composer.json constraints.txt"
+    " deno.json devcontainer.json firebase.json jsconfig.json launch.json lerna.json"
+    " npm-shrinkwrap.json nx.json package-lock.json package.json project.json pyrightconfig.json"
+    " renovate.json requirements.txt settings.json tasks.json tsconfig.json turbo.json"
+    " vercel.json"
+)
+_CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
+_NAMES_WITHOUT_SUFFIX = frozenset({"latest"})  # DeepSpeed's pointer to its newest checkpoint
+_EVENT_FILE = "events.out.tfevents."  # of TensorBoard, which ends in a number
+DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
+
+_STEP_FOLDER = re.compile(
+    r"(?:checkpoint|ckpt|step|epoch|iter|iteration|global[-_]?step)s?[-_=.]?[0-9].*", re.IGNORECASE
+)
+_LAST_FILES = frozenset({DCP_INDEX, "trainer_state.json"})  # written last, by DCP and HF Trainer
+_CHECKPOINT_SUFFIXES = frozenset({"bin", "ckpt", "distcp", "npz", "pt", "pth", "safetensors"})
+SETTLE_S = 3.0  # without a change, after which a file is complete
+FOLDER_SETTLE_S = 10.0  # the same for a checkpoint folder without a file that is written last
+
+
+@dataclass(frozen=True, slots=True)
+class PathState:
+    """What the launching machine has at the path of a file that a host wrote.
+
+    Attributes:
+        was_sent: It is part of the code that was sent.
+        exists: Any file, folder or link has this name, or a link or file is on the way.
+        is_own_output: A run in this run directory brought the file, and nobody changed it since.
+        in_own_folder: Such a run made a folder on the path, or found it empty.
+    """
+
+    was_sent: bool = False
+    exists: bool = False
+    is_own_output: bool = False
+    in_own_folder: bool = False
+
+
+def kept_out_reason(path: str, state: PathState) -> str:
+    """Why a file of a host does not arrive at ``path`` in the project; empty if it does."""
+    if reason := name_refusal(path, in_own_folder=state.in_own_folder):
+        return reason
+    if state.was_sent:
+        return "it was sent from here"
+    if state.exists and not state.is_own_output:
+        return "another file is there, or it was changed here"
+    return ""
+
+
+def name_refusal(path: str, *, in_own_folder: bool) -> str:
+    """Why no file of a host may have this path in a project; empty if it may.
+
+    Args:
+        in_own_folder: The run made the folder. In folders of the user, fewer names are allowed.
+    """
+    if reason := refusal_reason(path):
+        return reason
+    parts = [fold_name(part).rstrip(". ") for part in path.split("/")]
+    name = parts[-1]
+    hidden = parts[:-1] if name == DCP_INDEX else parts
+    if any(not part or part.startswith((".", "-", "~")) for part in hidden):
+        return "a hidden file, or a name that looks like an option"
+    if any(":" in part or "\\" in part for part in parts):
+        return "a name with special characters"
+    if not _CODE_FOLDERS.isdisjoint(parts[:-1]):
+        return "in a folder of packages"
+    if name == DCP_INDEX or name.startswith(_EVENT_FILE):
+        return ""
+    suffix = _suffix(name)
+    if name in _SETTINGS_FILES or suffix in CODE_SUFFIXES:
+        return "a name of code or settings"
+    if suffix in _TEMPORARY_SUFFIXES:
+        return "a temporary file"
+    if not suffix and name not in _NAMES_WITHOUT_SUFFIX:
+        return "a name without a suffix"
+    if not in_own_folder and suffix not in DATA_SUFFIXES:
+        return "no data file, in a folder that the run did not make"
+    return ""
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2].strip() if "." in name else ""
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that a script wrote, as its host reports it.
+
+    Attributes:
+        path: Relative to the project.
+        mtime_us: Time of the last change of its content, in microseconds since 1970.
+        age_s: Seconds since its last change of any kind.
+        state: Whether its format shows that it has its end: ``whole``, ``cut off`` or ``unknown``.
+    """
+
+    path: str
+    size: int
+    mtime_us: int
+    age_s: float = 0.0
+    state: str = "unknown"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is not visibly cut off."""
+        return self.state != "cut off"
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes if the file does."""
+        return self.size, self.mtime_us
+
+
+def group_files(files: Iterable[WrittenFile]) -> dict[str, list[WrittenFile]]:
+    """Groups files that are complete only together, by their checkpoint folder or own path."""
+    files = list(files)
+    folders = {_parent(file.path) for file in files
+               if file.path.endswith((f"/{DCP_INDEX}", ".distcp"))} - {""}  # fmt: skip
+    groups: dict[str, list[WrittenFile]] = {}
+    for file in files:
+        groups.setdefault(_unit(file.path, folders), []).append(file)
+    return groups
+
+
+def unit_of(path: str) -> str:
+    """The checkpoint folder of a path by its name (``checkpoint-500``, ``step_3``), or the path."""
+    return _unit(path, ())
+
+
+def _unit(path: str, folders: Collection[str]) -> str:
+    parts = path.split("/")
+    for depth in range(1, len(parts)):
+        folder = "/".join(parts[:depth])
+        if folder in folders or _STEP_FOLDER.fullmatch(parts[depth - 1]):
+            return folder
+    return path
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def is_complete(unit: str, files: Sequence[WrittenFile]) -> bool:
+    """Whether a file, or all files of a checkpoint folder, have been written to their end."""
+    if not all(file.is_whole for file in files):
+        return False
+    age_s = min(file.age_s for file in files)
+    is_file = len(files) == 1 and files[0].path == unit
+    if is_file and files[0].state == "whole":
+        return True  # even if the script replaces it again and again
+    has_last = any(file.path.rpartition("/")[2] in _LAST_FILES for file in files)
+    return age_s >= (SETTLE_S if is_file or has_last else FOLDER_SETTLE_S)
+
+
+def is_checkpoint(unit: str, paths: Iterable[str]) -> bool:
+    """Whether a file or folder holds weights, by the names in it."""
+    suffixes = {_suffix(path.rpartition("/")[2].lower()) for path in paths}
+    return not _CHECKPOINT_SUFFIXES.isdisjoint(suffixes)
+
+
+def order_of_arrival(groups: dict[str, list[WrittenFile]]) -> list[str]:
+    """The groups, newest first."""
+    return sorted(groups, key=lambda unit: max(f.mtime_us for f in groups[unit]), reverse=True)

@@ -1,0 +1,197 @@
+"""Records in the run directory which files a script wrote, and where they are on this machine.
+
+``outputs.jsonl`` has a line for each version of a file that arrived, for each file that the script
+removed, and for each folder that a run made in the project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.agent.files import safe_paths
+from paceline.rundir import records
+from paceline.rundir.directory import short
+from paceline.rundir.output_rules import is_checkpoint, unit_of
+from paceline.spec.rundir import OUTPUTS
+
+MAX_JOURNAL_BYTES = 64 << 20
+MIN_COMPACTED_LINES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A file that a script wrote.
+
+    Attributes:
+        path: Relative to the project.
+        host: Its host.
+        place: Where it is here: relative to the run directory, or empty for its path in the
+            project.
+        mtime_us: Time of its last change on the host, in microseconds since 1970.
+        time: When it arrived, in seconds since 1970.
+        local_mtime_us: Time of the last change of the file here when it had arrived.
+    """
+
+    path: str
+    size: int
+    sha256: str
+    host: str
+    place: str
+    mtime_us: int
+    time: float
+    local_mtime_us: int
+
+    @classmethod
+    def read(cls, value: dict[str, Any]) -> Output | None:
+        """Reads a line of the journal; ``None`` if it is another one, or damaged."""
+        kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
+                 "mtime_us": int, "time": float, "local_mtime_us": int}  # fmt: skip
+        entry = {field.name: value.get(field.name) for field in fields(cls)}
+        if any(type(entry[name]) is not kind for name, kind in kinds.items()):
+            return None
+        output = cls(**entry)  # type: ignore[arg-type]
+        paths = [path for path in (output.path, output.place) if path]
+        return None if any(map(safe_paths.refusal_reason, paths)) else output
+
+    def local_path(self, run: Path, project: Path | None) -> Path | None:
+        """Where the file is on this machine; ``None`` if it is in a project that is elsewhere."""
+        if self.place:
+            return run / self.place
+        return project / self.path if project is not None else None
+
+
+def local_version(path: Path) -> tuple[int, int] | None:
+    """Size and time of the last change of a regular file, in µs; ``None`` if there is none."""
+    try:
+        status = path.lstat()
+    except (OSError, ValueError):
+        return None
+    if not records.is_regular(path):
+        return None
+    return status.st_size, status.st_mtime_ns // 1000
+
+
+class OutputJournal:
+    """The files that scripts wrote in all runs of a run directory.
+
+    Attributes:
+        outputs: The latest version of each file that the script has not removed, by path.
+        folders: Folders that these runs made in the project.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.outputs: dict[str, Output] = {}
+        self.folders: set[str] = set()
+        self._local_start_us: int | None = None
+        self._num_lines = 0
+        try:
+            with records.open_regular(run / OUTPUTS) as file:
+                lines = file.read(MAX_JOURNAL_BYTES).split(b"\n")
+        except OSError:
+            return
+        for line in lines[:-1]:  # the last is empty, or cut off
+            value = records.parse_json(line.decode("utf-8", "replace"))
+            if not isinstance(value, dict):
+                continue
+            if isinstance(folder := value.get("folder"), str):
+                self.folders.add(folder)
+            elif type(start := value.get("local_start_us")) is int:
+                self._local_start_us = start
+            elif isinstance(path := value.get("removed"), str):
+                self.outputs.pop(path, None)
+            elif (output := Output.read(value)) is not None:
+                self.outputs[output.path] = output
+
+        self._num_lines = len(lines)
+
+    def compact(self) -> None:
+        """Rewrites a journal that consists mostly of versions that were replaced."""
+        if self._num_lines > MIN_COMPACTED_LINES + 2 * (len(self.outputs) + len(self.folders)):
+            lines: list[dict[str, Any]] = [{"folder": folder} for folder in sorted(self.folders)]
+            lines += [asdict(output) for output in self.outputs.values()]
+            if self._local_start_us is not None:
+                lines.append({"local_start_us": self._local_start_us})
+            safe_paths.write_file(str(self._run), OUTPUTS, _encode(lines))
+
+    def add(self, outputs: Sequence[Output]) -> None:
+        """Records files that are complete only together, at once."""
+        self._append([asdict(output) for output in outputs])
+        self.outputs |= {output.path: output for output in outputs}
+
+    def add_folder(self, folder: str) -> None:
+        """Records a folder that the run makes in the project, or found empty there."""
+        self._append([{"folder": folder}])
+        self.folders.add(folder)
+
+    def mark_local_start(self, timestamp_us: int) -> int:
+        """Returns when rank 0 first started on this machine, which is now if it had not."""
+        if self._local_start_us is None:
+            self._append([{"local_start_us": timestamp_us}])
+            self._local_start_us = timestamp_us
+        return self._local_start_us
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Records that the script has removed files; what has arrived here stays."""
+        known = [path for path in paths if path in self.outputs]
+        self._append([{"removed": path, "time": round(time.time(), 3)} for path in known])
+        for path in known:
+            del self.outputs[path]
+
+    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        data = _encode(lines)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        file = safe_paths.open_file(str(self._run), OUTPUTS, flags)
+        try:
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":  # cut off by a full disk
+                data = b"\n" + data
+            safe_paths.write_fully(file, data)
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+        finally:
+            os.close(file)
+
+
+def _encode(lines: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | None:
+    """The newest checkpoint, a file or a folder, with its files; ``None`` if there is none."""
+    units: dict[str, list[Output]] = {}
+    for output in outputs:
+        units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
+    checkpoints = {unit: files for unit, files in units.items()
+                   if is_checkpoint(unit, [file.path for file in files])}  # fmt: skip
+    if not checkpoints:
+        return None
+    newest = max(checkpoints, key=lambda unit: max(file.mtime_us for file in checkpoints[unit]))
+    return newest, checkpoints[newest]
+
+
+def script_checkpoint(run: Path) -> str:
+    """Returns where the script's newest checkpoint is here; empty if none has arrived."""
+    newest = newest_checkpoint(OutputJournal(run).outputs.values())
+    if newest is None:
+        return ""
+    unit, outputs = newest
+    place = next((output.place for output in outputs if output.place), "")
+    if not place:
+        return unit
+    output = next(output for output in outputs if output.place == place)
+    return short(run / f"{place.removesuffix(output.path)}{unit}")
+
+
+def _dcp_folder(path: str) -> str:
+    return path.rpartition("/")[0] if path.endswith(".distcp") else ""

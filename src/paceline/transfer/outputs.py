@@ -1,0 +1,529 @@
+"""Copies files that a script writes below its project from rank 0's node, and to the other nodes.
+
+They arrive where the script wrote them if the rules of ``rundir/output_rules.py`` permit that, else
+below ``files/HOST/`` in the run directory. No file that somebody else made or changed is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.agent.files import safe_paths
+from paceline.agent.files.safe_paths import INCOMING, IncomingFile, fold_name
+from paceline.agent.files.snapshot import BLOCK_BYTES, hash_file
+from paceline.remote.channel import AgentRefusal, Channel
+from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.output_rules import (
+    PathState,
+    WrittenFile,
+    group_files,
+    is_checkpoint,
+    is_complete,
+    kept_out_reason,
+    name_refusal,
+    order_of_arrival,
+    unit_of,
+)
+from paceline.rundir.outputs import Output, OutputJournal, local_version
+from paceline.spec.errors import NodeError
+from paceline.spec.rundir import FETCHED, safe_name
+from paceline.transfer.files import send_blocks
+from paceline.transfer.results import RESULT_LIMIT, room_problem
+from paceline.transfer.tree import Manifest
+
+STAGING = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
+CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
+_NEVER_US = 1 << 52
+PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
+CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
+MAX_NAMED = 3  # files that a line names
+
+
+@dataclass(slots=True, eq=False)
+class OutputFolder:
+    """The project's folder on a node.
+
+    Attributes:
+        is_local: It is the project on this machine, in which files are already in their place.
+        since_us: Files that have not changed since are no outputs, on the clock of its disk.
+        opened_at: When that was noted, on the monotonic clock.
+        seen: Paths of the last list.
+        fetched: Version of each file that is here, by path.
+        fetched_at: When it arrived, on the monotonic clock.
+        sent: Entries of the files that the node got.
+    """
+
+    host: str
+    channel: Channel
+    root: str
+    is_local: bool = False
+    since_us: int = 0
+    opened_at: float = 0.0
+    seen: set[str] = field(default_factory=set)
+    fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
+    fetched_at: dict[str, float] = field(default_factory=dict)
+    sent: Manifest = field(default_factory=list)
+
+
+class OutputStore:
+    """The files that a script wrote in all runs of a run directory.
+
+    Args:
+        run: The run directory.
+        note: Shows a line to the user.
+
+    Attributes:
+        project: The project on this machine; ``None`` if it is on another one.
+        kept_out: Files that did not arrive in the project: where they are, by path.
+    """
+
+    def __init__(self, run: Path, note: Callable[[str], None]) -> None:
+        self.project: Path | None = None
+        self.kept_out: dict[str, str] = {}
+        self.journal = OutputJournal(run)
+        self.journal.compact()
+        self._run, self._note = run, note
+        self._noted = set[str]()
+        self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
+        self._arrivals: Arrivals | None = None
+        shutil.rmtree(run / STAGING, ignore_errors=True)  # of a launcher that was killed
+
+    def set_code(self, project: Path | None, manifest: Manifest) -> None:
+        """Sets the project and the files that were sent from it."""
+        self.project = project
+        self._code = frozenset(fold_name(str(entry[0])) for entry in manifest)
+
+    def _was_sent(self, path: str) -> bool:
+        return fold_name(path) in self._code
+
+    # --- from rank 0's node ------------------------------------------------------------------
+
+    async def open_folder(self, folder: OutputFolder) -> None:
+        """Notes the present time of a node's folder: files that change later are outputs."""
+        answer = await folder.channel.request("list_outputs", root=folder.root,
+                                              since_us=_NEVER_US)  # fmt: skip
+        folder.since_us, folder.opened_at = int(answer["latest_us"]), time.monotonic()
+        if folder.is_local:  # a launcher that was killed may not have recorded the last ones
+            folder.since_us = min(self.journal.mark_local_start(folder.since_us), folder.since_us)
+
+    async def list_files(self, folder: OutputFolder) -> list[WrittenFile]:
+        """Lists the outputs in a node's folder that may travel while a run goes on.
+
+        In the project of the user, files from before this start count only beside known outputs.
+        """
+        answer = await folder.channel.request("list_outputs", root=folder.root,
+                                              since_us=folder.since_us)  # fmt: skip
+        files = [WrittenFile(**entry) for entry in answer["files"]]
+        age_s = time.monotonic() - folder.opened_at + CLOCK_SLACK_S
+        known = {_parent(path) for path in self.journal.outputs}
+
+        def select() -> list[WrittenFile]:
+            return [
+                file
+                for file in files
+                if self._travels(file.path)
+                and (not folder.is_local or file.age_s < age_s or _parent(file.path) in known)
+            ]
+
+        return await asyncio.to_thread(select)
+
+    def _travels(self, path: str) -> bool:
+        return not self._was_sent(path) and not name_refusal(path, in_own_folder=True)
+
+    async def sync(self, folder: OutputFolder, *, share: float = 1.0,
+                   is_over: bool = False) -> None:  # fmt: skip
+        """Fetches complete files that are new or have changed, the newest first.
+
+        Args:
+            share: Part of the time in which files are transferred.
+            is_over: The ranks have ended, and well: every file is complete.
+        """
+        try:
+            await self._sync(folder, share, is_over)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self._run / STAGING, ignore_errors=True)
+
+    async def _sync(self, folder: OutputFolder, share: float, is_over: bool) -> None:
+        files = await self.list_files(folder)
+        failed = set[str]()
+        while True:
+            self._record_removed(folder, files)
+            groups = group_files(files)
+            candidates = [unit for unit in order_of_arrival(groups) if unit not in failed]
+            unit = next((unit for unit in candidates
+                         if self._is_wanted(folder, unit, groups[unit], is_over)), None)  # fmt: skip
+            if unit is None:
+                return
+            group = groups[unit]
+            if folder.is_local:
+                await asyncio.to_thread(self._record_local, folder, group)
+                files = await self.list_files(folder)
+            else:
+                if not self._has_room(folder, unit, group):
+                    failed.add(unit)
+                    continue
+                try:
+                    hashes = await self._stage(folder, group, share)
+                except AgentRefusal:  # it has changed or gone
+                    failed.add(unit)
+                    files = await self.list_files(folder)
+                    continue
+                files = await self.list_files(folder)
+                current = {file.path: file.version for file in files}
+                has_changed = any(current.get(file.path) != file.version for file in group)
+                if has_changed and not await asyncio.to_thread(self._is_intact, group):
+                    failed.add(unit)
+                    continue
+                await asyncio.to_thread(self._place_unit, folder.host, unit, group, hashes)
+            folder.fetched |= {file.path: file.version for file in group}
+            folder.fetched_at |= dict.fromkeys((file.path for file in group), time.monotonic())
+
+    async def has_new_checkpoint(self, folder: OutputFolder) -> bool:
+        """Whether a checkpoint is complete that has changed since the folder was opened."""
+        groups = group_files(await self.list_files(folder))
+        return any(is_checkpoint(unit, map(_path, group)) and is_complete(unit, group)
+                   for unit, group in groups.items())  # fmt: skip
+
+    def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
+        paths = {file.path for file in files}
+        self.journal.remove(sorted(folder.seen - paths))
+        folder.seen = paths
+
+    def _is_wanted(self, folder: OutputFolder, unit: str, group: Sequence[WrittenFile],
+                   is_over: bool) -> bool:  # fmt: skip
+        """Whether a unit is complete and not here yet."""
+        if all(folder.fetched.get(file.path) == file.version for file in group):
+            return False
+        if is_over:
+            return all(file.is_whole for file in group)
+        pause_s = CHECKPOINT_PAUSE_S if is_checkpoint(unit, map(_path, group)) else PAUSE_S
+        earliest = time.monotonic() - pause_s
+        if any(folder.fetched_at.get(file.path, earliest) > earliest for file in group):
+            return False
+        return is_complete(unit, group)
+
+    def _has_room(self, folder: OutputFolder, unit: str, group: Sequence[WrittenFile]) -> bool:
+        size = sum(file.size for file in group)
+        problem = room_problem(self._run, size)
+        if not problem and self.project is not None:
+            problem = room_problem(self.project, size)
+        if size > RESULT_LIMIT:
+            problem = f"more than {RESULT_LIMIT >> 30} GiB"
+        if problem and unit not in self._noted and len(self._noted) < MAX_NAMED:
+            self._noted.add(unit)
+            self._note(f"paceline: {unit:.100} stays on {folder.host} for now: {problem}")
+        return not problem
+
+    def _record_local(self, folder: OutputFolder, group: Sequence[WrittenFile]) -> None:
+        """Records files that rank 0 wrote on this machine, which are in their place."""
+        hashes = {file.path: hash_file(Path(folder.root) / file.path) for file in group}
+        self.journal.add([
+            Output(file.path, file.size, hashes[file.path], folder.host, "", file.mtime_us,
+                   round(time.time(), 3), file.mtime_us)
+            for file in group
+        ])  # fmt: skip
+
+    def _is_intact(self, group: Sequence[WrittenFile]) -> bool:
+        """Whether a staged file of torch.save is intact, though the script has just replaced it."""
+        if len(group) != 1:
+            return False
+        try:
+            with zipfile.ZipFile(self._run / STAGING / group[0].path) as archive:
+                return archive.testzip() is None
+        except (OSError, ValueError, zipfile.BadZipFile):
+            return False
+
+    async def _stage(self, folder: OutputFolder, group: Sequence[WrittenFile],
+                     share: float) -> dict[str, str]:  # fmt: skip
+        """Fetches files into the run directory, where they have no place yet."""
+        hashes = {}
+        for file in group:
+            target = await asyncio.to_thread(IncomingFile, str(self._run), f"{STAGING}/{file.path}",
+                                             False)  # fmt: skip
+            try:
+                sha256 = await _fetch_slowly(folder, file, target, share)
+                try:
+                    await asyncio.to_thread(target.finish, file.size, sha256)
+                except ValueError as problem:
+                    raise NodeError(f"{file.path} of {folder.host} did not arrive unchanged",
+                                    found=str(problem)) from None  # fmt: skip
+            finally:
+                await asyncio.to_thread(target.drop)
+            hashes[file.path] = target.sha256
+        return hashes
+
+    # --- to its place ------------------------------------------------------------------------
+
+    def _place_unit(self, host: str, unit: str, group: Sequence[WrittenFile],
+                    hashes: Mapping[str, str]) -> None:  # fmt: skip
+        """Records staged files and moves them to their places; a folder goes to one place."""
+        states = {file.path: self._state(file.path) for file in group}
+        is_taken = any(state.exists and not state.is_own_output for state in states.values())
+        outputs = []
+        for file in group:
+            is_out = (self.project is None or is_taken
+                      or kept_out_reason(file.path, states[file.path]))  # fmt: skip
+            place = self._place_outside(host, file.path) if is_out else ""
+            outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
+                                  file.mtime_us, round(time.time(), 3), file.mtime_us))  # fmt: skip
+        self.journal.add(outputs)  # first: what is not recorded would count as the user's
+        for output in sorted(outputs, key=lambda output: output.mtime_us):
+            staged = f"{STAGING}/{output.path}"
+            _set_mtime(self._run, staged, output.mtime_us)
+            if output.place:
+                self._keep_out(output, staged)
+            elif not self._place(output.path, staged, states[output.path]):
+                place = self._place_outside(host, output.path)
+                self.journal.add([replace(output, place=place)])
+                self._keep_out(replace(output, place=place), staged)
+
+    def _state(self, path: str) -> PathState:
+        """What this machine has at a path of the project."""
+        if self.project is None:
+            return PathState()
+        own, folder = False, ""
+        for part in path.split("/")[:-1]:
+            folder = f"{folder}/{part}".lstrip("/")
+            local = self.project / folder
+            if local.is_symlink() or (os.path.lexists(local) and not local.is_dir()):
+                return PathState(exists=True)
+            own = own or folder in self.journal.folders or _is_empty(local)
+        output = self.journal.outputs.get(path)
+        is_own = output is not None and not output.place and (
+            local_version(self.project / path) == (output.size, output.local_mtime_us)
+        )  # fmt: skip
+        exists = os.path.lexists(self.project / path)
+        return PathState(self._was_sent(path), exists, is_own, own)
+
+    def _place(self, path: str, staged: str, state: PathState) -> bool:
+        """Moves a staged file into the project; returns whether that was possible."""
+        assert self.project is not None
+        try:
+            self._make_folders(path)
+            _move(self._run, staged, self.project, path, replace=state.exists)
+        except OSError as problem:
+            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return False
+        return True
+
+    def _make_folders(self, path: str) -> None:
+        """Makes the folders of a path in the project, as the user's umask says."""
+        folder = ""
+        for name in path.split("/")[:-1]:
+            parent, folder = folder, f"{folder}/{name}".lstrip("/")
+            local = Path(str(self.project)) / folder
+            is_missing = not os.path.lexists(local)
+            is_known = any(folder == own or folder.startswith(f"{own}/")
+                           for own in self.journal.folders)  # fmt: skip
+            if not is_known and (is_missing or _is_empty(local)):
+                self.journal.add_folder(folder)
+            if is_missing:
+                parent_fd = safe_paths.open_folder(str(self.project), parent)
+                try:
+                    os.mkdir(name, dir_fd=parent_fd)
+                finally:
+                    os.close(parent_fd)
+
+    def _place_outside(self, host: str, path: str) -> str:
+        """The place in the run directory for a file that may not arrive in the project."""
+        if self._arrivals is None:
+            self._arrivals = Arrivals(self._run)
+        return self._arrivals.place(f"{FETCHED}/{safe_name(host)}/{path}", host)
+
+    def _keep_out(self, output: Output, staged: str) -> None:
+        """Moves a staged file to its place in the run directory."""
+        assert self._arrivals is not None
+        self._arrivals.set_aside(output.place, str(self._run / staged))
+        safe_paths.rename(str(self._run), staged, output.place, durable=False)
+        self._arrivals.record(output.place)
+        self.kept_out[output.path] = output.place
+
+    # --- to other nodes ----------------------------------------------------------------------
+
+    async def send(self, folder: OutputFolder, *, is_source: bool = False) -> None:
+        """Gives a node the outputs that are here, and hides checkpoints that only it has.
+
+        Args:
+            is_source: It is the node that wrote them: only files that are cut off are hidden.
+        """
+        manifest, paths = await asyncio.to_thread(self._sendable)
+        files = await self.list_files(folder)
+        hidden = [unit for unit, group in group_files(files).items()
+                  if is_checkpoint(unit, map(_path, group))
+                  and not any(file.path in paths for file in group)
+                  and not (is_source and all(file.is_whole for file in group))]  # fmt: skip
+        if not is_source and manifest:
+            difference = await folder.channel.request("compare_tree", root=folder.root,
+                                                      manifest=manifest)  # fmt: skip
+            hidden += difference["different"]
+        else:
+            difference = {"missing": [], "different": []}
+        if hidden:
+            await folder.channel.request("set_outputs_aside", root=folder.root, paths=hidden)
+            folder.seen -= set(hidden)
+        await self._send_files(folder, [*difference["missing"], *difference["different"]], paths)
+        folder.sent = manifest
+        sizes = {str(path): int(str(size)) for path, _, _, size in manifest}
+        folder.fetched |= {path: (sizes[path], paths[path][1]) for path in sizes}
+
+    async def _send_files(self, folder: OutputFolder, missing: Sequence[str],
+                          paths: Mapping[str, tuple[Path, int]]) -> None:  # fmt: skip
+        try:
+            for path in sorted(missing, key=lambda path: paths[path][1]):
+                local, mtime_us = paths[path]
+                with contextlib.suppress(FileNotFoundError):
+                    await send_blocks(folder.channel, local, "put_output", root=folder.root,
+                                      path=path, mtime_us=mtime_us)  # fmt: skip
+        except AgentRefusal as refusal:
+            raise NodeError(
+                f"{folder.host} cannot take the files that this run has written",
+                found=refusal.found,
+                remedy=f"Make room on {folder.host}, or remove old checkpoints here",
+            ) from None
+
+    def _sendable(self) -> tuple[Manifest, dict[str, tuple[Path, int]]]:
+        """Entries of the outputs that are here, and their local paths and times, by path.
+
+        A checkpoint folder of which a file is missing is left out.
+        """
+        versions = {}
+        for output in self.journal.outputs.values():
+            local = output.local_path(self._run, self.project)
+            versions[output.path] = local, None if local is None else local_version(local)
+        cut_off = {unit_of(path) for path, (_, version) in versions.items() if version is None}
+        manifest: Manifest = []
+        paths: dict[str, tuple[Path, int]] = {}
+        for path, (local, version) in versions.items():
+            if local is None or version is None or unit_of(path) in cut_off:
+                continue
+            output = self.journal.outputs[path]
+            is_same = version == (output.size, output.local_mtime_us)
+            if self._travels(path):
+                with contextlib.suppress(OSError):
+                    sha256 = output.sha256 if is_same else hash_file(local)
+                    manifest.append([path, sha256, 0o644, version[0]])
+                    paths[path] = local, version[1]
+        return manifest, paths
+
+    def fetched_entries(self, folder: OutputFolder) -> Manifest:
+        """Entries of files of a node that are here, in their present version."""
+        return [*folder.sent, *(
+            [output.path, output.sha256, 0o644, output.size]
+            for path in folder.fetched if (output := self.journal.outputs.get(path)) is not None
+        )]  # fmt: skip
+
+
+async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,
+                        share: float) -> str:  # fmt: skip
+    """Fetches a file block by block, with pauses; returns its hash as the node says."""
+    sha256 = ""
+    for offset in range(0, max(file.size, 1), BLOCK_BYTES):
+        count, started_at = min(BLOCK_BYTES, file.size - offset), time.monotonic()
+        answer, data = await folder.channel.request_with_blob(
+            "read_block", root=folder.root, path=file.path, offset=offset, count=count,
+            last=offset + count == file.size,
+        )  # fmt: skip
+        await asyncio.to_thread(target.add, offset, data)
+        sha256 = str(answer.get("sha256", ""))
+        await asyncio.sleep((time.monotonic() - started_at) * (1 / share - 1))
+    return sha256
+
+
+def _path(file: WrittenFile) -> str:
+    return file.path
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether a folder is empty or missing."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except OSError:
+        return not os.path.lexists(folder)
+
+
+def _set_mtime(root: Path, path: str, mtime_us: int) -> None:
+    fd = safe_paths.open_file(str(root), path, os.O_RDONLY)
+    try:
+        os.utime(fd, ns=(mtime_us * 1000, mtime_us * 1000))
+    finally:
+        os.close(fd)
+
+
+def _move(source: Path, path: str, target: Path, to: str, *, replace: bool) -> None:
+    """Moves a file to another folder; FileExistsError if that has one and may not be replaced."""
+    parent, _, name = path.rpartition("/")
+    to_parent, _, to_name = to.rpartition("/")
+    source_fd = safe_paths.open_folder(str(source), parent)
+    try:
+        target_fd = safe_paths.open_folder(str(target), to_parent)
+        try:
+            try:
+                _rename(source_fd, name, target_fd, to_name, replace=replace)
+            except FileExistsError:
+                raise
+            except OSError:  # on another disk, or one without hard links
+                part = f".{to_name[:200]}.{secrets.token_hex(4)}"
+                try:
+                    _copy(source_fd, name, target_fd, part)
+                    if not replace and _exists(target_fd, to_name):
+                        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), to) from None
+                    os.replace(part, to_name, src_dir_fd=target_fd, dst_dir_fd=target_fd)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(part, dir_fd=target_fd)
+                    raise
+                os.unlink(name, dir_fd=source_fd)
+        finally:
+            os.close(target_fd)
+    finally:
+        os.close(source_fd)
+
+
+def _rename(source_fd: int, name: str, target_fd: int, to: str, *, replace: bool) -> None:
+    if replace:
+        os.replace(name, to, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+        return
+    # a link, unlike a rename, never replaces a file that has just been made
+    os.link(name, to, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
+    os.unlink(name, dir_fd=source_fd)
+
+
+def _exists(folder_fd: int, name: str) -> bool:
+    try:
+        os.lstat(name, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _copy(source_fd: int, name: str, target_fd: int, to: str) -> None:
+    source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source_fd)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        target = os.open(to, flags, 0o666, dir_fd=target_fd)
+        try:
+            while data := os.read(source, BLOCK_BYTES):
+                safe_paths.write_fully(target, data)
+            status = os.fstat(source)
+            os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
+            os.fsync(target)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)

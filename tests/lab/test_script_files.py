@@ -1,0 +1,84 @@
+"""Files of a script on hosts that do not see the project: they come home, and go back to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Ended, Launch, Site, eventually, healed, project_at
+
+pytestmark = pytest.mark.lab
+LEASE = ("--lease", "4")
+
+
+@pytest.fixture(scope="module")
+def apart(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("apart")
+    return Site(new_lab(hosts=2), project_at(folder / "project"))
+
+
+@pytest.fixture
+def site(apart: Site, tmp_path: Path) -> Iterator[Site]:
+    """A fresh project for each test; faults are healed, and nothing runs afterwards."""
+    apart.project = project_at(tmp_path / "project")
+    yield from healed(apart)
+
+
+def launch(site: Site, directory: Path, *words: str) -> Launch:
+    argv = site.argv("--run-dir", str(directory), *LEASE, *words, hosts="n1,n2")
+    return Launch(site, argv, directory)
+
+
+def newest(site: Site) -> int:
+    """The step of the newest checkpoint in the project here; 0 without any."""
+    steps = [int(path.stem.split("_")[1]) for path in site.project.glob("out/ckpt_*.pt")]
+    return max(steps, default=0)
+
+
+def begins(text: str) -> dict[str, list[int]]:
+    """By rank, the steps at which it began."""
+    found: dict[str, list[int]] = {}
+    for rank, step in re.findall(r"rank (\d) of \d from step (\d+)", text):
+        found.setdefault(rank, []).append(int(step))
+    return found
+
+
+def assert_equal_end(ended: Ended, ranks: int = 2) -> None:
+    assert ended.code == 0, ended.out + ended.err
+    ends = re.findall(r"rank \d ends (\w+)", ended.out)
+    assert len(ends) == ranks, ended.out
+    assert len(set(ends)) == 1
+
+
+def test_checkpoints_arrive_while_the_run_goes_on_and_a_killed_launcher_loses_none(
+    site: Site,
+) -> None:
+    directory = site.fresh()
+    words = ["resume_own.py", "400", "10", "0.05"]
+    with launch(site, directory, *words) as job:
+        job.until(lambda: newest(site) >= 30, "a checkpoint here")
+        job.kill()
+    home = newest(site)
+    assert eventually(site.clean)
+    with launch(site, directory, *words) as job:
+        ended = job.end()
+    assert_equal_end(ended)
+    steps = begins(ended.out)
+    assert steps["0"] == steps["1"]
+    assert steps["0"][0] >= home > 0
+    journal = [json.loads(line) for line in (directory / "outputs.jsonl").read_text().splitlines()]
+    record = next(line for line in journal if line.get("path") == f"out/ckpt_{home}.pt")
+    assert record["host"] == "n1"
+    assert len(record["sha256"]) == 64
+    log = (site.project / "out/log.txt").read_text().splitlines()
+    assert log[-1] == "step 400"
+    assert not list(directory.glob("files/*")), list(directory.glob("files/*/*"))
+    assert "newest checkpoint of the script: " in ended.err
+    assert "out/ckpt_400.pt" in ended.err

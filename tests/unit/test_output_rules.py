@@ -1,0 +1,116 @@
+"""Where files of a script may arrive in its project, and when a checkpoint is complete."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.rundir.output_rules import (
+    PathState,
+    WrittenFile,
+    group_files,
+    is_checkpoint,
+    is_complete,
+    kept_out_reason,
+    order_of_arrival,
+    unit_of,
+)
+
+OWN = PathState(in_own_folder=True)
+USERS = PathState()
+
+
+@pytest.mark.parametrize("path", [
+    "out/ckpt_10.pt", "out/checkpoint-500/trainer_state.json", "out/hparams.yaml",
+    "out/dcp/.metadata", "out/dcp/__0_0.distcp", "out/latest", "out/a/chat_template.jinja",
+    "runs/x/events.out.tfevents.17000.host.12.0", "out/README.md", "out/epoch=3-step=40.ckpt",
+])  # fmt: skip
+def test_results_arrive_in_a_folder_that_the_run_made(path: str) -> None:
+    assert kept_out_reason(path, OWN) == ""
+
+
+@pytest.mark.parametrize("path", [
+    "model.pt", "results.json", "out/log.txt", "plots/loss.png", "out/last.ckpt", "out/.metadata",
+])  # fmt: skip
+def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
+    assert kept_out_reason(path, USERS) == ""
+
+
+@pytest.mark.parametrize("path", [
+    "train.py", "out/train.py", "out/TRAIN.PY", "out/x.pyc", "out/lib.so", "run.sh", "out/run.sh",
+    "Makefile", "out/Makefile", "out/makefile", "paceline.toml", "out/paceline.toml", "setup.cfg",
+    "pyproject.toml", "out/pyproject.toml", "pyproject.toml/x.pt/y.py", "out/Dockerfile",
+    ".bashrc", ".git/config", "out/.git/hooks/x.pt", ".venv/x.pt", "out/.envrc", "out/.metadata/x",
+    "\u200b.git/x.pt", "out/\u200b.envrc", "\uff0eenvrc", "out/train.py.", "out/train.py ",
+    "out/train.\u200bpy", "out/x.\uff50\uff59", "../x.pt", "/etc/x.pt", "out//x.pt", "out/./x.pt",
+    "out/x\n.pt", "out/HEAD", "-rf", "out/--checkpoint-action=exec.txt", "out/a:b.txt",
+    "out/a\\b.pt", "venv/lib/python3.12/site-packages/evil.pth", "out/site-packages/evil.pth",
+    "requirements.txt", "out/requirements.txt", "package.json", "CMakeLists.txt", "out/a.ipynb",
+    "out/a.html", "out/a.svg", "out/a.desktop", "~/x.pt", "out/conf.ini", "out/__pycache__/x.pt",
+    "HEAD", "out/a.service", "out/ckpt.pt.tmp", "own.tmp",
+])  # fmt: skip
+@pytest.mark.parametrize("state", [OWN, USERS])
+def test_code_settings_and_odd_names_never_arrive(path: str, state: PathState) -> None:
+    assert kept_out_reason(path, state) != ""
+
+
+@pytest.mark.parametrize("path", ["conf/db.yaml", "notes.md", "templates/a.jinja", "latest", "x.0"])
+def test_folders_of_the_user_take_only_data(path: str) -> None:
+    assert kept_out_reason(path, USERS) != ""
+
+
+@pytest.mark.parametrize(("state", "arrives"), [
+    (PathState(exists=True), False),
+    (PathState(exists=True, is_own_output=True), True),
+    (PathState(exists=True, in_own_folder=True), False),  # the user has changed it
+    (PathState(was_sent=True, exists=True), False),
+    (PathState(was_sent=True), False),  # the user has just removed it
+    (PathState(was_sent=True, is_own_output=True, exists=True), False),
+])  # fmt: skip
+def test_only_the_runs_own_files_are_replaced(state: PathState, arrives: bool) -> None:
+    assert (kept_out_reason("out/ckpt.pt", state) == "") is arrives
+
+
+@pytest.mark.parametrize(("path", "unit"), [
+    ("out/checkpoint-500/optimizer.pt", "out/checkpoint-500"),
+    ("out/checkpoint-500/global_step3/x.pt", "out/checkpoint-500"),
+    ("step_3/a/b.bin", "step_3"),
+    ("logs/version_0/checkpoints/epoch=1-step=2.ckpt", None),
+    ("out/ckpt_5.pt", None),
+    ("exp2024/model.pt", None),
+])  # fmt: skip
+def test_a_checkpoint_folder_is_one_unit(path: str, unit: str | None) -> None:
+    assert unit_of(path) == (unit or path)
+
+
+def files(*ages: tuple[str, float], state: str = "unknown") -> list[WrittenFile]:
+    return [WrittenFile(path, 1, 1, age_s, state) for path, age_s in ages]
+
+
+def test_a_folder_of_shards_is_one_unit() -> None:
+    groups = group_files(files(("out/a/__0_0.distcp", 0), ("out/a/.metadata", 0), ("out/b.pt", 0)))
+    assert {unit: len(group) for unit, group in groups.items()} == {"out/a": 2, "out/b.pt": 1}
+
+
+@pytest.mark.parametrize(("unit", "group", "complete"), [
+    ("a.pt", files(("a.pt", 2.9)), False),
+    ("a.pt", files(("a.pt", 3.1)), True),
+    ("a.pt", files(("a.pt", 99.0), state="cut off"), False),
+    ("a.pt", files(("a.pt", 0.0), state="whole"), True),
+    ("step_1", files(("step_1/a.pt", 1.0), state="whole"), False),
+    ("step_1", files(("step_1/a.pt", 9.0)), False),
+    ("step_1", files(("step_1/a.pt", 11.0)), True),
+    ("step_1", files(("step_1/a.pt", 4.0), ("step_1/trainer_state.json", 3.5)), True),
+    ("step_1", files(("step_1/a.pt", 1.0), ("step_1/trainer_state.json", 3.5)), False),
+    ("d", files(("d/__0_0.distcp", 5.0), ("d/.metadata", 4.0)), True),
+])  # fmt: skip
+def test_what_stops_changing_is_complete(
+    unit: str, group: list[WrittenFile], complete: bool
+) -> None:
+    assert is_complete(unit, group) is complete
+
+
+def test_the_newest_arrives_first_and_checkpoints_are_told_by_name() -> None:
+    groups = group_files([WrittenFile("a.pt", 1, 5), WrittenFile("b.pt", 1, 9)])
+    assert order_of_arrival(groups) == ["b.pt", "a.pt"]
+    assert is_checkpoint("a", ["a/model.SAFETENSORS"])
+    assert not is_checkpoint("log.txt", ["log.txt"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,3 +79,54 @@ def test_checkpoints_arrive_while_the_run_goes_on_and_a_killed_launcher_loses_no
     assert not list(directory.glob("files/*")), list(directory.glob("files/*/*"))
     assert "newest checkpoint of the script: " in ended.err
     assert "out/ckpt_400.pt" in ended.err
+
+
+def test_a_job_that_loses_rank_0s_host_goes_on_from_the_newest_checkpoint_here(site: Site) -> None:
+    """And takes the host in again only after the next checkpoint; all begin at the same step."""
+    directory = site.fresh()
+    words = ["--nnodes", "1:2", "resume_own.py", "600", "10", "0.05"]
+    with launch(site, directory, *words) as job:
+        job.until(lambda: newest(site) >= 30, "a checkpoint here")
+        site.lab.fault("power-off", "n1")
+        job.wait_for("rank 0 of 1 from step")
+        site.lab.undo("power-off", "n1")
+        job.until(lambda: "n1 is here; it gets ranks after the next checkpoint" in job.err, "n1")
+        job.wait_for("rank 1 of 2 from step", times=2)
+        ended = job.end()
+    assert_equal_end(ended)
+    steps = begins(ended.out)
+    assert steps["0"][1] >= 30  # alone
+    assert steps["0"][2] == steps["1"][1] > steps["0"][1]
+
+
+def test_a_lost_host_and_files_that_the_user_changed_meanwhile(site: Site) -> None:
+    """A file of the same name that was here, one that is edited here, and one that is removed."""
+    (site.project / ".gitignore").write_text("out/\n")
+    directory = site.fresh()
+    words = ["resume_own.py", "300", "10", "0.05"]
+    (site.project / "out").mkdir()
+    (site.project / "out/ckpt_20.pt").write_bytes(b"mine")
+    with launch(site, directory, *words) as job:
+        job.until(lambda: newest(site) >= 40, "a checkpoint here")
+        (site.project / "out/ckpt_10.pt").write_bytes(b"edited")
+        site.lab.fault("power-off", "n2")
+        ended = job.end()
+    assert ended.code == 1
+    assert "to resume, if the script loads its newest checkpoint: paceline run" in ended.err
+    site.lab.undo("power-off", "n2")
+    assert eventually(site.clean)
+    home = newest(site)
+    with launch(site, directory, *words) as job:
+        ended = job.end()
+    assert_equal_end(ended)
+    assert begins(ended.out)["0"] == begins(ended.out)["1"]
+    assert begins(ended.out)["0"][0] >= home
+    assert (site.project / "out/ckpt_20.pt").read_bytes() == b"mine"
+    assert (site.project / "out/ckpt_10.pt").read_bytes() == b"edited"
+    assert list(directory.glob("files/n1/out/ckpt_20.pt"))
+
+
+def test_rejoin_is_refused_where_no_node_can_come_back(site: Site) -> None:
+    ended = site.run("--rejoin", "now", "resume_own.py", "1", "1", "0", hosts="n1,n2")
+    assert ended.code == 2
+    assert "--rejoin now needs --nnodes MIN:MAX" in ended.err

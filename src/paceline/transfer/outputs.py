@@ -160,8 +160,8 @@ class OutputStore:
             self._record_removed(folder, files)
             groups = group_files(files)
             candidates = [unit for unit in order_of_arrival(groups) if unit not in failed]
-            unit = next((unit for unit in candidates
-                         if self._is_wanted(folder, unit, groups[unit], is_over)), None)  # fmt: skip
+            unit = next((name for name in candidates
+                         if self._is_wanted(folder, name, groups[name], is_over)), None)  # fmt: skip
             if unit is None:
                 return
             group = groups[unit]

@@ -26,7 +26,7 @@ RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg
 MAX_HEADER_BYTES = 64 << 20
 MAX_VERDICTS = 10_000
 _CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp")
-_END_OF_ZIP, _ZIP_TAIL_BYTES = b"PK\5\6", 1 << 10
+_END_OF_ZIP, _END_OF_ZIP_BYTES, _ZIP_TAIL_BYTES = b"PK\5\6", 22, 1 << 10
 _verdicts: Dict[str, Tuple[int, int, str]] = {}  # by path: size, time of change, result
 
 
@@ -95,7 +95,8 @@ def file_state(path: str, size: int) -> str:
         head = os.read(fd, 8)
         if head.startswith(b"PK\3\4"):
             tail = os.pread(fd, _ZIP_TAIL_BYTES, max(0, size - _ZIP_TAIL_BYTES))
-            return "whole" if _END_OF_ZIP in tail else "cut off"
+            end = tail[tail.rfind(_END_OF_ZIP) :] if _END_OF_ZIP in tail else b""
+            return "whole" if len(end) >= _END_OF_ZIP_BYTES else "cut off"
         if path.endswith(".safetensors"):
             is_whole = len(head) == 8 and _has_all_tensors(fd, struct.unpack("<Q", head)[0], size)
             return "whole" if is_whole else "cut off"

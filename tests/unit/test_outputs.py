@@ -1,0 +1,284 @@
+"""Files of a script travel between a node and the project, and nothing of the user is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import time
+import zipfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agents import Served, agent_in_thread
+from paceline.agent.files import outputs as agent_outputs
+from paceline.rundir.directory import RunDirectory
+from paceline.rundir.outputs import OutputJournal, newest_checkpoint, script_checkpoint
+from paceline.transfer import outputs, results
+from paceline.transfer.outputs import OutputFolder, OutputStore
+
+HOUR_S = 3600.0
+
+
+def zipped(text: str) -> bytes:
+    """What torch.save writes, in its outer form."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", text)
+    return buffer.getvalue()
+
+
+class Place:
+    """A project here, with code, and its copies on two nodes; a run directory."""
+
+    def __init__(self, base: Path) -> None:
+        self.project, self.run = base / "project", base / "run"
+        self.jobs = base / "cache/paceline/jobs/j"
+        self.notes: list[str] = []
+        for root in (self.project, self.copy("n1"), self.copy("n2")):
+            root.mkdir(parents=True)
+            (root / "train.py").write_text("code")
+            (root / "table.csv").write_text("sent")
+            for name in ("train.py", "table.csv"):
+                os.utime(root / name, (time.time() - HOUR_S,) * 2)
+        self.run.mkdir()
+        self.store = self.fresh_store()
+
+    def copy(self, name: str) -> Path:
+        return self.jobs / name
+
+    def fresh_store(self) -> OutputStore:
+        store = OutputStore(self.run, self.notes.append)
+        store.set_code(self.project, [["train.py", "", 0, 4], ["table.csv", "", 0, 4]])
+        return store
+
+    async def folder(self, served: Served, name: str) -> OutputFolder:
+        served.agent.folders.append(self.jobs)
+        folder = OutputFolder(name, served.node.channel, str(self.copy(name)))
+        await self.store.open_folder(folder)
+        return folder
+
+    def write(self, name: str, path: str, data: bytes, age_s: float = 60.0) -> None:
+        """Writes a file as a rank on a node does, some time ago."""
+        file = self.copy(name) / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        os.utime(file, (time.time() - age_s,) * 2)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(outputs, "CHECKPOINT_PAUSE_S", 0.0)
+    monkeypatch.setattr(outputs, "PAUSE_S", 0.0)
+    return Place(tmp_path)
+
+
+def run(work: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
+    async def serve() -> None:
+        async with agent_in_thread() as served:
+            await work(served)
+
+    asyncio.run(serve())
+
+
+def test_results_arrive_where_the_script_wrote_them(place: Place) -> None:
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt_1.pt", zipped("one"))
+        place.write("n1", "out/ckpt_2.pt", zipped("two")[:-1], age_s=0)  # still being written
+        place.write("n1", "out/evil.py", b"code")
+        place.write("n1", "table.csv", b"changed")
+        (place.copy("n1") / "out/ckpt_1.pt").chmod(0o777)
+        await place.store.sync(folder)
+        assert sorted(p.name for p in (place.project / "out").iterdir()) == ["ckpt_1.pt"]
+        arrived = place.project / "out/ckpt_1.pt"
+        assert arrived.read_bytes() == zipped("one")
+        assert not arrived.stat().st_mode & 0o111
+        assert abs(arrived.stat().st_mtime - time.time() + 60) < 10
+        assert (place.project / "table.csv").read_text() == "sent"
+        assert script_checkpoint(place.run) == "out/ckpt_1.pt"
+        assert not (place.run / outputs.STAGING).exists()
+        place.write("n1", "out/ckpt_2.pt", zipped("two"), age_s=0)
+        await place.store.sync(folder)
+        assert script_checkpoint(place.run) == "out/ckpt_2.pt"
+
+    run(work)
+
+
+def test_files_of_the_user_are_never_replaced(place: Place) -> None:
+    """Neither one that was there, nor one that arrived and was changed here since."""
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        (place.project / "mine.pt").write_bytes(b"mine")
+        place.write("n1", "mine.pt", zipped("theirs"))
+        place.write("n1", "out/last.pt", zipped("one"))
+        await place.store.sync(folder)
+        assert (place.project / "mine.pt").read_bytes() == b"mine"
+        assert (place.run / "files/n1/mine.pt").read_bytes() == zipped("theirs")
+        place.write("n1", "out/last.pt", zipped("two"), age_s=50)
+        await place.store.sync(folder)
+        assert (place.project / "out/last.pt").read_bytes() == zipped("two")  # it was not changed
+        (place.project / "out/last.pt").write_bytes(b"edited")
+        place.write("n1", "out/last.pt", zipped("three"), age_s=40)
+        await place.store.sync(folder)
+        assert (place.project / "out/last.pt").read_bytes() == b"edited"
+        assert (place.run / "files/n1/out/last.pt").read_bytes() == zipped("three")
+        assert set(place.store.kept_out) == {"mine.pt", "out/last.pt"}
+
+    run(work)
+
+
+def test_links_in_the_project_are_not_followed(place: Place, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (place.project / "out").symlink_to(elsewhere)
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt_1.pt", zipped("one"))
+        await place.store.sync(folder)
+        assert not list(elsewhere.iterdir())
+        assert (place.run / "files/n1/out/ckpt_1.pt").exists()
+
+    run(work)
+
+
+def test_a_checkpoint_folder_arrives_as_a_whole(place: Place) -> None:
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        (place.project / "out/checkpoint-5").mkdir(parents=True)
+        (place.project / "out/checkpoint-5/model.pt").write_bytes(b"mine")
+        for step in (5, 6):
+            place.write("n1", f"out/checkpoint-{step}/model.pt", zipped("model"))
+            place.write("n1", f"out/checkpoint-{step}/optimizer.pt", zipped("state"))
+            place.write("n1", f"out/checkpoint-{step}/trainer_state.json", b"{}")
+        await place.store.sync(folder, is_over=True)
+        assert [p.name for p in (place.project / "out/checkpoint-5").iterdir()] == ["model.pt"]
+        assert len([*(place.run / "files/n1/out/checkpoint-5").iterdir()]) == 3
+        assert len([*(place.project / "out/checkpoint-6").iterdir()]) == 3
+
+    run(work)
+
+
+def test_other_nodes_get_what_is_here_and_nothing_newer(place: Place) -> None:
+    """With the times of rank 0's files; what only they have is set aside, not removed."""
+
+    async def work(served: Served) -> None:
+        first, second = await place.folder(served, "n1"), await place.folder(served, "n2")
+        place.write("n1", "out/ckpt_1.pt", zipped("one"), age_s=50)
+        place.write("n1", "out/log.txt", b"of rank 0")
+        await place.store.sync(first, is_over=True)
+        place.write("n2", "out/ckpt_2.pt", zipped("other"))
+        place.write("n2", "out/log.txt", b"of rank 1")
+        await place.store.send(second)
+        out = place.copy("n2") / "out"
+        assert sorted(p.name for p in out.iterdir()) == [
+            ".ckpt_2.pt.superseded", ".log.txt.superseded", "ckpt_1.pt", "log.txt"
+        ]  # fmt: skip
+        assert (out / "log.txt").read_bytes() == b"of rank 0"
+        assert abs((out / "ckpt_1.pt").stat().st_mtime - time.time() + 50) < 10
+        before = len(OutputJournal(place.run).outputs)
+        await place.store.sync(second)  # it has rank 0 now: what it got is not new
+        assert len(OutputJournal(place.run).outputs) == before
+        assert len(place.store.fetched_entries(second)) >= 2
+
+    run(work)
+
+
+def test_a_later_start_sends_what_is_left_here(place: Place) -> None:
+    async def work(served: Served) -> None:
+        first = await place.folder(served, "n1")
+        for step in (1, 2, 3):
+            place.write("n1", f"out/ckpt_{step}.pt", zipped(f"{step}"), age_s=60 - step)
+            for name in ("a.pt", "b.pt"):
+                place.write("n1", f"out/checkpoint-{step}/{name}", zipped(f"{step}"))
+        await place.store.sync(first, is_over=True)
+        (place.project / "out/ckpt_3.pt").unlink()
+        (place.project / "out/checkpoint-3/b.pt").unlink()  # it is not complete any more
+        place.write("n1", "out/other", b"")
+        (place.copy("n1") / "out/ckpt_1.pt").unlink()  # by the script, which keeps two
+        await place.store.sync(first)
+        place.store = place.fresh_store()
+        second = await place.folder(served, "n2")
+        await place.store.send(second)
+        out = place.copy("n2") / "out"
+        names = sorted(p.relative_to(out).as_posix() for p in out.rglob("*.pt"))
+        assert names == ["checkpoint-1/a.pt", "checkpoint-1/b.pt", "checkpoint-2/a.pt",
+                         "checkpoint-2/b.pt", "ckpt_2.pt"]  # fmt: skip
+        assert (place.project / "out/ckpt_1.pt").exists()
+
+    run(work)
+
+
+def test_a_full_disk_here_leaves_files_on_the_node(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt_1.pt", zipped("one"))
+        monkeypatch.setattr(outputs, "room_problem", lambda folder, size: "the disk is full")
+        await place.store.sync(folder)
+        await place.store.sync(folder)
+        assert [note for note in place.notes if "stays on n1 for now: the disk is full" in note]
+        assert len(place.notes) == 1
+        assert not (place.project / "out").exists()
+        monkeypatch.setattr(outputs, "room_problem", results.room_problem)
+        await place.store.sync(folder)
+        assert (place.project / "out/ckpt_1.pt").exists()
+
+    run(work)
+
+
+def test_a_node_cannot_write_outside_its_job(place: Place) -> None:
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        folder.root = str(place.project)
+        with pytest.raises(Exception, match="not a folder of this job"):
+            await served.ask("set_outputs_aside", root=folder.root, paths=["train.py"])
+
+    run(work)
+
+
+@pytest.mark.parametrize(("name", "data", "state"), [
+    ("a.pt", zipped("x"), "whole"),
+    ("a.pt", zipped("x")[:-5], "cut off"),
+    ("a.pt", b"", "cut off"),
+    ("a.txt", b"", "unknown"),
+    ("a.pkl", b"\x80", "unknown"),
+    ("a.safetensors", b"\x02\0\0\0\0\0\0\0{}", "whole"),
+    ("a.safetensors", b"\x03\0\0\0\0\0\0\0{}", "cut off"),
+    ("a.safetensors", b"\xff" * 8, "cut off"),
+    ("a.safetensors", b"{}", "cut off"),
+])  # fmt: skip
+def test_formats_that_show_their_end(tmp_path: Path, name: str, data: bytes, state: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(data)
+    assert agent_outputs.file_state(str(file), len(data)) == state
+
+
+def test_lists_of_a_folder_leave_out_links_hidden_files_and_runs(tmp_path: Path) -> None:
+    for path in ("a.pt", ".hidden/b.pt", "venv/pyvenv.cfg", "venv/c.pt", "run/.paceline-key",
+                 "run/d.pt", "x/.metadata", "x/.e", "__pycache__/f.pt"):  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"x")
+    (tmp_path / "link.pt").symlink_to("a.pt")
+    files, _ = agent_outputs.list_written(str(tmp_path), 0)
+    assert sorted(file["path"] for file in files) == ["a.pt", "x/.metadata"]
+
+
+def test_a_damaged_or_hostile_journal_is_no_error(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).close()
+    (tmp_path / "outputs.jsonl").write_bytes(
+        b'{"path": 3}\n[]\nx\n{"path": "../x", "size": 1, "sha256": "", "host": "", "place": "",'
+        b' "mtime_us": 1, "time": 1.0, "local_mtime_us": 1}\n{"folder": "out"}\n{"pat'
+    )
+    journal = OutputJournal(tmp_path)
+    assert not journal.outputs
+    assert newest_checkpoint([]) is None
+    journal.add_folder("more")
+    assert OutputJournal(tmp_path).folders == {"out", "more"}

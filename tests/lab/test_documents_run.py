@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
@@ -275,6 +276,8 @@ def furnish(folder: Path) -> None:
         (folder / name).write_text("n1\nn2\n")
     for name in ("torchrun.log", "slurm-812.out"):
         (folder / name).write_text(LOG)
+    (folder / "tables").mkdir()
+    torch.save(torch.randn(64, 8), folder / "tables" / "table.pt")
     pictures(folder)
     texts(folder)
     fewer_garments(folder / "fewer")

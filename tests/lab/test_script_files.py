@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def test_a_job_that_loses_rank_0s_host_goes_on_from_the_newest_checkpoint_here(s
 
 def test_a_lost_host_and_files_that_the_user_changed_meanwhile(site: Site) -> None:
     """A file of the same name that was here, one that is edited here, and one that is removed."""
+    subprocess.run(["git", "init", "-q"], cwd=site.project, check=True)
     (site.project / ".gitignore").write_text("out/\n")
     directory = site.fresh()
     words = ["resume_own.py", "300", "10", "0.05"]

@@ -157,7 +157,7 @@ def test_a_checkpoint_folder_arrives_as_a_whole(place: Place) -> None:
             place.write("n1", f"out/checkpoint-{step}/model.pt", zipped("model"))
             place.write("n1", f"out/checkpoint-{step}/optimizer.pt", zipped("state"))
             place.write("n1", f"out/checkpoint-{step}/trainer_state.json", b"{}")
-        await place.store.sync(folder, is_over=True)
+        await place.store.sync(folder, has_ended=True, has_succeeded=True)
         assert [p.name for p in (place.project / "out/checkpoint-5").iterdir()] == ["model.pt"]
         assert len([*(place.run / "files/n1/out/checkpoint-5").iterdir()]) == 3
         assert len([*(place.project / "out/checkpoint-6").iterdir()]) == 3
@@ -172,7 +172,7 @@ def test_other_nodes_get_what_is_here_and_nothing_newer(place: Place) -> None:
         first, second = await place.folder(served, "n1"), await place.folder(served, "n2")
         place.write("n1", "out/ckpt_1.pt", zipped("one"), age_s=50)
         place.write("n1", "out/log.txt", b"of rank 0")
-        await place.store.sync(first, is_over=True)
+        await place.store.sync(first, has_ended=True, has_succeeded=True)
         place.write("n2", "out/ckpt_2.pt", zipped("other"))
         place.write("n2", "out/log.txt", b"of rank 1")
         await place.store.send(second)
@@ -197,7 +197,7 @@ def test_a_later_start_sends_what_is_left_here(place: Place) -> None:
             place.write("n1", f"out/ckpt_{step}.pt", zipped(f"{step}"), age_s=60 - step)
             for name in ("a.pt", "b.pt"):
                 place.write("n1", f"out/checkpoint-{step}/{name}", zipped(f"{step}"))
-        await place.store.sync(first, is_over=True)
+        await place.store.sync(first, has_ended=True, has_succeeded=True)
         (place.project / "out/ckpt_3.pt").unlink()
         (place.project / "out/checkpoint-3/b.pt").unlink()  # it is not complete any more
         place.write("n1", "out/other", b"")

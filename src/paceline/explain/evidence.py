@@ -161,8 +161,9 @@ class Evidence:
             )
         if self.checkpoint_step is None:
             return (
-                "training starts from step 0, because there is no checkpoint of paceline.train, and"
-                " none of the script has arrived here"
+                "training starts from step 0, because there is no checkpoint of paceline.train. If"
+                " the script has checkpoints of its own in files/HOST of the run directory, first"
+                " copy them from there into the project"
             )
         return f"training resumes from the checkpoint of step {self.checkpoint_step}"
 

@@ -83,10 +83,12 @@ class OutputJournal:
     Attributes:
         outputs: The latest version of each file that the script has not removed, by path.
         folders: Folders that these runs made in the project.
+        is_written: Whether changes are recorded for later starts.
     """
 
     def __init__(self, run: Path) -> None:
         self._run = run
+        self.is_written = True
         self.outputs: dict[str, Output] = {}
         self.folders: set[str] = set()
         self._local_start_us: int | None = None
@@ -145,7 +147,7 @@ class OutputJournal:
             del self.outputs[path]
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        if not lines:
+        if not lines or not self.is_written:
             return
         data = _encode(lines)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND

@@ -47,6 +47,7 @@ MAX_PARALLEL = 8
 OVERLAP_BYTES = 256  # bytes before the new ones that must match
 _LOCAL_FILES = {
     DETACHED, names.OWNER, names.FORECAST, names.BATCH, names.REPORT, "index.html",
+    names.OUTPUTS,  # says which local files may be sent and replaced
 }  # fmt: skip
 
 

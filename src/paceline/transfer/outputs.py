@@ -99,8 +99,11 @@ class OutputStore:
         shutil.rmtree(run / STAGING, ignore_errors=True)  # of a launcher that was killed
 
     def set_code(self, project: Path | None, manifest: Manifest) -> None:
-        """Sets the project and the files that were sent from it."""
-        self.project = project
+        """Sets the project and the files that were sent from it.
+
+        Without a project here (in a detached run) nothing is recorded for a later start.
+        """
+        self.project, self.journal.is_written = project, project is not None
         self._code = frozenset(fold_name(str(entry[0])) for entry in manifest)
 
     def _was_sent(self, path: str) -> bool:
@@ -140,28 +143,31 @@ class OutputStore:
     def _travels(self, path: str) -> bool:
         return not self._was_sent(path) and not name_refusal(path, in_own_folder=True)
 
-    async def sync(self, folder: OutputFolder, *, share: float = 1.0,
-                   is_over: bool = False) -> None:  # fmt: skip
+    async def sync(self, folder: OutputFolder, *, share: float = 1.0, has_ended: bool = False,
+                   has_succeeded: bool = False) -> None:  # fmt: skip
         """Fetches complete files that are new or have changed, the newest first.
 
         Args:
             share: Part of the time in which files are transferred.
-            is_over: The ranks have ended, and well: every file is complete.
+            has_ended: No rank writes any more: only checkpoints may be incomplete.
+            has_succeeded: The ranks have ended well: every file is complete.
         """
         try:
-            await self._sync(folder, share, is_over)
+            await self._sync(folder, share, has_ended, has_succeeded)
         finally:
             await asyncio.to_thread(shutil.rmtree, self._run / STAGING, ignore_errors=True)
 
-    async def _sync(self, folder: OutputFolder, share: float, is_over: bool) -> None:
+    async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
+                    has_succeeded: bool) -> None:  # fmt: skip
         files = await self.list_files(folder)
         failed = set[str]()
         while True:
             self._record_removed(folder, files)
             groups = group_files(files)
-            candidates = [unit for unit in order_of_arrival(groups) if unit not in failed]
-            unit = next((name for name in candidates
-                         if self._is_wanted(folder, name, groups[name], is_over)), None)  # fmt: skip
+            unit = next((unit for unit in order_of_arrival(groups) if unit not in failed
+                         and _is_new(folder, groups[unit])
+                         and (_is_final(unit, groups[unit], has_succeeded) if has_ended
+                              else _is_due(folder, unit, groups[unit]))), None)  # fmt: skip
             if unit is None:
                 return
             group = groups[unit]
@@ -188,29 +194,10 @@ class OutputStore:
             folder.fetched |= {file.path: file.version for file in group}
             folder.fetched_at |= dict.fromkeys((file.path for file in group), time.monotonic())
 
-    async def has_new_checkpoint(self, folder: OutputFolder) -> bool:
-        """Whether a checkpoint is complete that has changed since the folder was opened."""
-        groups = group_files(await self.list_files(folder))
-        return any(is_checkpoint(unit, map(_path, group)) and is_complete(unit, group)
-                   for unit, group in groups.items())  # fmt: skip
-
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}
         self.journal.remove(sorted(folder.seen - paths))
         folder.seen = paths
-
-    def _is_wanted(self, folder: OutputFolder, unit: str, group: Sequence[WrittenFile],
-                   is_over: bool) -> bool:  # fmt: skip
-        """Whether a unit is complete and not here yet."""
-        if all(folder.fetched.get(file.path) == file.version for file in group):
-            return False
-        if is_over:
-            return all(file.is_whole for file in group)
-        pause_s = CHECKPOINT_PAUSE_S if is_checkpoint(unit, map(_path, group)) else PAUSE_S
-        earliest = time.monotonic() - pause_s
-        if any(folder.fetched_at.get(file.path, earliest) > earliest for file in group):
-            return False
-        return is_complete(unit, group)
 
     def _has_room(self, folder: OutputFolder, unit: str, group: Sequence[WrittenFile]) -> bool:
         size = sum(file.size for file in group)
@@ -438,6 +425,42 @@ async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: Incomin
         sha256 = str(answer.get("sha256", ""))
         await asyncio.sleep((time.monotonic() - started_at) * (1 / share - 1))
     return sha256
+
+
+async def await_checkpoint(channel: Channel, roots: Sequence[str], poll_s: float) -> None:
+    """Returns once a checkpoint in one of a node's folders is complete that changes after now."""
+    since_us = {}
+    for root in roots:
+        answer = await channel.request("list_outputs", root=root, since_us=_NEVER_US)
+        since_us[root] = int(answer["latest_us"]) + 1
+    while True:
+        await asyncio.sleep(poll_s)
+        for root in roots:
+            answer = await channel.request("list_outputs", root=root, since_us=since_us[root])
+            groups = group_files(WrittenFile(**entry) for entry in answer["files"])
+            if any(is_checkpoint(unit, map(_path, group)) and is_complete(unit, group)
+                   for unit, group in groups.items()):  # fmt: skip
+                return
+
+
+def _is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
+    """Whether a file of the group is not here in its present version."""
+    return any(folder.fetched.get(file.path) != file.version for file in group)
+
+
+def _is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile]) -> bool:
+    """Whether a group is complete, and no version of it has arrived just now."""
+    pause_s = CHECKPOINT_PAUSE_S if is_checkpoint(unit, map(_path, group)) else PAUSE_S
+    earliest = time.monotonic() - pause_s
+    is_recent = any(folder.fetched_at.get(file.path, earliest) > earliest for file in group)
+    return not is_recent and is_complete(unit, group)
+
+
+def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool) -> bool:
+    """Whether a group is complete after the ranks have ended, perhaps while they saved."""
+    if has_succeeded or not is_checkpoint(unit, map(_path, group)):
+        return all(file.is_whole for file in group)
+    return is_complete(unit, group)
 
 
 def _path(file: WrittenFile) -> str:

@@ -40,11 +40,13 @@ from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
 from paceline.spec.formatting import format_size, pluralize, span
 from paceline.spec.plan import Plan
+from paceline.transfer.outputs import await_checkpoint
 
 if TYPE_CHECKING:
     from paceline.launch.elastic.attempt import Attempt
 
 HOST_READY_TIMEOUT_S = 30.0  # for connected hosts to be able to start ranks
+REJOIN_POLL_S = 2.0  # between two looks for a checkpoint that a returning node waits for
 REJOIN_PAUSE_S = 5.0  # after an error, until rank 0's files are looked at again
 MIN_DISK_BYTES = 16 << 20  # free space that checkpoints and logs need
 
@@ -106,7 +108,6 @@ class ElasticDriver:
         self._had_ranks: set[str] = set()
         self._late_answers: set[tuple[str, str]] = set()  # by host and request
         self._announced = False
-        self._warned_of_copies = False
         self._rejoining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
         recorder.get_node_wait = lambda: (
@@ -337,21 +338,7 @@ class ElasticDriver:
                 start.patience_s = request.patience_s
         elif not diagnosis.lost_hosts:
             start.count = f", {number}"
-        if verdict.retries and startup is not None and startup.has_work_to_lose:
-            self._warn_of_copies(startup)
         return verdict.retries
-
-    def _warn_of_copies(self, startup: StartupTracker) -> None:
-        """Says once that a script's checkpoints stay on the host that saved them."""
-        nodes = self._nodes.nodes
-        own_copies = len(nodes) > 1 and any("code" in node.copies for node in nodes)
-        if own_copies and not startup.is_session and not self._warned_of_copies:
-            self._warned_of_copies = True
-            self._screen.note(
-                "paceline: the hosts do not share the project folder: ranks find only checkpoints"
-                " that were saved on their own host, so they may begin at different steps. Let"
-                " rank 0 load and broadcast, or save to a disk that all hosts see"
-            )
 
     async def _diagnose(self, failure: Failure, departing: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip
@@ -500,7 +487,7 @@ class ElasticDriver:
         folders = {attempt.plan.nodes[0].workdir, first.run_folder}
         while self.attempt is attempt and not first.lost:
             with contextlib.suppress(PacelineError, ConnectionError):
-                await self._outputs.next_checkpoint(first, sorted(folders))
+                await await_checkpoint(first.channel, sorted(folders), REJOIN_POLL_S)
                 if self.attempt is attempt:
                     attempt.recall()
                 return

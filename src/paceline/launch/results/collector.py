@@ -202,7 +202,7 @@ class ResultCollector:
         if rank_zero and self._unfetched_model is not None and self._unfetched_model.node is node:
             self._unfetched_model = None  # a file that the script removed is not missing
         if rank_zero:
-            await self._outputs.finish(node, is_over=self.has_succeeded)
+            await self._outputs.finish(node, has_succeeded=self.has_succeeded)
         if "code" in node.copies:
             root, manifest = node.copies["code"]
             manifest = [*manifest, *self._outputs.known_entries(node)]

@@ -62,6 +62,8 @@ class OutputSync:
             with self._reporting(first):
                 await self.store.open_folder(folder)
                 self._folders[first] = folder
+                await self.store.sync(folder, has_ended=True)
+            await self._send_to([node for node in fleet.everyone if node is not first])
         self._source = first
 
     async def align(self, fleet: Fleet) -> None:
@@ -69,14 +71,17 @@ class OutputSync:
         source = self._source
         if source is not None and source in self._folders and not source.lost:
             with self._reporting(source):
-                await self.store.sync(self._folders[source])
+                await self.store.sync(self._folders[source], has_ended=True)
         self._source = fleet.first
-        is_alone = len(fleet.nodes) == 1
-        copies = [node for node in fleet.nodes if node in self._folders and not node.host.local]
-        await together([
-            self.store.send(self._folders[node], is_source=is_alone and node is source)
-            for node in copies
-        ])  # fmt: skip
+        if fleet.nodes == [source] and source in self._folders:
+            if not source.host.local:
+                await self.store.send(self._folders[source], is_source=True)
+        else:
+            await self._send_to(fleet.nodes)
+
+    async def _send_to(self, nodes: Sequence[Node]) -> None:
+        copies = [node for node in nodes if node in self._folders and not node.host.local]
+        await together([self.store.send(self._folders[node]) for node in copies])
 
     # --- while they run ----------------------------------------------------------------------
 
@@ -90,17 +95,6 @@ class OutputSync:
                 continue
             with self._reporting(node):
                 await self.store.sync(self._folders[node], share=LINK_SHARE)
-
-    async def next_checkpoint(self, node: Node, folders: Sequence[str]) -> None:
-        """Returns once a new checkpoint in one of a node's folders is complete."""
-        watched = [OutputFolder(node.name, node.channel, folder) for folder in folders]
-        for folder in watched:
-            await self.store.open_folder(folder)
-        while True:
-            await asyncio.sleep(POLL_S)
-            for folder in watched:
-                if await self.store.has_new_checkpoint(folder):
-                    return
 
     @contextlib.contextmanager
     def _reporting(self, node: Node) -> Iterator[None]:
@@ -117,11 +111,12 @@ class OutputSync:
 
     # --- after they have ended ---------------------------------------------------------------
 
-    async def finish(self, node: Node, *, is_over: bool) -> None:
-        """Fetches the last files of rank 0's node; ``is_over``: its ranks have ended well."""
+    async def finish(self, node: Node, *, has_succeeded: bool) -> None:
+        """Fetches the last files of rank 0's node after its ranks have ended, perhaps well."""
         if node is self._source and node in self._folders:
             with self._reporting(node):
-                await self.store.sync(self._folders[node], is_over=is_over)
+                await self.store.sync(self._folders[node], has_ended=True,
+                                      has_succeeded=has_succeeded)  # fmt: skip
 
     def known_entries(self, node: Node) -> Manifest:
         """Entries of the files that the node got from here, or that are here already."""

@@ -5,10 +5,10 @@
 
 Two hosts of a lab do not see the project. ``launcher`` kills the launcher with SIGKILL and types
 the same command again. ``other`` and ``first`` switch off the host of rank 1 or of rank 0, and on
-again after a few seconds; the job goes on by itself (``--nnodes 1:2``). Printed as Markdown, one line a
-kill: the moment, the newest checkpoint here at that time, the steps at which the ranks began again,
-whether they began at the same one, whether the replicas are equal at the end, and whether a file of
-the user was changed.
+again after a few seconds; the job goes on by itself (``--nnodes 1:2``). Printed as Markdown, one
+line a kill: the moment, the newest checkpoint here at that time, the steps at which the ranks began
+again, whether they began at the same one, whether the replicas are equal at the end, and whether a
+file of the user was changed.
 """
 
 from __future__ import annotations

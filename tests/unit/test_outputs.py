@@ -15,6 +15,7 @@ import pytest
 
 from agents import Served, agent_in_thread
 from paceline.agent.files import outputs as agent_outputs
+from paceline.agent.files import snapshot
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.outputs import OutputJournal, newest_checkpoint, script_checkpoint
 from paceline.transfer import outputs, results
@@ -282,3 +283,49 @@ def test_a_damaged_or_hostile_journal_is_no_error(tmp_path: Path) -> None:
     assert newest_checkpoint([]) is None
     journal.add_folder("more")
     assert OutputJournal(tmp_path).folders == {"out", "more"}
+
+
+def test_files_in_the_runs_folder_come_to_the_run_directory_and_go_back(place: Place) -> None:
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        folder = snapshot.make_run_folder(key)
+        served.agent.run_keys[key] = None
+        (folder / "ckpt_1.pt").write_bytes(zipped("one"))
+        (folder / "model").mkdir()
+        for name in ("model/model.safetensors", "train.py", "events.jsonl", ".hidden"):
+            (folder / name).write_bytes(b"x")
+        node = OutputFolder("n1", served.node.channel, str(folder), prefix=outputs.RUN_PREFIX)
+        await place.store.open_folder(node)
+        await place.store.sync(node, has_ended=True)
+        names = sorted(path.name for path in place.run.iterdir() if path.name[0] != ".")
+        assert names == ["ckpt_1.pt", "outputs.jsonl"]
+        assert script_checkpoint(place.run).endswith("run/ckpt_1.pt")
+        (folder / "ckpt_1.pt").rename(folder / "ckpt_2.pt")  # of another rank, on another node
+        again = OutputFolder("n2", served.node.channel, str(folder), prefix=outputs.RUN_PREFIX)
+        await place.store.open_folder(again)
+        await place.store.send(again)
+        assert (folder / "ckpt_1.pt").read_bytes() == zipped("one")
+        assert (folder / ".ckpt_2.pt.superseded").exists()
+
+    run(work)
+
+
+def test_rank_0_on_this_machine_writes_in_place(place: Place) -> None:
+    """What it wrote is recorded, and goes to the others; other files of the user do not."""
+    (place.project / "private.json").write_text("{}")
+
+    async def work(served: Served) -> None:
+        local = OutputFolder("here", served.node.channel, str(place.project), is_local=True)
+        await place.store.open_folder(local)
+        await asyncio.sleep(0.02)
+        (place.project / "out").mkdir()
+        (place.project / "out/ckpt_1.pt").write_bytes(zipped("one"))
+        await place.store.sync(local)
+        assert set(place.store.journal.outputs) == {"out/ckpt_1.pt"}
+        second = await place.folder(served, "n2")
+        await place.store.send(second)
+        assert (place.copy("n2") / "out/ckpt_1.pt").exists()
+        assert not (place.copy("n2") / "private.json").exists()
+
+    run(work)

@@ -192,7 +192,7 @@ def script_checkpoint(run: Path) -> str:
     if not place:
         return unit
     output = next(output for output in outputs if output.place == place)
-    return short(run / f"{place.removesuffix(output.path)}{unit}")
+    return short(run / place.removesuffix(output.path[len(unit) :]))
 
 
 def _dcp_folder(path: str) -> str:

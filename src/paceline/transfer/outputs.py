@@ -36,11 +36,12 @@ from paceline.rundir.output_rules import (
 )
 from paceline.rundir.outputs import Output, OutputJournal, local_version
 from paceline.spec.errors import NodeError
-from paceline.spec.rundir import FETCHED, safe_name
+from paceline.spec.rundir import FETCHED, MODEL, is_product, is_reserved, safe_name
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.tree import Manifest
 
+RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
 STAGING = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
 _NEVER_US = 1 << 52
@@ -51,10 +52,11 @@ MAX_NAMED = 3  # files that a line names
 
 @dataclass(slots=True, eq=False)
 class OutputFolder:
-    """The project's folder on a node.
+    """A folder on a node: the project's, or the one for files of the run.
 
     Attributes:
-        is_local: It is the project on this machine, in which files are already in their place.
+        prefix: Of its paths here: empty for the project, ``RUN_PREFIX`` for files of the run.
+        is_local: It is on this machine: files are already in their place.
         since_us: Files that have not changed since are no outputs, on the clock of its disk.
         opened_at: When that was noted, on the monotonic clock.
         seen: Paths of the last list.
@@ -66,6 +68,7 @@ class OutputFolder:
     host: str
     channel: Channel
     root: str
+    prefix: str = ""
     is_local: bool = False
     since_us: int = 0
     opened_at: float = 0.0
@@ -73,6 +76,10 @@ class OutputFolder:
     fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched_at: dict[str, float] = field(default_factory=dict)
     sent: Manifest = field(default_factory=list)
+
+    def on_node(self, path: str) -> str:
+        """The path of a file below the folder on the node."""
+        return path.removeprefix(self.prefix)
 
 
 class OutputStore:
@@ -116,7 +123,9 @@ class OutputStore:
         answer = await folder.channel.request("list_outputs", root=folder.root,
                                               since_us=_NEVER_US)  # fmt: skip
         folder.since_us, folder.opened_at = int(answer["latest_us"]), time.monotonic()
-        if folder.is_local:  # a launcher that was killed may not have recorded the last ones
+        if folder.prefix:  # nothing but files of this run is in it
+            folder.since_us = 0
+        elif folder.is_local:  # a launcher that was killed may not have recorded the last ones
             folder.since_us = min(self.journal.mark_local_start(folder.since_us), folder.since_us)
 
     async def list_files(self, folder: OutputFolder) -> list[WrittenFile]:
@@ -126,21 +135,27 @@ class OutputStore:
         """
         answer = await folder.channel.request("list_outputs", root=folder.root,
                                               since_us=folder.since_us)  # fmt: skip
-        files = [WrittenFile(**entry) for entry in answer["files"]]
+        files = [WrittenFile(**{**entry, "path": folder.prefix + entry["path"]})
+                 for entry in answer["files"]]  # fmt: skip
         age_s = time.monotonic() - folder.opened_at + CLOCK_SLACK_S
         known = {_parent(path) for path in self.journal.outputs}
+        is_mixed = folder.is_local and not folder.prefix
 
         def select() -> list[WrittenFile]:
             return [
                 file
                 for file in files
                 if self._travels(file.path)
-                and (not folder.is_local or file.age_s < age_s or _parent(file.path) in known)
+                and (not is_mixed or file.age_s < age_s or _parent(file.path) in known)
             ]
 
         return await asyncio.to_thread(select)
 
     def _travels(self, path: str) -> bool:
+        if path.startswith(RUN_PREFIX):
+            name = path.removeprefix(RUN_PREFIX)
+            is_other = is_reserved(name) or is_product(name) or name.startswith(f"{MODEL}/")
+            return not is_other and not name_refusal(name, in_own_folder=True)
         return not self._was_sent(path) and not name_refusal(path, in_own_folder=True)
 
     async def sync(self, folder: OutputFolder, *, share: float = 1.0, has_ended: bool = False,
@@ -213,12 +228,14 @@ class OutputStore:
 
     def _record_local(self, folder: OutputFolder, group: Sequence[WrittenFile]) -> None:
         """Records files that rank 0 wrote on this machine, which are in their place."""
-        hashes = {file.path: hash_file(Path(folder.root) / file.path) for file in group}
-        self.journal.add([
-            Output(file.path, file.size, hashes[file.path], folder.host, "", file.mtime_us,
-                   round(time.time(), 3), file.mtime_us)
-            for file in group
-        ])  # fmt: skip
+        outputs = []
+        for file in group:
+            name = folder.on_node(file.path)
+            outputs.append(Output(
+                file.path, file.size, hash_file(Path(folder.root) / name), folder.host,
+                name if folder.prefix else "", file.mtime_us, round(time.time(), 3), file.mtime_us,
+            ))  # fmt: skip
+        self.journal.add(outputs)
 
     def _is_intact(self, group: Sequence[WrittenFile]) -> bool:
         """Whether a staged file of torch.save is intact, though the script has just replaced it."""
@@ -258,7 +275,7 @@ class OutputStore:
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
         outputs = []
         for file in group:
-            is_out = (self.project is None or is_taken
+            is_out = (self.project is None or is_taken or file.path.startswith(RUN_PREFIX)
                       or kept_out_reason(file.path, states[file.path]))  # fmt: skip
             place = self._place_outside(host, file.path) if is_out else ""
             outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
@@ -326,6 +343,8 @@ class OutputStore:
         """The place in the run directory for a file that may not arrive in the project."""
         if self._arrivals is None:
             self._arrivals = Arrivals(self._run)
+        if path.startswith(RUN_PREFIX):
+            return self._arrivals.place(path.removeprefix(RUN_PREFIX), host)
         return self._arrivals.place(f"{FETCHED}/{safe_name(host)}/{path}", host)
 
     def _keep_out(self, output: Output, staged: str) -> None:
@@ -334,7 +353,8 @@ class OutputStore:
         self._arrivals.set_aside(output.place, str(self._run / staged))
         safe_paths.rename(str(self._run), staged, output.place, durable=False)
         self._arrivals.record(output.place)
-        self.kept_out[output.path] = output.place
+        if not output.path.startswith(RUN_PREFIX):
+            self.kept_out[output.path] = output.place
 
     # --- to other nodes ----------------------------------------------------------------------
 
@@ -344,22 +364,25 @@ class OutputStore:
         Args:
             is_source: It is the node that wrote them: only files that are cut off are hidden.
         """
-        manifest, paths = await asyncio.to_thread(self._sendable)
+        manifest, paths = await asyncio.to_thread(self._sendable, folder)
         files = await self.list_files(folder)
         hidden = [unit for unit, group in group_files(files).items()
                   if is_checkpoint(unit, map(_path, group))
                   and not any(file.path in paths for file in group)
                   and not (is_source and all(file.is_whole for file in group))]  # fmt: skip
+        missing: list[str] = []
         if not is_source and manifest:
+            entries = [[folder.on_node(str(path)), *entry] for path, *entry in manifest]
             difference = await folder.channel.request("compare_tree", root=folder.root,
-                                                      manifest=manifest)  # fmt: skip
-            hidden += difference["different"]
-        else:
-            difference = {"missing": [], "different": []}
+                                                      manifest=entries)  # fmt: skip
+            different = [folder.prefix + path for path in difference["different"]]
+            hidden += different
+            missing = [*different, *(folder.prefix + path for path in difference["missing"])]
         if hidden:
-            await folder.channel.request("set_outputs_aside", root=folder.root, paths=hidden)
+            await folder.channel.request("set_outputs_aside", root=folder.root,
+                                         paths=list(map(folder.on_node, hidden)))  # fmt: skip
             folder.seen -= set(hidden)
-        await self._send_files(folder, [*difference["missing"], *difference["different"]], paths)
+        await self._send_files(folder, missing, paths)
         folder.sent = manifest
         sizes = {str(path): int(str(size)) for path, _, _, size in manifest}
         folder.fetched |= {path: (sizes[path], paths[path][1]) for path in sizes}
@@ -371,7 +394,7 @@ class OutputStore:
                 local, mtime_us = paths[path]
                 with contextlib.suppress(FileNotFoundError):
                     await send_blocks(folder.channel, local, "put_output", root=folder.root,
-                                      path=path, mtime_us=mtime_us)  # fmt: skip
+                                      path=folder.on_node(path), mtime_us=mtime_us)  # fmt: skip
         except AgentRefusal as refusal:
             raise NodeError(
                 f"{folder.host} cannot take the files that this run has written",
@@ -379,13 +402,15 @@ class OutputStore:
                 remedy=f"Make room on {folder.host}, or remove old checkpoints here",
             ) from None
 
-    def _sendable(self) -> tuple[Manifest, dict[str, tuple[Path, int]]]:
+    def _sendable(self, folder: OutputFolder) -> tuple[Manifest, dict[str, tuple[Path, int]]]:
         """Entries of the outputs that are here, and their local paths and times, by path.
 
         A checkpoint folder of which a file is missing is left out.
         """
         versions = {}
         for output in self.journal.outputs.values():
+            if output.path.startswith(RUN_PREFIX) != bool(folder.prefix):
+                continue
             local = output.local_path(self._run, self.project)
             versions[output.path] = local, None if local is None else local_version(local)
         cut_off = {unit_of(path) for path, (_, version) in versions.items() if version is None}
@@ -405,8 +430,9 @@ class OutputStore:
 
     def fetched_entries(self, folder: OutputFolder) -> Manifest:
         """Entries of files of a node that are here, in their present version."""
-        return [*folder.sent, *(
-            [output.path, output.sha256, 0o644, output.size]
+        sent = [[folder.on_node(str(path)), *entry] for path, *entry in folder.sent]
+        return [*sent, *(
+            [folder.on_node(path), output.sha256, 0o644, output.size]
             for path in folder.fetched if (output := self.journal.outputs.get(path)) is not None
         )]  # fmt: skip
 
@@ -418,8 +444,8 @@ async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: Incomin
     for offset in range(0, max(file.size, 1), BLOCK_BYTES):
         count, started_at = min(BLOCK_BYTES, file.size - offset), time.monotonic()
         answer, data = await folder.channel.request_with_blob(
-            "read_block", root=folder.root, path=file.path, offset=offset, count=count,
-            last=offset + count == file.size,
+            "read_block", root=folder.root, path=folder.on_node(file.path), offset=offset,
+            count=count, last=offset + count == file.size,
         )  # fmt: skip
         await asyncio.to_thread(target.add, offset, data)
         sha256 = str(answer.get("sha256", ""))

@@ -130,9 +130,10 @@ def superseded_path(root: str, path: str) -> str:
 
 
 def _job_root(agent: Agent, request: Message) -> str:
-    """Returns the folder of the job's copy of the code; ValueError for any other."""
+    """Returns the folder of the job's code, or the run's own; ValueError for any other."""
     root = str(request["root"])
-    if Path(root).parent not in agent.folders:
+    is_run_folder = any(root == str(snapshot.run_folder(key)) for key in agent.run_keys)
+    if Path(root).parent not in agent.folders and not is_run_folder:
         raise ValueError("not a folder of this job: %r" % root[:100])
     return root
 

@@ -189,6 +189,8 @@ class ResultCollector:
             await self._fetcher.fetch_files(
                 node.channel, folder, sizes, target / names.RETURN_VALUES
             )
+        if rank_zero:
+            await self._outputs.finish(node, has_succeeded=self.has_succeeded)
         if rank_zero and self._checkpoints is not None:
             await self._checkpoints.finish()
             await self._checkpoints.sync()
@@ -201,11 +203,9 @@ class ResultCollector:
             )
         if rank_zero and self._unfetched_model is not None and self._unfetched_model.node is node:
             self._unfetched_model = None  # a file that the script removed is not missing
-        if rank_zero:
-            await self._outputs.finish(node, has_succeeded=self.has_succeeded)
         if "code" in node.copies:
             root, manifest = node.copies["code"]
-            manifest = [*manifest, *self._outputs.known_entries(node)]
+            manifest = [*manifest, *self._outputs.known_entries(node, root)]
             place = target / names.FETCHED / names.safe_name(node.name)
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place)
             if fetched:
@@ -214,6 +214,6 @@ class ResultCollector:
 
     async def _fetch_run_files(self, node: Node, folder: str) -> None:
         await self._fetcher.fetch(
-            node.channel, folder, None, self._directory.path,
+            node.channel, folder, self._outputs.known_entries(node, folder), self._directory.path,
             skip=names.is_fetched_separately, rejection_reason=names.reserved_reason,
         )  # fmt: skip

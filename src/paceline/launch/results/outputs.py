@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning.planner import Supplies
 from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize
-from paceline.transfer.outputs import OutputFolder, OutputStore
+from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore
 from paceline.transfer.tree import Manifest, Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
@@ -21,9 +22,9 @@ MAX_NAMED = 3
 
 
 class OutputSync:
-    """Keeps the files that rank 0 writes below the project here and on all nodes.
+    """Keeps the files that rank 0 writes here and on all nodes that do not share the disk.
 
-    This concerns copies of the code that were sent to nodes. A shared folder needs none of it.
+    These are files below copies of the code that were sent to nodes, and in ``PACELINE_RUN_DIR``.
 
     Attributes:
         store: The files that are here.
@@ -33,12 +34,13 @@ class OutputSync:
         self.store = OutputStore(run, note)
         self._run, self._note = run, note
         self._tree: Tree | None = None
-        self._folders: dict[Node, OutputFolder] = {}
+        self._folders: dict[Node, list[OutputFolder]] = {}
         self._source: Node | None = None  # has rank 0, or had it last
         self._problem = ""
 
     def set_code(self, supplies: Supplies) -> None:
         """Sets the code that nodes get."""
+        self._source = None
         if (tree := supplies.code) is not None:
             self._tree = tree
             self.store.set_code(tree.root if tree.copy is None else None, tree.manifest)
@@ -46,42 +48,69 @@ class OutputSync:
     # --- before ranks start ------------------------------------------------------------------
 
     async def provide(self, node: Node) -> None:
-        """Gives a new node the files that earlier starts wrote, if it has a copy of the code."""
-        if "code" in node.copies and node not in self._folders:
-            folder = OutputFolder(node.name, node.channel, node.copies["code"][0])
-            await self.store.open_folder(folder)
-            self._folders[node] = folder
-            await self.store.send(folder)
+        """Gives a new node the files that earlier starts wrote, if it does not share the disk."""
+        if node in self._folders:
+            return
+        self._folders[node] = folders = []
+        if "code" in node.copies:
+            folders.append(OutputFolder(node.name, node.channel, node.copies["code"][0]))
+        if not node.shared_run_dir:
+            folders.append(
+                OutputFolder(node.name, node.channel, node.run_folder, prefix=RUN_PREFIX)
+            )
+        await together([self.store.open_folder(folder) for folder in folders])
+        if self._source is not None:  # it comes late
+            await self._send(node, is_fresh=True)
 
     async def start(self, fleet: Fleet) -> None:
-        """Chooses the node whose files travel, once all nodes of the first start are known."""
-        first, tree = fleet.first, self._tree
-        has_copies = any("code" in node.copies for node in fleet.everyone)
-        if first.host.local and tree is not None and tree.copy is None and has_copies:
-            folder = OutputFolder(first.name, first.channel, str(tree.root), is_local=True)
-            with self._reporting(first):
+        """Gives all nodes of the first start the files that earlier starts wrote.
+
+        Rank 0's node may still have newer ones, if the launcher was killed.
+        """
+        first = self._source = fleet.first
+        if first.host.local:
+            self._folders[first] = await self._open_local(first, fleet)
+        kept = [folder for folder in self._folders.get(first, ())
+                if folder.is_local or folder.prefix]  # fmt: skip
+        await self._sync(first, kept, has_ended=True)
+        await together([self._send(node, is_fresh=True) for node in fleet.everyone])
+
+    async def _open_local(self, first: Node, fleet: Fleet) -> list[OutputFolder]:
+        """Returns the folders of rank 0 on this machine whose files other nodes need."""
+        folders = []
+        tree, has_copies = self._tree, any("code" in node.copies for node in fleet.everyone)
+        if tree is not None and tree.copy is None and has_copies:
+            folders.append(OutputFolder(first.name, first.channel, str(tree.root), is_local=True))
+        if not all(node.shared_run_dir for node in fleet.everyone):
+            folders.append(OutputFolder(first.name, first.channel, str(self._run),
+                                        prefix=RUN_PREFIX, is_local=True))  # fmt: skip
+        with self._reporting(first):
+            for folder in folders:
                 await self.store.open_folder(folder)
-                self._folders[first] = folder
-                await self.store.sync(folder, has_ended=True)
-            await self._send_to([node for node in fleet.everyone if node is not first])
-        self._source = first
+        return folders
 
     async def align(self, fleet: Fleet) -> None:
         """Gives all nodes of the next start the newest complete files of rank 0, and only those."""
         source = self._source
-        if source is not None and source in self._folders and not source.lost:
-            with self._reporting(source):
-                await self.store.sync(self._folders[source], has_ended=True)
+        if source is not None and not source.lost:
+            await self._sync(source, self._folders.get(source, ()), has_ended=True)
         self._source = fleet.first
-        if fleet.nodes == [source] and source in self._folders:
-            if not source.host.local:
-                await self.store.send(self._folders[source], is_source=True)
+        if fleet.nodes == [source]:
+            await self._send(fleet.first, is_source=True)
         else:
-            await self._send_to(fleet.nodes)
+            await together([self._send(node) for node in fleet.nodes])
 
-    async def _send_to(self, nodes: Sequence[Node]) -> None:
-        copies = [node for node in nodes if node in self._folders and not node.host.local]
-        await together([self.store.send(self._folders[node]) for node in copies])
+    async def _send(self, node: Node, *, is_source: bool = False, is_fresh: bool = False) -> None:
+        """Gives a node what is here; a fresh copy of the code has nothing to be set aside."""
+        for folder in self._folders.get(node, ()):
+            has_work = bool(self.store.journal.outputs) or bool(folder.prefix) or not is_fresh
+            if has_work and not folder.is_local:
+                await self.store.send(folder, is_source=is_source)
+
+    async def _sync(self, node: Node, folders: Iterable[OutputFolder], **options: Any) -> None:
+        with self._reporting(node):
+            for folder in folders:
+                await self.store.sync(folder, **options)
 
     # --- while they run ----------------------------------------------------------------------
 
@@ -91,10 +120,8 @@ class OutputSync:
             await asyncio.sleep(POLL_S)
             self._source = first() or self._source
             node = self._source
-            if node is None or node.lost or node not in self._folders:
-                continue
-            with self._reporting(node):
-                await self.store.sync(self._folders[node], share=LINK_SHARE)
+            if node is not None and not node.lost:
+                await self._sync(node, self._folders.get(node, ()), share=LINK_SHARE)
 
     @contextlib.contextmanager
     def _reporting(self, node: Node) -> Iterator[None]:
@@ -113,15 +140,13 @@ class OutputSync:
 
     async def finish(self, node: Node, *, has_succeeded: bool) -> None:
         """Fetches the last files of rank 0's node after its ranks have ended, perhaps well."""
-        if node is self._source and node in self._folders:
-            with self._reporting(node):
-                await self.store.sync(self._folders[node], has_ended=True,
-                                      has_succeeded=has_succeeded)  # fmt: skip
+        await self._sync(node, self._folders.get(node, ()), has_ended=True,
+                         has_succeeded=has_succeeded)  # fmt: skip
 
-    def known_entries(self, node: Node) -> Manifest:
-        """Entries of the files that the node got from here, or that are here already."""
-        folder = self._folders.get(node)
-        return [] if folder is None else self.store.fetched_entries(folder)
+    def known_entries(self, node: Node, root: str) -> Manifest:
+        """Entries of files in a node's folder that it got from here, or that are here already."""
+        return [entry for folder in self._folders.get(node, ()) if folder.root == root
+                for entry in self.store.fetched_entries(folder)]  # fmt: skip
 
     def note_kept_out(self) -> None:
         """Names the files that did not arrive in the project."""

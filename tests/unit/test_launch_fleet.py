@@ -443,29 +443,46 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
     assert notes == ["paceline: not started again: 3 starts in a row reached no step"]
 
 
-@pytest.mark.parametrize("session", [False, True])
-def test_a_restart_says_that_checkpoints_stay_on_their_host(session: bool) -> None:
+@pytest.mark.parametrize(("rejoin", "session", "recalls", "note"), [
+    ("now", False, 1, ""),
+    ("never", False, 0, "n2 is here, as a spare (--rejoin never)"),
+    ("after-save", True, 1, ""),
+    ("after-save", False, 0, "n2 is here; it gets ranks after the next checkpoint of rank 0"),
+])  # fmt: skip
+def test_a_node_that_is_back_interrupts_a_script_when_rejoin_says_so(
+    rejoin: Any, session: bool, recalls: int, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes: list[str] = []
-    job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(3))
-    killed = Failure("signal", "n2", 1, signal=9, headline="killed by SIGKILL")
+    saved = asyncio.Event()
+
+    async def await_checkpoint(*_: object) -> None:
+        await saved.wait()
+
+    monkeypatch.setattr(driver_module, "await_checkpoint", await_checkpoint)
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        driver, _ = driver_of(request_for(job, Dialling(comes_back=True), "n1", "n2"), fleet, notes)
-        startup = StartupTracker(job, 2)
-        startup.on_event(Event("rank started", "n1", 0))
-        startup.on_event(Event("joined" if session else "world joined", "n1", 0))
-        startup.on_event(Event("progress", "n1", 0, fields={"step": 5}))
-        assert await driver.may_restart(killed, [], 1.0, startup)
-        assert notes == []  # both hosts have the project folder in place
-        fleet.nodes[1].copies["code"] = ("/home/me/.cache/paceline/jobs/1/code", [])
-        assert await driver.may_restart(killed, [], 9.0, startup)
-        assert await driver.may_restart(killed, [], 30.0, startup)
+        fleet, _, _ = fleet_of(Agent("n1"), lease_s=0.5)
+        request = request_for(
+            elastic("1:2", rejoin=Setting(rejoin)), Dialling(comes_back=True), "n1", "n2"
+        )
+        driver, _ = driver_of(request, fleet, notes)
+        attempt: Any = Mock(recovery=Mock(accepts_newcomers=False, can_recover=False,
+                                          use_spare=lambda: False),
+                            plan=Mock(nodes=[Mock(workdir="/w")]))  # fmt: skip
+        attempt.startup.is_session = session
+        driver.attempt = attempt
+        driver.on_node_ready(SimpleNamespace(name="n2"))
+        driver.on_node_ready(SimpleNamespace(name="n2"))
+        await asyncio.sleep(0.05)
+        assert attempt.recall.call_count == (2 * recalls)
+        saved.set()
+        await asyncio.sleep(0.05)
+        waited = rejoin == "after-save" and not session
+        assert attempt.recall.call_count == (1 if waited else 2 * recalls)
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
-    assert len(notes) == (0 if session else 1)
-    assert all("ranks find only checkpoints that were saved on their own" in n for n in notes)
+    assert note in "".join(notes)
 
 
 class Starting(Launcher):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -41,8 +42,10 @@ from paceline.transfer.files import send_blocks
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.tree import Manifest
 
+Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
 RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
 STAGING = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
+MAX_BATCH_BYTES, MAX_BATCH_UNITS = 8 << 20, 500  # after which new files are looked for
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
 _NEVER_US = 1 << 52
 PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
@@ -62,7 +65,6 @@ class OutputFolder:
         seen: Paths of the last list.
         fetched: Version of each file that is here, by path.
         fetched_at: When it arrived, on the monotonic clock.
-        sent: Entries of the files that the node got.
     """
 
     host: str
@@ -75,7 +77,6 @@ class OutputFolder:
     seen: set[str] = field(default_factory=set)
     fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched_at: dict[str, float] = field(default_factory=dict)
-    sent: Manifest = field(default_factory=list)
 
     def on_node(self, path: str) -> str:
         """The path of a file below the folder on the node."""
@@ -174,40 +175,50 @@ class OutputStore:
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
-        files = await self.list_files(folder)
         failed = set[str]()
+        files = await self.list_files(folder)
         while True:
             self._record_removed(folder, files)
             groups = group_files(files)
-            unit = next((unit for unit in order_of_arrival(groups) if unit not in failed
-                         and _is_new(folder, groups[unit])
-                         and (_is_final(unit, groups[unit], has_succeeded) if has_ended
-                              else _is_due(folder, unit, groups[unit]))), None)  # fmt: skip
-            if unit is None:
+            units = [
+                unit for unit in order_of_arrival(groups)
+                if unit not in failed and _is_new(folder, groups[unit])
+                and (_is_final(unit, groups[unit], has_succeeded) if has_ended
+                     else _is_due(folder, unit, groups[unit]))
+            ]  # fmt: skip
+            if not units:
                 return
-            group = groups[unit]
+            batch = {unit: groups[unit] for unit in _batch(units, groups)}
             if folder.is_local:
-                await asyncio.to_thread(self._record_local, folder, group)
-                files = await self.list_files(folder)
+                fetched = batch
+                await asyncio.to_thread(self._record_local, folder, batch)
             else:
-                if not self._has_room(folder, unit, group):
-                    failed.add(unit)
-                    continue
-                try:
-                    hashes = await self._stage(folder, group, share)
-                except AgentRefusal:  # it has changed or gone
-                    failed.add(unit)
-                    files = await self.list_files(folder)
-                    continue
-                files = await self.list_files(folder)
-                current = {file.path: file.version for file in files}
-                has_changed = any(current.get(file.path) != file.version for file in group)
-                if has_changed and not await asyncio.to_thread(self._is_intact, group):
-                    failed.add(unit)
-                    continue
+                fetched = await self._fetch(folder, batch, share, has_ended)
+                failed |= batch.keys() - fetched.keys()
+            for group in fetched.values():
+                folder.fetched |= {file.path: file.version for file in group}
+                folder.fetched_at |= dict.fromkeys(map(_path, group), time.monotonic())
+            files = await self.list_files(folder)
+
+    async def _fetch(self, folder: OutputFolder, batch: Groups, share: float,
+                     has_ended: bool) -> Groups:  # fmt: skip
+        """Fetches groups of files to their places; returns those that have arrived."""
+        staged: dict[str, dict[str, str]] = {}
+        for unit, group in batch.items():
+            if self._has_room(folder, unit, group):
+                with contextlib.suppress(AgentRefusal):  # it has changed or gone
+                    staged[unit] = await self._stage(folder, group, share)
+        files = [] if has_ended else await self.list_files(folder)
+        current = {file.path: file.version for file in files}
+        fetched: Groups = {}
+        for unit, hashes in staged.items():
+            group = batch[unit]
+            has_changed = any(current.get(file.path) != file.version for file in group)
+            if (has_ended or not has_changed
+                    or await asyncio.to_thread(self._is_intact, group)):  # fmt: skip
                 await asyncio.to_thread(self._place_unit, folder.host, unit, group, hashes)
-            folder.fetched |= {file.path: file.version for file in group}
-            folder.fetched_at |= dict.fromkeys((file.path for file in group), time.monotonic())
+                fetched[unit] = group
+        return fetched
 
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}
@@ -226,10 +237,10 @@ class OutputStore:
             self._note(f"paceline: {unit:.100} stays on {folder.host} for now: {problem}")
         return not problem
 
-    def _record_local(self, folder: OutputFolder, group: Sequence[WrittenFile]) -> None:
+    def _record_local(self, folder: OutputFolder, batch: Groups) -> None:
         """Records files that rank 0 wrote on this machine, which are in their place."""
         outputs = []
-        for file in group:
+        for file in itertools.chain.from_iterable(batch.values()):
             name = folder.on_node(file.path)
             outputs.append(Output(
                 file.path, file.size, hash_file(Path(folder.root) / name), folder.host,
@@ -243,7 +254,9 @@ class OutputStore:
             return False
         try:
             with zipfile.ZipFile(self._run / STAGING / group[0].path) as archive:
-                return archive.testzip() is None
+                is_stored = all(info.compress_type == zipfile.ZIP_STORED
+                                for info in archive.infolist())  # fmt: skip
+                return is_stored and archive.testzip() is None
         except (OSError, ValueError, zipfile.BadZipFile):
             return False
 
@@ -323,10 +336,11 @@ class OutputStore:
 
     def _make_folders(self, path: str) -> None:
         """Makes the folders of a path in the project, as the user's umask says."""
+        assert self.project is not None
         folder = ""
         for name in path.split("/")[:-1]:
             parent, folder = folder, f"{folder}/{name}".lstrip("/")
-            local = Path(str(self.project)) / folder
+            local = self.project / folder
             is_missing = not os.path.lexists(local)
             is_known = any(folder == own or folder.startswith(f"{own}/")
                            for own in self.journal.folders)  # fmt: skip
@@ -383,7 +397,6 @@ class OutputStore:
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip
             folder.seen -= set(hidden)
         await self._send_files(folder, missing, paths)
-        folder.sent = manifest
         sizes = {str(path): int(str(size)) for path, _, _, size in manifest}
         folder.fetched |= {path: (sizes[path], paths[path][1]) for path in sizes}
 
@@ -428,13 +441,10 @@ class OutputStore:
                     paths[path] = local, version[1]
         return manifest, paths
 
-    def fetched_entries(self, folder: OutputFolder) -> Manifest:
-        """Entries of files of a node that are here, in their present version."""
-        sent = [[folder.on_node(str(path)), *entry] for path, *entry in folder.sent]
-        return [*sent, *(
-            [folder.on_node(path), output.sha256, 0o644, output.size]
-            for path in folder.fetched if (output := self.journal.outputs.get(path)) is not None
-        )]  # fmt: skip
+    async def known_paths(self, folder: OutputFolder) -> set[str]:
+        """Paths on a node whose present version is here, or was sent from here."""
+        return {folder.on_node(file.path) for file in await self.list_files(folder)
+                if folder.fetched.get(file.path) == file.version}  # fmt: skip
 
 
 async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,
@@ -467,6 +477,17 @@ async def await_checkpoint(channel: Channel, roots: Sequence[str], poll_s: float
             if any(is_checkpoint(unit, map(_path, group)) and is_complete(unit, group)
                    for unit, group in groups.items()):  # fmt: skip
                 return
+
+
+def _batch(units: Sequence[str], groups: Groups) -> list[str]:
+    """The first unit, and further ones if they are small: each batch needs a list of all files."""
+    total, batch = 0, list[str]()
+    for unit in units[:MAX_BATCH_UNITS]:
+        total += sum(file.size for file in groups[unit])
+        if batch and total > MAX_BATCH_BYTES:
+            break
+        batch.append(unit)
+    return batch
 
 
 def _is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:

@@ -205,15 +205,18 @@ class ResultCollector:
             self._unfetched_model = None  # a file that the script removed is not missing
         if "code" in node.copies:
             root, manifest = node.copies["code"]
-            manifest = [*manifest, *self._outputs.known_entries(node, root)]
+            known = await self._outputs.known_paths(node, root)
             place = target / names.FETCHED / names.safe_name(node.name)
-            fetched = await self._fetcher.fetch(node.channel, root, manifest, place)
+            fetched = await self._fetcher.fetch(node.channel, root, manifest, place,
+                                                known.__contains__)  # fmt: skip
             if fetched:
                 count = f"{len(fetched)} new file{'s' * (len(fetched) > 1)}"
                 self._note(f"paceline: {count} of {node.name}: {short(place)}")
 
     async def _fetch_run_files(self, node: Node, folder: str) -> None:
+        known = await self._outputs.known_paths(node, folder)
         await self._fetcher.fetch(
-            node.channel, folder, self._outputs.known_entries(node, folder), self._directory.path,
-            skip=names.is_fetched_separately, rejection_reason=names.reserved_reason,
+            node.channel, folder, None, self._directory.path,
+            skip=lambda path: path in known or names.is_fetched_separately(path),
+            rejection_reason=names.reserved_reason,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize
 from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore
-from paceline.transfer.tree import Manifest, Tree
+from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
@@ -143,10 +143,13 @@ class OutputSync:
         await self._sync(node, self._folders.get(node, ()), has_ended=True,
                          has_succeeded=has_succeeded)  # fmt: skip
 
-    def known_entries(self, node: Node, root: str) -> Manifest:
-        """Entries of files in a node's folder that it got from here, or that are here already."""
-        return [entry for folder in self._folders.get(node, ()) if folder.root == root
-                for entry in self.store.fetched_entries(folder)]  # fmt: skip
+    async def known_paths(self, node: Node, root: str) -> set[str]:
+        """Paths in a node's folder whose present version it got from here, or that are here."""
+        known = set[str]()
+        for folder in self._folders.get(node, ()):
+            if folder.root == root and not folder.is_local:
+                known |= await self.store.known_paths(folder)
+        return known
 
     def note_kept_out(self) -> None:
         """Names the files that did not arrive in the project."""

@@ -37,6 +37,7 @@ from paceline.rundir.output_rules import (
 )
 from paceline.rundir.outputs import Output, OutputJournal, local_version
 from paceline.spec.errors import NodeError
+from paceline.spec.formatting import format_size
 from paceline.spec.rundir import FETCHED, MODEL, is_product, is_reserved, safe_name
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import RESULT_LIMIT, room_problem
@@ -51,6 +52,7 @@ _NEVER_US = 1 << 52
 PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
 CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
 MAX_NAMED = 3  # files that a line names
+MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
 
 
 @dataclass(slots=True, eq=False)
@@ -396,8 +398,10 @@ class OutputStore:
             await folder.channel.request("set_outputs_aside", root=folder.root,
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip
             folder.seen -= set(hidden)
-        await self._send_files(folder, missing, paths)
         sizes = {str(path): int(str(size)) for path, _, _, size in manifest}
+        if (total := sum(sizes[path] for path in missing)) > MIN_NOTED_BYTES:
+            self._note(f"paceline: sending {folder.host} {format_size(total)} that this run wrote")
+        await self._send_files(folder, missing, paths)
         folder.fetched |= {path: (sizes[path], paths[path][1]) for path in sizes}
 
     async def _send_files(self, folder: OutputFolder, missing: Sequence[str],

@@ -125,7 +125,8 @@ def strike(lab: Lab, kind: str, moment_s: float, words: Sequence[str]) -> Kill:
         begins = re.findall(r"rank \d of \d from step (\d+)", text.encode()[offset:].decode())
         ends = re.findall(r"rank \d ends (\w+)", text)
         if status and not problem:
-            problem = next((line for line in text.splitlines() if "failed first" in line), "")
+            lines = text.splitlines()
+            problem = next((line for line in lines if "failed first" in line), (lines or [""])[-1])
         notes = [project / "mine.txt", project / "out/notes.txt"]
         return Kill(
             kind, moment_s, newest_step, tuple(map(int, begins)),

@@ -102,7 +102,7 @@ def test_results_arrive_where_the_script_wrote_them(place: Place) -> None:
         assert abs(arrived.stat().st_mtime - time.time() + 60) < 10
         assert (place.project / "table.csv").read_text() == "sent"
         assert script_checkpoint(place.run) == "out/ckpt_1.pt"
-        assert not (place.run / outputs.STAGING).exists()
+        assert not (place.run / outputs.UNPLACED).exists()
         place.write("n1", "out/ckpt_2.pt", zipped("two"), age_s=0)
         await place.store.sync(folder)
         assert script_checkpoint(place.run) == "out/ckpt_2.pt"

@@ -45,7 +45,7 @@ from paceline.transfer.tree import Manifest
 
 Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
 RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
-STAGING = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
+UNPLACED = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
 MAX_BATCH_BYTES, MAX_BATCH_UNITS = 8 << 20, 500  # after which new files are looked for
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
 _NEVER_US = 1 << 52
@@ -106,7 +106,7 @@ class OutputStore:
         self._noted = set[str]()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
-        shutil.rmtree(run / STAGING, ignore_errors=True)  # of a launcher that was killed
+        shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
     def set_code(self, project: Path | None, manifest: Manifest) -> None:
         """Sets the project and the files that were sent from it.
@@ -173,7 +173,7 @@ class OutputStore:
         try:
             await self._sync(folder, share, has_ended, has_succeeded)
         finally:
-            await asyncio.to_thread(shutil.rmtree, self._run / STAGING, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._run / UNPLACED, ignore_errors=True)
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
@@ -205,15 +205,15 @@ class OutputStore:
     async def _fetch(self, folder: OutputFolder, batch: Groups, share: float,
                      has_ended: bool) -> Groups:  # fmt: skip
         """Fetches groups of files to their places; returns those that have arrived."""
-        staged: dict[str, dict[str, str]] = {}
+        received: dict[str, dict[str, str]] = {}
         for unit, group in batch.items():
             if self._has_room(folder, unit, group):
                 with contextlib.suppress(AgentRefusal):  # it has changed or gone
-                    staged[unit] = await self._stage(folder, group, share)
+                    received[unit] = await self._receive(folder, group, share)
         files = [] if has_ended else await self.list_files(folder)
         current = {file.path: file.version for file in files}
         fetched: Groups = {}
-        for unit, hashes in staged.items():
+        for unit, hashes in received.items():
             group = batch[unit]
             has_changed = any(current.get(file.path) != file.version for file in group)
             if (has_ended or not has_changed
@@ -251,24 +251,24 @@ class OutputStore:
         self.journal.add(outputs)
 
     def _is_intact(self, group: Sequence[WrittenFile]) -> bool:
-        """Whether a staged file of torch.save is intact, though the script has just replaced it."""
+        """Whether a received file of torch.save is intact, though the script has replaced it."""
         if len(group) != 1:
             return False
         try:
-            with zipfile.ZipFile(self._run / STAGING / group[0].path) as archive:
+            with zipfile.ZipFile(self._run / UNPLACED / group[0].path) as archive:
                 is_stored = all(info.compress_type == zipfile.ZIP_STORED
                                 for info in archive.infolist())  # fmt: skip
                 return is_stored and archive.testzip() is None
         except (OSError, ValueError, zipfile.BadZipFile):
             return False
 
-    async def _stage(self, folder: OutputFolder, group: Sequence[WrittenFile],
+    async def _receive(self, folder: OutputFolder, group: Sequence[WrittenFile],
                      share: float) -> dict[str, str]:  # fmt: skip
         """Fetches files into the run directory, where they have no place yet."""
         hashes = {}
         for file in group:
-            target = await asyncio.to_thread(IncomingFile, str(self._run), f"{STAGING}/{file.path}",
-                                             False)  # fmt: skip
+            path = f"{UNPLACED}/{file.path}"
+            target = await asyncio.to_thread(IncomingFile, str(self._run), path, False)
             try:
                 sha256 = await _fetch_slowly(folder, file, target, share)
                 try:
@@ -285,7 +285,7 @@ class OutputStore:
 
     def _place_unit(self, host: str, unit: str, group: Sequence[WrittenFile],
                     hashes: Mapping[str, str]) -> None:  # fmt: skip
-        """Records staged files and moves them to their places; a folder goes to one place."""
+        """Records received files and moves them to their places; a folder goes to one place."""
         states = {file.path: self._state(file.path) for file in group}
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
         outputs = []
@@ -297,14 +297,14 @@ class OutputStore:
                                   file.mtime_us, round(time.time(), 3), file.mtime_us))  # fmt: skip
         self.journal.add(outputs)  # first: what is not recorded would count as the user's
         for output in sorted(outputs, key=lambda output: output.mtime_us):
-            staged = f"{STAGING}/{output.path}"
-            _set_mtime(self._run, staged, output.mtime_us)
+            unplaced = f"{UNPLACED}/{output.path}"
+            _set_mtime(self._run, unplaced, output.mtime_us)
             if output.place:
-                self._keep_out(output, staged)
-            elif not self._place(output.path, staged, states[output.path]):
+                self._keep_out(output, unplaced)
+            elif not self._place(output.path, unplaced, states[output.path]):
                 place = self._place_outside(host, output.path)
                 self.journal.add([replace(output, place=place)])
-                self._keep_out(replace(output, place=place), staged)
+                self._keep_out(replace(output, place=place), unplaced)
 
     def _state(self, path: str) -> PathState:
         """What this machine has at a path of the project."""
@@ -324,12 +324,12 @@ class OutputStore:
         exists = os.path.lexists(self.project / path)
         return PathState(self._was_sent(path), exists, is_own, own)
 
-    def _place(self, path: str, staged: str, state: PathState) -> bool:
-        """Moves a staged file into the project; returns whether that was possible."""
+    def _place(self, path: str, unplaced: str, state: PathState) -> bool:
+        """Moves a received file into the project; returns whether that was possible."""
         assert self.project is not None
         try:
             self._make_folders(path)
-            _move(self._run, staged, self.project, path, replace=state.exists)
+            _move(self._run, unplaced, self.project, path, replace=state.exists)
         except OSError as problem:
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -363,11 +363,11 @@ class OutputStore:
             return self._arrivals.place(path.removeprefix(RUN_PREFIX), host)
         return self._arrivals.place(f"{FETCHED}/{safe_name(host)}/{path}", host)
 
-    def _keep_out(self, output: Output, staged: str) -> None:
-        """Moves a staged file to its place in the run directory."""
+    def _keep_out(self, output: Output, unplaced: str) -> None:
+        """Moves a received file to its place in the run directory."""
         assert self._arrivals is not None
-        self._arrivals.set_aside(output.place, str(self._run / staged))
-        safe_paths.rename(str(self._run), staged, output.place, durable=False)
+        self._arrivals.set_aside(output.place, str(self._run / unplaced))
+        safe_paths.rename(str(self._run), unplaced, output.place, durable=False)
         self._arrivals.record(output.place)
         if not output.path.startswith(RUN_PREFIX):
             self.kept_out[output.path] = output.place

@@ -22,7 +22,8 @@ USERS = PathState()
 @pytest.mark.parametrize("path", [
     "out/ckpt_10.pt", "out/checkpoint-500/trainer_state.json", "out/hparams.yaml",
     "out/dcp/.metadata", "out/dcp/__0_0.distcp", "out/latest", "out/a/chat_template.jinja",
-    "runs/x/events.out.tfevents.17000.host.12.0", "out/README.md", "out/epoch=3-step=40.ckpt",
+    "out/checkpoint-5/random_states_0.pkl", "runs/x/events.out.tfevents.17000.host.12.0",
+    "out/README.md", "out/epoch=3-step=40.ckpt",
 ])  # fmt: skip
 def test_results_arrive_in_a_folder_that_the_run_made(path: str) -> None:
     assert kept_out_reason(path, OWN) == ""
@@ -46,7 +47,7 @@ def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
     "out/a\\b.pt", "venv/lib/python3.12/site-packages/evil.pth", "out/site-packages/evil.pth",
     "requirements.txt", "out/requirements.txt", "package.json", "CMakeLists.txt", "out/a.ipynb",
     "out/a.html", "out/a.svg", "out/a.desktop", "~/x.pt", "out/conf.ini", "out/__pycache__/x.pt",
-    "HEAD", "out/a.service", "out/ckpt.pt.tmp", "own.tmp",
+    "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
 ])  # fmt: skip
 @pytest.mark.parametrize("state", [OWN, USERS])
 def test_code_settings_and_odd_names_never_arrive(path: str, state: PathState) -> None:

@@ -19,7 +19,7 @@ def _words(text: str) -> frozenset[str]:
 # Suffixes that no program runs or reads as its settings: may arrive in folders of the user.
 DATA_SUFFIXES = _words(
     "arrow bin ckpt csv distcp gif h5 hdf5 jpeg jpg json jsonl log model msgpack npy npz parquet"
-    " pkl png pt pth safetensors tsv txt webp"
+    " png pt pth safetensors tsv txt webp"
 )
 # Suffixes of programs, settings, and pages with scripts: never arrive in the project.
 CODE_SUFFIXES = _words(
@@ -29,6 +29,7 @@ CODE_SUFFIXES = _words(
     " ps1 psd1 psm1 py pyc pyd pyi pyo pyw pyx r rb reg rpm rs rules scpt scr service sh"
     " shtml so socket sql svg tcl timer toml ts tsx url vbe vbs whl wsf wsh xhtml zsh"
 )
+_PICKLE_SUFFIXES = _words("dill joblib pickle pkl")  # run what is in them when they are loaded
 _TEMPORARY_SUFFIXES = _words("incomplete lock part partial swp temp tmp")
 _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are those of data
     "angular.json babel.config.json biome.json cmakelists.txt composer.json constraints.txt"
@@ -101,6 +102,8 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
     suffix = _suffix(name)
     if name in _SETTINGS_FILES or suffix in CODE_SUFFIXES:
         return "a name of code or settings"
+    if suffix in _PICKLE_SUFFIXES and not (in_own_folder and unit_of(path) != path):
+        return "a pickle outside a checkpoint folder"
     if suffix in _TEMPORARY_SUFFIXES:
         return "a temporary file"
     if not suffix and name not in _NAMES_WITHOUT_SUFFIX:

@@ -52,10 +52,10 @@ class Output:
         """Reads a line of the journal; ``None`` if it is another one, or damaged."""
         kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
                  "mtime_us": int, "time": float, "local_mtime_us": int}  # fmt: skip
-        entry = {field.name: value.get(field.name) for field in fields(cls)}
+        entry: dict[str, Any] = {field.name: value.get(field.name) for field in fields(cls)}
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None
-        output = cls(**entry)  # type: ignore[arg-type]
+        output = cls(**entry)
         paths = [path for path in (output.path, output.place) if path]
         return None if any(map(safe_paths.refusal_reason, paths)) else output
 

@@ -39,7 +39,8 @@ def list_written(root: str, since_us: int) -> Tuple[List[Message], int]:
     Raises:
         ValueError: There are more than ``MAX_RESULTS`` such files.
     """
-    written, latest_us, now = [], 0, time.time()
+    written: List[Message] = []
+    latest_us, now = 0, time.time()
     for folder, folders, names in safe_paths.walk(root):
         path = os.path.join(root, folder)
         folders[:] = [name for name in folders if not _is_skipped(os.path.join(path, name), name)]

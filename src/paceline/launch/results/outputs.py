@@ -51,7 +51,8 @@ class OutputSync:
         """Gives a new node the files that earlier starts wrote, if it does not share the disk."""
         if node in self._folders:
             return
-        self._folders[node] = folders = []
+        folders: list[OutputFolder] = []
+        self._folders[node] = folders
         if "code" in node.copies:
             folders.append(OutputFolder(node.name, node.channel, node.copies["code"][0]))
         if not node.shared_run_dir:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Ended, Launch, Site, eventually, healed, project_at
+from launches import Ended, Launch, Site, eventually, healed, on, paceline, project_at
 
 pytestmark = pytest.mark.lab
 LEASE = ("--lease", "4")
@@ -132,3 +132,17 @@ def test_rejoin_is_refused_where_no_node_can_come_back(site: Site) -> None:
     ended = site.run("--rejoin", "now", "resume_own.py", "1", "1", "0", hosts="n1,n2")
     assert ended.code == 2
     assert "--rejoin now needs --nnodes MIN:MAX" in ended.err
+
+
+def test_a_detached_run_brings_its_files_when_it_is_over(site: Site) -> None:
+    """Into the run directory: its records come from a host, which may not choose other places."""
+    directory = site.fresh()
+    words = ["--detach", "--run-dir", str(directory), "resume_own.py", "60", "10", "0.02"]
+    started = paceline("run", *on(site.lab), *words, cwd=site.project)
+    assert started.returncode == 0, started.stderr
+    ended = paceline("attach", str(directory), cwd=site.project)
+    assert ended.returncode == 0, ended.stderr
+    steps = {path.name for path in directory.glob("files/n1/out/ckpt_*.pt")}
+    assert steps == {f"ckpt_{step}.pt" for step in range(10, 70, 10)}
+    assert not (site.project / "out").exists()
+    assert not (directory / "outputs.jsonl").exists()

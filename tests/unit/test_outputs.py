@@ -134,6 +134,22 @@ def test_files_of_the_user_are_never_replaced(place: Place) -> None:
     run(work)
 
 
+def test_a_strict_umask_holds_for_what_arrives(place: Place) -> None:
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/deep/ckpt_1.pt", zipped("one"))
+        await place.store.sync(folder)
+
+    earlier = os.umask(0o077)
+    try:
+        run(work)
+    finally:
+        os.umask(earlier)
+    modes = [(place.project / path).stat().st_mode & 0o777
+             for path in ("out", "out/deep", "out/deep/ckpt_1.pt")]  # fmt: skip
+    assert modes == [0o700, 0o700, 0o600]
+
+
 def test_links_in_the_project_are_not_followed(place: Place, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -96,6 +96,10 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
                    {"shared": False, "folder": f"/c/paceline/runs/{KEY}"}, b""),
     "discard_run_folder": ({}, {}, b""),
     "keep_folder": ({}, {}, b""),
+    "set_outputs_aside": ({}, {}, b""),
+    "put_output": ({}, {}, b""),
+    "list_outputs": ({}, {"latest_us": 9, "files": [
+        {"path": "out/w.pt", "size": 3, "mtime_us": 5, "age_s": 0.5, "state": "whole"}]}, b""),
     "look": ({"paths": ["/a"]},
              {"paths": [{"path": "/a", "exists": True, "file": False, "executable": True}]}, b""),
     "which": ({}, {"path": "/usr/bin/x"}, b""),
@@ -511,6 +515,22 @@ def test_hostile_answers(op: str) -> None:
         ("list_results", {"files": [{"path": "/etc/passwd", "size": 3}]}),
         ("list_results", {"files": [{"path": "a", "size": 3}, {"path": "a", "size": 3}]}),
         ("list_results", {"files": [{"path": "a", "size": -3}]}),
+        (
+            "list_outputs",
+            {
+                "latest_us": 9,
+                "files": [
+                    {"path": "../a", "size": 3, "mtime_us": 5, "age_s": 0.5, "state": "whole"}
+                ],
+            },
+        ),
+        (
+            "list_outputs",
+            {
+                "latest_us": 9,
+                "files": [{"path": "a", "size": 3, "mtime_us": -5, "age_s": 0.5, "state": "whole"}],
+            },
+        ),
         ("run_folder", {"shared": True, "folder": "/etc"}),
         ("run_folder", {"shared": False, "folder": "/home/u/runs/1"}),
         ("run_folder", {"shared": False, "folder": f"/c/paceline/runs/{'0' * 24}"}),

@@ -28,7 +28,7 @@ def zipped(text: str) -> bytes:
     """What torch.save writes, in its outer form."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", text)
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), text)
     return buffer.getvalue()
 
 

@@ -180,13 +180,15 @@ def test_shipping_can_be_forbidden(apart: Site) -> None:
 
 
 def test_new_files_come_back(apart: Site) -> None:
+    """Those of rank 0 to the paths at which it wrote them, those of others to a folder a host."""
     ended = apart.run("--no-torch", "end.py", "write")
     assert ended.code == 0, ended.err
     for rank, host in enumerate(apart.lab.names):
-        files = ended.directory / "files" / host
+        files = ended.directory / "files" / host if rank else apart.project
         assert (files / f"result-{rank}.txt").read_text() == f"of {rank}\n"
         assert (files / "out/deep.bin").read_bytes() == bytes(range(256))
-        assert not (files / "end.py").exists()
+    assert not (ended.directory / "files/n2/end.py").exists()
+    assert not (ended.directory / "files/n1").exists()
     assert (ended.directory / "kept-0.txt").read_text() == "kept\n"
 
 

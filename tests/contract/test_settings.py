@@ -407,6 +407,29 @@ def test_the_python_of_a_host_needs_trust(text: str) -> None:
     assert read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
 
 
+@pytest.mark.parametrize("source", ["d/paceline.toml", "toml:d/paceline.toml", "acc.yaml"])
+def test_a_host_file_elsewhere_needs_trust_however_it_is_named(source: str) -> None:
+    Path("d").mkdir()
+    Path("d/paceline.toml").write_text('[hosts.n1]\npython = "/x"\n')
+    Path("acc.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\n"
+        "deepspeed_config:\n  deepspeed_hostfile: d/paceline.toml\nnum_machines: 2\n"
+    )
+    with pytest.raises(SettingError, match=r"paceline.toml sets the Python of a host") as caught:
+        read_cluster(taken("check", "-H", source), source)
+    assert "paceline trust d/paceline.toml" in caught.value.remedy
+    CliRunner().invoke(trust_command, ["d/paceline.toml"])
+    assert read_cluster(taken("check", "-H", source), source).hosts[0].python == "/x"
+
+
+@pytest.mark.parametrize("value", ["7", "2024-01-01"])
+def test_files_of_a_recipe_are_named_by_texts(value: str) -> None:
+    Path(value).mkdir()
+    Path("paceline.toml").write_text(f"[train.text]\ndata = {value}\n")
+    with pytest.raises(SettingError, match=r"\[train.text\] data"):
+        parse_recipe_options(taken("train"), "text", [])
+
+
 def test_the_environment_of_a_host_needs_trust() -> None:
     Path("paceline.toml").write_text('[hosts.n1.env]\nLD_PRELOAD = "/x"\n')
     ctx = taken("check")

@@ -310,6 +310,21 @@ def test_ranks_whose_gpus_wait_in_different_collectives() -> None:
     assert found.text.endswith("they differ from collective 7 on")
 
 
+def test_gpus_that_still_work_or_send_do_not_hang() -> None:
+    def gpu(rank: int, call: int, sent: float = 0.0) -> RankSnapshot:
+        stack = RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU)
+        calls = (f"0 {call} all_reduce of [8]",)
+        return RankSnapshot(stack, 1.0, sent=sent, unfinished=True, calls=calls)
+
+    same = [gpu(0, 7), gpu(1, 7)]  # kernels before the collective may take long
+    assert judged(same, same, detailed=same) is None
+    before, after = [gpu(0, 7), gpu(1, 6)], [gpu(0, 7, sent=1e8), gpu(1, 6, sent=1e8)]
+    assert judged(before, after, detailed=after) is None
+    asleep = RankSnapshot(look(1, ASLEEP).stack, 1.0, calls=("0 6 all_reduce of [8]",))
+    went_on = [gpu(0, 8), asleep]
+    assert judged([gpu(0, 7), asleep], [gpu(0, 7), asleep], detailed=went_on) is None
+
+
 def test_a_rank_that_has_not_come_does_not_differ() -> None:
     assert first_difference({0: ("0 1 barrier", "0 2 barrier"), 1: ("0 1 barrier",)}) is None
     found = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})

@@ -113,6 +113,39 @@ def test_the_slow_network_is_left_out_on_all_hosts(tmp_path: Path) -> None:
     assert of(choose(facts), "a", "b") == ["=mlx5_0:1"] * 2
 
 
+def test_routed_rails_are_not_given_up_for_a_common_front_end(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b"), 1):
+        roce(tmp_path / name, "mlx5_0", f"10.{number}.0.1", rate=400)
+        roce(tmp_path / name, "mlx5_bond_0", f"10.9.0.{number}", rate=100)
+    facts = {"a": host(tmp_path / "a", "10.1.0.1", "10.9.0.1"),
+             "b": host(tmp_path / "b", "10.2.0.1", "10.9.0.2")}  # fmt: skip
+    assert not choose(facts).variables
+    assert "maybe routed: left to NCCL" in choose(facts).reason
+
+
+def test_the_ports_of_a_network_count_together(tmp_path: Path) -> None:
+    """Eight rails for the job outweigh one faster port for the storage."""
+    for name in ("a", "b"):
+        for number in range(8):
+            infiniband(tmp_path / name, f"mlx5_{number}", rate=100)
+        infiniband(tmp_path / name, "mlx5_8", rate=400, sm_lid="0x2")
+    chosen = choose({name: host(tmp_path / name) for name in ("a", "b")})
+    assert "mlx5_7:1" in chosen.on("a")["NCCL_IB_HCA"]
+
+
+def test_the_index_is_that_of_the_address_in_the_chosen_network(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b"), 1):
+        roce(tmp_path / name, "mlx5_0", f"172.16.{number}.5")
+        folder = tmp_path / name / "mlx5_0" / "ports" / "1"
+        for index, kind in ((4, "RoCE v1"), (5, "RoCE v2")):
+            gid = f"0000:0000:0000:0000:0000:ffff:0a00:000{number}"
+            (folder / f"gids/{index}").write_text(gid)
+            (folder / f"gid_attrs/types/{index}").write_text(kind)
+    facts = {"a": host(tmp_path / "a", "172.16.1.5", "10.0.0.1"),
+             "b": host(tmp_path / "b", "172.16.2.5", "10.0.0.2")}  # fmt: skip
+    assert choose(facts).on("a")["NCCL_IB_GID_INDEX"] == "5"
+
+
 def test_one_host_without_a_card_means_tcp_for_all(tmp_path: Path) -> None:
     infiniband(tmp_path / "a", "mlx5_0")
     choice = choose({"a": host(tmp_path / "a"), "b": host(tmp_path / "none")})

@@ -273,8 +273,15 @@ def test_a_moved_run_is_resumed_where_it_is() -> None:
     (folder / "checkpoints/450").mkdir(parents=True)
     (folder / "checkpoints/450/manifest.json").write_text("{}")
     assert "to resume: paceline train image --run-dir runs/new\n" in call("status", "new").output
+    typed["command"] = "paceline run --run-dir=runs/old train.py --run-dir ckpt"
+    (folder / "plan.json").write_text(json.dumps({"typed": typed}))
+    again = "paceline run --run-dir runs/new train.py --run-dir ckpt"
+    assert f"to resume: {again}\n" in call("status", "new").output
     (Path("runs") / "old").mkdir()
-    assert "to resume: paceline train image --run-dir runs/old\n" in call("status", "new").output
+    assert (
+        "to resume: paceline run --run-dir=runs/old train.py --run-dir ckpt\n"
+        in call("status", "new").output
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,14 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     cwd, toml = Path.cwd(), toml_of(ctx)
     described = read_hosts(source, environ=os.environ, cwd=cwd)
     cluster = mark_local(apply_overrides(described, toml))
-    if lab_name(source or "") is not None:
-        return cluster
     from_file = setting(ctx, "hosts").source is Source.FILE
     if any(host.python or host.env for host in cluster.hosts):
         trust.require_trust_of_hosts(cwd / TOML_NAME, toml, described=from_file)
-    file = Path((source or "").removeprefix("toml:")).expanduser()
     names_programs = any(host.python or host.env for host in described.hosts)
-    if names_programs and not from_file and file.name != TOML_NAME:
-        trust.require_trust_of_hosts(cwd / file, load_toml(cwd / file), described=False)
+    file, own_file = Path(described.file), (cwd / TOML_NAME).resolve()
+    is_lab = lab_name(source or "") is not None  # made by this user, on this machine
+    if names_programs and described.file and not from_file and file != own_file and not is_lab:
+        trust.require_trust_of_hosts(file, load_toml(file), described=False)
     return cluster
 
 

@@ -92,7 +92,11 @@ def require_trust_of_recipe(
     """
     for key, value in used.items():
         effect = RECIPE_GUARDED.get(key.replace("_", "-"))
-        if effect and isinstance(value, str) and Path(value).expanduser().exists():
+        if effect and not isinstance(value, str):
+            raise SettingError(
+                f"{TOML_NAME} [train.{name}] {key}: a text is expected", found=repr(value)
+            )
+        if effect and Path(value).expanduser().exists():
             _check_trust(path, toml, {f"[train.{name}] {key}": value}, key, effect)
 
 
@@ -115,7 +119,8 @@ def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool)
 
 def _check_trust(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
             effect: str) -> None:  # fmt: skip
-    words = ["paceline", "trust", *([] if path.name == TOML_NAME else [os.path.relpath(path)])]
+    is_own = path.resolve() == (Path.cwd() / TOML_NAME).resolve()
+    words = ["paceline", "trust", *([] if is_own else [os.path.relpath(path)])]
     listed = "\n".join(describe(name, value) for name, value in needed.items())
     if reason := foreign_reason(path):
         raise SettingError(
@@ -198,10 +203,11 @@ def describe(name: str, value: Any) -> str:
     from paceline.hosts.dialect import printable
 
     text = json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) > _MAX_VALUE_CHARS:
+    items = value if isinstance(value, list) else [value]
+    if max((len(str(item)) for item in items), default=0) > _MAX_VALUE_CHARS:
         raise SettingError(
             f"{name} is too long to be looked at, so it cannot be trusted",
             found=f"{len(text):,} characters: {printable(text)}",
             remedy="Type it, or put it into a script and name that",
         )
-    return printable(f"{name} = {text}", 12 * _MAX_VALUE_CHARS)  # as escaped
+    return printable(f"{name} = {text}", len(name) + 12 * len(text))  # as escaped

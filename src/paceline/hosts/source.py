@@ -214,7 +214,9 @@ def _read_file(name: str, dialect: str | None, folder: Path, context: _Context) 
     if selected.name == "ssh-config":
         reading = _reading(context, with_includes(text, path.parent), name, forced)
     parsed = selected.parse(reading) if text.strip() else Parsed()
-    return _resolve_reference(parsed, f"{name} ({selected.title})", path.parent, context)
+    cluster = _resolve_reference(parsed, f"{name} ({selected.title})", path.parent, context)
+    is_description = parsed.reference is None and not path.is_fifo()
+    return replace(cluster, file=str(path.resolve())) if is_description else cluster
 
 
 def _read_lab(name: str, context: _Context) -> Cluster:
@@ -248,7 +250,8 @@ def _resolve_reference(parsed: Parsed, source: str, folder: Path, context: _Cont
             remedy="correct its path there, or name the hosts here: -H FILE or -H n1,n2",
         )
     cluster = _read_file(parsed.reference.path, parsed.reference.dialect, base, inner_context)
-    return Cluster(cluster.hosts, f"{source} → {cluster.source}", parsed.notes + cluster.notes)
+    source = f"{source} → {cluster.source}"
+    return replace(cluster, source=source, notes=parsed.notes + cluster.notes)
 
 
 def _cluster(parsed: Parsed, source: str, notes: tuple[str, ...] = ()) -> Cluster:

@@ -8,15 +8,19 @@ fails or is slow.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 Facts = Mapping[str, Any]
 Port = Mapping[str, Any]
 
+CHOSEN = ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_NET")
+"""Variables that are chosen here."""
 EXPLICIT = (
-    "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_GID_INDEX",
+    *CHOSEN, "NCCL_IB_DISABLE", "NCCL_NET_PLUGIN", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ADDR_FAMILY",
+    "NCCL_IB_ROCE_VERSION_NUM", "NCCL_CONF_FILE",
 )  # fmt: skip
 """Variables of NCCL that choose its network; if one is set, nothing is chosen."""
 
@@ -43,7 +47,8 @@ def choose(facts: Mapping[str, Facts]) -> RdmaChoice:
     """Chooses the ports that are on a network of all hosts; ``facts`` by host.
 
     Networks on which the slowest host has less than half the speed of the fastest network are left
-    out.
+    out. If a port that may reach other hosts in a way that is not known here is as fast as the
+    chosen ones, NCCL decides.
     """
     ports = {host: active_ports(known) for host, known in facts.items()}
     if not any(ports.values()):
@@ -66,8 +71,13 @@ def choose(facts: Mapping[str, Facts]) -> RdmaChoice:
     used = {name for name, speed in slowest.items() if 2 * speed >= max(slowest.values())}
     chosen = {host: [port for port in ports[host] if used & networks_of(port, facts[host])]
               for host in facts}  # fmt: skip
-    return RdmaChoice(f"on a network of all hosts: {', '.join(sorted(used))}",
-                      {host: _variables(chosen[host]) for host in facts})  # fmt: skip
+    for host, selected in chosen.items():
+        fastest = max(port["speed"] for port in selected)
+        left_out = [port for port in ports[host] if port not in selected and not port["fabric"]]
+        if any(port["speed"] >= fastest for port in left_out):
+            return RdmaChoice(f"{host} has other fast RDMA ports, maybe routed: left to NCCL")
+    variables = {host: _variables(chosen[host], used, facts[host]) for host in facts}
+    return RdmaChoice(f"on a network of all hosts: {', '.join(sorted(used))}", variables)
 
 
 def active_ports(facts: Facts) -> list[Port]:
@@ -82,28 +92,36 @@ def networks_of(port: Port, facts: Facts) -> set[str]:
     """
     if port["fabric"]:
         return {port["fabric"]}
+    return {network for _, network in _addresses(port, facts)}
+
+
+def _addresses(port: Port, facts: Facts) -> list[tuple[int, str]]:
+    """The index and the network of each address of a RoCE port; link-local ones are on none."""
     prefixes = {address["address"]: address["prefix"]
                 for link in facts.get("interfaces") or () for address in link["addresses"]
                 if address["family"] == 4}  # fmt: skip
-    return {str(ipaddress.ip_network(f"{gid['address']}/{prefixes[gid['address']]}", strict=False))
-            for gid in port["gids"] if gid["address"] in prefixes}  # fmt: skip
+    known = [(gid["index"], f"{gid['address']}/{prefixes[gid['address']]}")
+             for gid in port["gids"] if gid["address"] in prefixes]  # fmt: skip
+    networks = [(index, ipaddress.ip_network(text, strict=False)) for index, text in known]
+    return [(index, str(network)) for index, network in networks if not network.is_link_local]
 
 
 def _speeds(ports: Sequence[Port], facts: Facts) -> dict[str, int]:
-    """The speed of the fastest port on each network, in Mbit/s."""
-    speeds: dict[str, int] = {}
+    """The speed of all ports on each network, in Mbit/s."""
+    speeds: Counter[str] = Counter()
     for port in ports:
         for name in networks_of(port, facts):
-            speeds[name] = max(speeds.get(name, 0), port["speed"])
+            speeds[name] += max(port["speed"], 0)
     return speeds
 
 
-def _variables(ports: Sequence[Port]) -> dict[str, str]:
+def _variables(ports: Sequence[Port], used: Set[str], facts: Facts) -> dict[str, str]:
     # "=" asks for exactly these names; alone, mlx5_1 would be mlx5_10, too
     variables = {"NCCL_IB_HCA": "=" + ",".join(f"{port['name']}:{port['port']}" for port in ports)}
-    indices = {gid["index"] for port in ports for gid in port["gids"][:1]}
+    indices = {next((index for index, network in _addresses(port, facts) if network in used), -1)
+               for port in ports if not port["fabric"]}  # fmt: skip
     # there is one variable for all ports; NCCL before 2.21 needs it, later ones find the index
-    if len(indices) == 1 and all(port["gids"] for port in ports):
+    if len(indices) == 1 and not any(port["fabric"] for port in ports):
         variables["NCCL_IB_GID_INDEX"] = str(indices.pop())
     return variables
 

@@ -58,12 +58,14 @@ class Cluster:
         notes: Choices made where the description was ambiguous, one sentence each
             ("`a:2` was read as 2 slots").
         among: Names of all described hosts, if these were selected from them.
+        file: The file that describes them, if its format can name programs for hosts.
     """
 
     hosts: tuple[Host, ...]
     source: str = ""
     notes: tuple[str, ...] = ()
     among: tuple[str, ...] = ()
+    file: str = ""
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]

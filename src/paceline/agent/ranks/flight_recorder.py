@@ -108,8 +108,9 @@ def has_unfinished(entries: List[Dict[str, Any]], started_ns: int = 0) -> bool:
     The script goes on meanwhile, until it needs the result.
     """
     current = [entry for entry in entries if entry.get("time_created_ns", started_ns) >= started_ns]
-    nccl = [entry for entry in current if str(entry["profiling_name"]).startswith("nccl:")]
-    return bool(nccl) and nccl[-1].get("state") != "completed"
+    current = [entry for entry in current if not entry.get("is_p2p")]
+    is_nccl = bool(current) and str(current[-1]["profiling_name"]).startswith("nccl:")
+    return is_nccl and current[-1].get("state") != "completed"
 
 
 def format_calls(entries: List[Dict[str, Any]], started_ns: int = 0) -> List[str]:

@@ -269,7 +269,8 @@ def nccl_conf_facts() -> Facts:
     files = ("/etc/nccl.conf", "~/.nccl.conf")
     lines = [line for file in files for line in read_text(Path(file).expanduser()).splitlines()]
     pairs = (line.partition("=") for line in lines if not line.startswith("#"))
-    return {name.strip(): value.strip() for name, sign, value in pairs if sign and name.strip()}
+    names = ((name.strip(), value.strip()) for name, _, value in pairs)
+    return {name: value for name, value in names if re.match("[A-Z0-9_]{1,64}$", name)}
 
 
 def limit_facts() -> Facts:

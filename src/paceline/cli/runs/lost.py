@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -107,10 +106,17 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
 
 def _with_moved_folder(words: Sequence[str], folder: Path, run: str) -> list[str]:
     """Names the run directory as it is now, if it was moved since the command was typed."""
-    pairs = itertools.pairwise(words)
-    typed = next((word for option, word in pairs if option == "--run-dir"), "")
-    is_moved = typed and not (folder / typed).expanduser().exists()
-    return [run if is_moved and word == typed else word for word in words]
+    is_script = (word.endswith(".py") for word in words)  # what follows is for the script
+    end = next((at for at, found in enumerate(is_script) if found), len(words))
+    for at, word in enumerate(words[:end]):
+        option, equals, value = word.partition("=")
+        typed = value if equals else next(iter(words[at + 1 : at + 2]), "")
+        if option == "--run-dir":
+            if (folder / typed).expanduser().exists():
+                break
+            following = words[at + 1 :] if equals else words[at + 2 :]
+            return [*words[:at], "--run-dir", run, *following]
+    return [*words]
 
 
 def describe_lost(run: LostRun, clock: float) -> list[str]:

@@ -33,7 +33,8 @@ def command(file: str, revoke: bool) -> None:
         remember(path, {}, trusted=False)
         say(f"{path}: no longer trusted")
         return
-    toml = read_settings_file(path.parent) if path.name == TOML_NAME else load_toml(path)
+    is_own = path.resolve() == (Path.cwd() / TOML_NAME).resolve()
+    toml = read_settings_file(Path.cwd()) if is_own else load_toml(path)
     if reason := foreign_reason(path):
         remedy = "Copy it to a folder of yours"
         if "written" in reason:

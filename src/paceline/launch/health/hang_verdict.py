@@ -199,6 +199,7 @@ def diagnose(first: Sequence[RankSnapshot], second: Sequence[RankSnapshot], betw
             return None
         activity = _classify(previous, snap, between_s)
         has_moved = detail is not None and activity != "busy" and not _is_unmoved(snap, detail)
+        has_moved = has_moved or (detail is not None and _has_finished(snap, detail))
         if not activity or has_moved:
             return None
         if activity == "still" and not snap.is_stopped:
@@ -212,19 +213,19 @@ def _classify(first: RankSnapshot, second: RankSnapshot, between_s: float) -> st
     """Returns ``waits``, ``still`` or ``busy``; empty if the rank moves or cannot be inspected."""
     if first.is_stopped or second.is_stopped:
         return "still" if first.is_stopped and second.is_stopped else ""
-    if (
-        second.unfinished
-    ):  # the main thread waits for the GPU, on some line, and may use a whole CPU
-        return "waits" if first.stack.script_frame == second.stack.script_frame else ""
     if not second.stack.frames or is_waiting(second.stack) != is_waiting(first.stack):
         return ""
     if is_waiting(second.stack):
         computes = second.cpu_s - first.cpu_s > MIN_CPU_SHARE * between_s
         sends = second.sent - first.sent > MIN_SENT_BYTES_PER_S * between_s
         return "" if computes or sends else "waits"
+    has_moved = first.stack.script_frame != second.stack.script_frame
+    if second.unfinished:  # its GPU has; it waits for that on any line, and may use a whole CPU
+        sends = second.sent - first.sent > MIN_SENT_BYTES_PER_S * between_s
+        return "" if sends or has_moved else "waits"
     if _is_working(first, second, between_s):
         return "busy"
-    return "still" if first.stack.script_frame == second.stack.script_frame else ""
+    return "" if has_moved else "still"
 
 
 def describe_stall(first: RankSnapshot, second: RankSnapshot, between_s: float) -> str:
@@ -241,6 +242,11 @@ def _is_unmoved(first: RankSnapshot, second: RankSnapshot) -> bool:
         return first.is_stopped and second.is_stopped
     position, next_position = describe_position(first.stack), describe_position(second.stack)
     return is_waiting(first.stack) == is_waiting(second.stack) and position == next_position
+
+
+def _has_finished(first: RankSnapshot, second: RankSnapshot) -> bool:
+    """Returns whether the GPU has done, or the script begun, a collective in between."""
+    return first.unfinished and (not second.unfinished or first.calls[-1:] != second.calls[-1:])
 
 
 def _merge_details(snap: RankSnapshot, detail: RankSnapshot | None) -> RankSnapshot:
@@ -263,9 +269,7 @@ def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
         waiting = regrouping
 
     stacks = [snap.stack for snap in waiting]
-    position = describe_position(stacks[0])
-    position = position if position.startswith("at ") else f"in {position}"
-    for_it = f"{_join_labels(stacks)} {_wait_verb(stacks)} for it {position}"
+    for_it = f"{_join_labels(stacks)} {_wait_verb(stacks)} for it {_place(stacks[0])}"
     if blocked:
         snap = min(blocked, key=lambda snap: snap.stack.state != "T")
         for_it += _describe_unlaunched(waiting[0], snap)
@@ -281,7 +285,15 @@ def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
         host, rank = ended[0]
         text = f"rank {rank} on {host} ended with status 0 while {for_it}"
         return Hang(host, rank, text, "ended")
+    on_gpus = any(snap.unfinished for snap in waiting)
+    if on_gpus and first_difference({snap.stack.rank: snap.calls for snap in waiting}) is None:
+        return None  # the GPUs may still compute what was launched before
     return _deadlock(waiting) if len(waiting) > 1 else None
+
+
+def _place(stack: RankStack) -> str:
+    position = describe_position(stack)
+    return position if position.startswith("at ") else f"in {position}"
 
 
 def _describe_unlaunched(waiting: RankSnapshot, blocked: RankSnapshot) -> str:
@@ -332,7 +344,7 @@ def _deadlock(waiting: Sequence[RankSnapshot]) -> Hang:
     def position(stack: RankStack) -> str:
         call = calls.get(stack.rank)
         suffix = f", its call {called.number} was {call}" if called and call else ""
-        return describe_position(stack) + suffix
+        return _place(stack) + suffix
 
     # A rank that has not come to that call may be right or wrong.
     present = [stack for stack in stacks if not called or stack.rank in calls]
@@ -347,10 +359,10 @@ def _deadlock(waiting: Sequence[RankSnapshot]) -> Hang:
     majority = [stack for stack in present if places[stack.rank] == common]
     lone = next((stack for stack in present if places[stack.rank] != common), None)
     if lone is None or 2 * count <= len(stacks):  # no majority shows which side is right
-        text = "; ".join(f"{stack.label} waits in {position(stack)}" for stack in present[:4])
+        text = "; ".join(f"{stack.label} waits {position(stack)}" for stack in present[:4])
         return Hang("", None, text + difference, "apart", sides=sides)
-    text = f"{lone.label} waits in {position(lone)} while {_join_labels(majority)}"
-    text += f" {_wait_verb(majority)} in {position(majority[0])}"
+    text = f"{lone.label} waits {position(lone)} while {_join_labels(majority)}"
+    text += f" {_wait_verb(majority)} {position(majority[0])}"
     return Hang(lone.host, lone.rank, text + difference, "apart", sides=sides)
 
 

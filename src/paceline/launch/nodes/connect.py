@@ -318,7 +318,7 @@ class Reconnector:
     def _part(self, node: Node, node_rank: int, ranks: Sequence[int]) -> NodePlan:
         assert node.survey is not None
         job, run_id, supplies = self._request.job, self._request.run_id, self._provisioner.supplies
-        others = (member for member in self._fleet.nodes if member is not node)
+        others = (member for member in self._fleet.everyone if member is not node)
         members = [member.survey for member in others if member.survey is not None]
         return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks, members)
 

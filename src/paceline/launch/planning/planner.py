@@ -299,7 +299,7 @@ def early_env(job: Job, host: Host, facts: Facts) -> tuple[dict[str, str], list[
     settings = node_env(job, host, facts, processes, None)
     ranks_settings = node_env(job, host, facts, processes, NodeNetwork("", "", ""))
     defaults = [name for name, setting in ranks_settings.items() if setting.source <= Source.FOUND]
-    return {name: setting.value for name, setting in settings.items()}, defaults
+    return {name: setting.value for name, setting in settings.items()}, [*defaults, *rdma.CHOSEN]
 
 
 def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Supplies,
@@ -347,6 +347,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
             *code_notes(job, supplies),
             *slot_notes(job, hosts),
             *gpu_notes(hosts, [survey.facts for survey in surveys]),
+            *([cards.reason] if any("NCCL_NET" in node.env for node in nodes) else ()),
         ),
     )
 

@@ -133,7 +133,8 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
 
 def _holds_runs(folder: Path) -> bool:
     """Whether this is the folder of runs, made when a training is started in its data's folder."""
-    return folder.name == rundir.DEFAULT_PARENT and any(folder.glob(f"*/{rundir.PLAN}"))
+    records = (path for name in (rundir.PLAN, "batch.json") for path in folder.glob(f"*/{name}"))
+    return folder.name == rundir.DEFAULT_PARENT and any(records)
 
 
 def _list_class_folders(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], Labels]:

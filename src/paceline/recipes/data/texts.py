@@ -72,7 +72,7 @@ def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
     ``labels`` are required ones, in this order; by default those of the files.
     """
     name = options.data
-    parts, names = _read_splits(options)
+    parts, names = _read_splits(options, is_training=not labels)
     if options.test_data:
         parts["test"] = _read_file(find_data(options.test_data, options.data_dir), options)
     total = sum(map(len, parts.values()))
@@ -98,7 +98,9 @@ def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
     return TextData(name, classes, labels, splits, fingerprint(parts), split_info, skipped)
 
 
-def _read_splits(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
+def _read_splits(
+    options: TextOptions, is_training: bool
+) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     """Reads the rows of each part, and the names of the classes if the data set has them."""
     name = options.data
     path = find_data(name, options.data_dir)
@@ -108,12 +110,14 @@ def _read_splits(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str,
         dataset, download = TEXT_SETS[name], DownloadOptions(options.offline, options.mirror)
         path = find_or_download(dataset, options.data_dir, _is_complete, download)
         return {
-            split: _read_file(file, options) for split, file in _find_files(path).items()
+            split: _read_file(file, options, is_training and split == "train")
+            for split, file in _find_files(path).items()
         }, dataset.classes
     if path.is_file():
-        return {"train": _read_file(path, options)}, ()
+        return {"train": _read_file(path, options, is_training)}, ()
     if path.is_dir() and not is_saved(path) and (files := _find_files(path)):
-        return {split: _read_file(file, options) for split, file in files.items()}, ()
+        return {split: _read_file(file, options, is_training and split == "train")
+                for split, file in files.items()}, ()  # fmt: skip
     if tars.matches(path):
         return {split: [*rows] for split, rows in tars.texts(path).items()}, ()
     if path.is_dir() or (is_hub_id(name)):
@@ -158,7 +162,7 @@ def read_lines(path: Path) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def _read_file(path: Path, options: TextOptions) -> list[Row]:
+def _read_file(path: Path, options: TextOptions, is_training: bool = False) -> list[Row]:
     rows = read_jsonl(path) if path.suffix == ".jsonl" else _read_table(path, options)
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
@@ -172,7 +176,8 @@ def _read_file(path: Path, options: TextOptions) -> list[Row]:
             remedy="each row: label, text; --delimiter names what stands between",
         )
     labelled = [(row[0].strip(), " ".join(row[1:])) for row in rows]
-    _refuse_header(path, rows[0], [label for label, _ in labelled])
+    if is_training:
+        _refuse_header(path, rows[0], [label for label, _ in labelled])
     return labelled
 
 

@@ -65,7 +65,9 @@ class OnnxNetwork(nn.Module):
         if config is not None and weights != config.get("sha256", ""):
             raise DataError(
                 f"{path} was not made from the model that the run has now",
-                found="the run was trained again, or this is the file of another run",
+                found="it names no model"
+                if weights is None
+                else "the run was trained again, or this is the file of another run",
                 remedy="paceline export RUN, or paceline quantize RUN, writes it again",
             )
         self._names = names

@@ -160,7 +160,7 @@ def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str
                 remedy="correct its name; a text that ends like one needs a blank in it",
             )
         if suffix in (".csv", ".tsv") and path.is_file():
-            is_like_training = suffix == Path(str(trained_on["source"])).suffix.lower()
+            is_like_training = Path(str(trained_on["source"])).suffix.lower() in ("", suffix)
             delimiter = trained_on["delimiter"] if is_like_training else ""
             yield from _column(path, trained_on["columns"][1], delimiter)
         elif suffix == ".txt" and path.is_file():

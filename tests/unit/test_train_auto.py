@@ -188,7 +188,7 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
     assert alike
     told = [one for one in said if one]
     assert len(told) == 2
-    assert told[0].startswith("communication: int8, by which a step takes about 0.")
+    assert told[0].startswith("communication: int8, with which a step takes about 0.")
     assert "at 240 Mbit/s" in told[0]
 
 

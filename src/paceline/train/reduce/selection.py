@@ -86,7 +86,7 @@ class Choice:
         size = measured.sent["exact"]
         moving = format_duration(size / measured.bytes_per_s)
         return (
-            f"{self.method}, by which a step takes about"
+            f"{self.method}, with which a step takes about"
             f" {times[self.method]} ({others}): computing takes"
             f" {format_duration(measured.computing_s)}, and {size / 1e6:.1f} MB of gradients"
             f" {moving} at {measured.bytes_per_s * 8e-6:,.0f} Mbit/s"

@@ -45,17 +45,18 @@ it is in several, the first of this list counts:
 3. `paceline.toml` in the current folder, under `[run]`. The key is the option without `--`:
    `nproc-per-node = 2`.
 
-The line "Settings" below a command's table lists the settings that the command takes, also those
-that the table explains. Any other option in the table has no variable and no key in `[run]`, even
-if a setting has the same name. See [how settings are read](run.md#settings). Some settings in
-`paceline.toml` need [your trust](run.md#settings-that-start-programs).
+Below a command's table, the line "Settings" lists every setting that the command takes. Only an
+option in this line has a variable and a key in `[run]`. An option that is only in the table has
+neither, even if a setting elsewhere has the same name. See [how settings are
+read](run.md#settings). Some settings in `paceline.toml` need [your
+trust](run.md#settings-that-start-programs).
 """
 RECIPE_TEXT = """\
 ## Recipes
 
 Give these options after the recipe's name, or put them into `paceline.toml` under `[train.image]`,
-`[train.text]` or `[train.translation]`. Write a key with underscores: `global_batch = 64`. These
-options have no environment variables.
+`[train.text]` or `[train.translation]`. Write a key with underscores or dashes:
+`global_batch = 64`. These options have no environment variables.
 """
 
 

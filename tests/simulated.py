@@ -165,6 +165,7 @@ ANSWERS: dict[str, Callable[[Simulated, Message], Message]] = {
         "folder": f"/home/user/.cache/paceline/runs/{request['key']}",
     },
     "list_results": lambda agent, request: {"files": []},
+    "list_outputs": lambda agent, request: {"files": [], "latest_us": 0},
     "compare_tree": lambda agent, request: {
         "exists": True,
         "missing": [],

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.rundir.records import read_object
 from paceline.spec import rundir
 
 IMAGENET = "imagenet"
@@ -169,7 +168,7 @@ def _cached_models() -> dict[str, str]:
 def _trained_runs(runs: Path) -> Iterator[Pretrained]:
     """Lists the runs in a folder that ``--weights`` accepts."""
     for path in sorted(runs.glob(f"*/{rundir.MODEL_CONFIG}")):
-        content, run = read_object(path) or {}, path.parents[1]
+        content, run = _read_json(path), path.parents[1]
         model, recipe = str(content.get("model", "")), content.get("task")
         if recipe not in ("image", "text") or "/" in model:
             continue

@@ -280,3 +280,8 @@ class Job:
     notify: tuple[str, ...] = ()
     report: bool = False
     typed: str = ""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the script appears to use ``paceline.train``, before any rank reports it."""
+        return any(module.startswith("paceline.") for module in self.preload)

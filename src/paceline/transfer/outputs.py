@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,6 +251,8 @@ class OutputStore:
 
     def _is_intact(self, group: Sequence[WrittenFile]) -> bool:
         """Whether a received file of torch.save is intact, though the script has replaced it."""
+        import zipfile
+
         if len(group) != 1:
             return False
         try:

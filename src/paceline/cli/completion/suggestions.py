@@ -322,6 +322,7 @@ VALUES: dict[str, Callable[[click.Context, str], Iterable[tuple[str, str] | Item
     "what": _recipes_and_files,
     "script": _recipes_and_files,
     "run script": _files,
+    "trust file": _files,
     "dialect": _dialects,
     "hosts target": _dialects,
     "env": _variables,

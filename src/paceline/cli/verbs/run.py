@@ -16,7 +16,6 @@ from paceline.cli.options import run_options
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb
 from paceline.launch.planning.entry import entry_of, local_rank_flag, opens_store, preload_of
-from paceline.launch.planning.request import trains
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Data, Job, NodeRange
 from paceline.spec.settings import Source
@@ -71,7 +70,7 @@ def require_rejoin_applies(job: Job) -> None:
             found="the job has a fixed number of nodes: it does not go on without one",
             remedy="Add --nnodes 1:2 (from one to two nodes), or leave --rejoin out",
         )
-    if trains(job):
+    if job.trains:
         raise SettingError(
             f"--rejoin {job.rejoin.value} is for scripts that do not use paceline.train",
             found="a session takes a node in between two steps, without a restart",

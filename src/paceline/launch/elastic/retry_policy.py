@@ -15,7 +15,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from paceline.launch.failure_analysis import is_out_of_memory
-from paceline.launch.planning.request import trains
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.formatting import pluralize, span
@@ -63,7 +62,7 @@ class StartupTracker:
     """
 
     def __init__(self, job: Job, world_size: int) -> None:
-        self.is_session = trains(job)
+        self.is_session = job.trains
         is_python = job.entry.kind in ("script", "module") and job.needs_torch
         self._ranks_communicate = is_python and world_size > 1 and not job.opens_store
         self._started = False

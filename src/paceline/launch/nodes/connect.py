@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning import planner
-from paceline.launch.planning.request import Request, trains
+from paceline.launch.planning.request import Request
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.remote.channel import Channel
 from paceline.remote.login import MAX_PARALLEL_LOGINS
@@ -176,7 +176,7 @@ async def connect(request: Request, on_connected: ConnectedCallback = ignore_cou
     pythons = [planner.python_of(job, host) for host in hosts]
     missing: dict[str, str] = {}
     if request.awaits_hosts or is_retry:
-        min_hosts = request.min_restart_hosts(trains(job)) if is_retry else request.min_hosts
+        min_hosts = request.min_restart_hosts(job.trains) if is_retry else request.min_hosts
         channels, missing = await connect_enough(
             request.transport, hosts, pythons, min_hosts, request.patience_s if note else 0.0,
             note or (lambda text: None), on_connected, background, on_wait,

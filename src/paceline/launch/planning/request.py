@@ -18,11 +18,6 @@ Package = bool | tuple[str, ...]
 RETURN_TIMEOUT_S = 30.0  # for a host that is needed and was lost before the first step
 
 
-def trains(job: Job) -> bool:
-    """Returns whether the script appears to use ``paceline.train``, before any rank reports it."""
-    return any(module.startswith("paceline.") for module in job.preload)
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is to run, and where.

@@ -89,7 +89,7 @@ def test_a_piece_whose_gradients_stay_here_stood_nowhere() -> None:
         time.sleep(0.02)
         pace.end_backward()  # of the first piece of a batch
         pace.start_backward(torch.zeros(()), step)
-        pace._on_backward_end()
+        pace.mark_backward_end()
         pace.end_backward()
         look = pace.step(1, data_s=0.0)
     assert look is not None

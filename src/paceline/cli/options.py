@@ -14,6 +14,7 @@ from paceline.cli.variables import F, as_settings, is_setting, key_of
 from paceline.schedulers import BY_HAND, SCHEDULERS
 from paceline.spec.formatting import parse_duration
 from paceline.spec.job import NodeCount, NodeRange, parse_node_count, parse_processes
+from paceline.spec.training.communication import SCRIPT_METHODS
 
 
 class Number(click.FloatRange):
@@ -296,6 +297,9 @@ RUN = [
     click.option("--data", type=click.Path(path_type=Path), metavar="FOLDER",
                  help="Data folder; hosts that lack it get a copy, and only changes are sent."
                       " Ranks find it as $PACELINE_DATA_DIR or in their arguments."),
+    click.option("--communication", type=click.Choice(["exact", *SCRIPT_METHODS]), default="exact",
+                 help="Send the gradients of SCRIPT's DistributedDataParallel in fewer bytes; auto"
+                      " measures and chooses."),
     click.option("--pass-local-rank", is_flag=True,
                  help="Pass SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it"
                       " spells it), as DeepSpeed and torch.distributed.launch do."),

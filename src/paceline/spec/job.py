@@ -236,6 +236,7 @@ class Job:
         bind: Whether ranks get CPUs of their own.
         debug: The libraries under the job shall tell what they do.
         any_world: Accept a world other than the planned one.
+        communication: How the gradients of the script's DistributedDataParallel are averaged.
         lease_s: Heartbeat timeout: seconds without the launcher within which a node ends the job.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
         hang_timeout_s: Seconds after which a hang is ended; 0 only tells of it, ``auto`` measures
@@ -271,6 +272,7 @@ class Job:
     bind: Setting[Bind] = Setting("auto")
     debug: Setting[bool] = Setting(False)
     any_world: bool = False
+    communication: Setting[str] = Setting("exact")
     lease_s: Setting[float] = Setting(10.0)
     grace_s: Setting[float] = Setting(8.0)
     hang_timeout_s: Setting[float | str] = Setting("auto")
@@ -284,4 +286,4 @@ class Job:
     @property
     def trains(self) -> bool:
         """Whether the script appears to use ``paceline.train``, before any rank reports it."""
-        return any(module.startswith("paceline.") for module in self.preload)
+        return any(module.rstrip("?") == "paceline.train" for module in self.preload)

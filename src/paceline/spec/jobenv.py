@@ -35,6 +35,8 @@ PROBE = "PACELINE_PROBE"
 """Requests a few measured steps instead of a training, as JSON: ``batches`` (global batches),
 ``parts`` (the same as fractions of the training's own) and ``seconds`` to spend. Set by
 ``paceline forecast``; ``paceline.train`` then writes ``steps.json`` and ends."""
+COMMUNICATION = "PACELINE_COMMUNICATION"
+"""How the gradients of the script's DistributedDataParallel are averaged (``--communication``)."""
 CHECKPOINT_COPIES = "PACELINE_CHECKPOINT_COPIES"
 """Number of other hosts that get a copy of each checkpoint, or ``auto``, unless the script says.
 Set by you; read by ``paceline.train``."""
@@ -89,7 +91,7 @@ _RESERVED = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_W
              MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
              RUN_ID, ATTEMPT, HOST, HOSTS, PLANNED_WORLD, RUN_DIR, LAUNCHER_RUN_DIR, DATA_DIR,
              LAUNCHER_DATA_DIR, INPUTS, EVENT_FD, CONTROL_FD, NEWCOMER, PROBE,
-             TOKEN}  # fmt: skip
+             COMMUNICATION, TOKEN}  # fmt: skip
 
 
 def is_reserved(name: str) -> bool:

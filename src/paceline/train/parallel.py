@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -109,19 +109,6 @@ class Replica(DistributedDataParallel):
         """
         parameters = self.module.parameters()
         self.exchanged = {p for p in parameters if p.requires_grad or p in self.exchanged}
-
-    @contextmanager
-    def original_parameters(self) -> Iterator[None]:
-        """Context in which exactly the averaged parameters require gradients."""
-        parameters = [*self.module.parameters()]
-        required_grad = [parameter.requires_grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.requires_grad_(parameter in self.exchanged)
-        try:
-            yield
-        finally:
-            for parameter, requires_grad in zip(parameters, required_grad, strict=True):
-                parameter.requires_grad_(requires_grad)
 
     def mark_synchronized(self) -> None:
         self._unsent_statistics.clear()
@@ -321,8 +308,11 @@ def replicate(
     return model
 
 
-def check_dense(module: nn.Module) -> None:
+def check_dense(module: nn.Module, asked: str = "session.prepare") -> None:
     """Refuses models with sparse or complex gradients, which buckets cannot hold.
+
+    Args:
+        asked: Whose averaging cannot be, for the message.
 
     Raises:
         SettingError: There is one; names the module or parameter.
@@ -330,14 +320,14 @@ def check_dense(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             raise SettingError(
-                "session.prepare: gradients of several ranks are averaged as dense tensors only",
+                f"{asked}: gradients of several ranks are averaged as dense tensors only",
                 found=f"{type(part).__name__}(sparse=True) in {name or 'the model'}",
                 remedy="make it with sparse=False; it then needs an optimizer for dense gradients",
             )
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise SettingError(
-                "session.prepare: gradients of several ranks are averaged as real numbers only",
+                f"{asked}: gradients of several ranks are averaged as real numbers only",
                 found=f"{name} is {str(parameter.dtype).removeprefix('torch.')}",
                 remedy="keep real and imaginary part as one real parameter, and take"
                 " torch.view_as_complex of it in the forward pass",
@@ -395,6 +385,20 @@ def build_buckets(model: DistributedDataParallel) -> None:
         model.module, model.broadcast_buffers = module, buffers
         for parameter in parameters:
             parameter.grad = None
+
+
+@contextmanager
+def only_trained(model: nn.Module, trained: Collection[nn.Parameter]) -> Iterator[None]:
+    """Context in which exactly these parameters of a model require gradients."""
+    parameters = [*model.parameters()]
+    required_grad = [parameter.requires_grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_(parameter in trained)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in zip(parameters, required_grad, strict=True):
+            parameter.requires_grad_(requires_grad)
 
 
 class _Touch(nn.Module):

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.spec import jobenv, launchers, rundir
+from paceline.spec.errors import SettingError
 from paceline.train import compiler, report, world
 from paceline.train import device as devices
 from paceline.train.elastic import newcomer
@@ -69,9 +70,16 @@ def join(
         quiet: Writes no metrics and events; for evaluation and prediction.
 
     Raises:
-        SettingError: A value is unknown, or this machine does not support it.
+        SettingError: A value is unknown, or this machine does not support it, or the launcher was
+            given ``--communication``.
         JobError: The processes that came together are not those that were planned.
     """
+    if method := os.environ.get(jobenv.COMMUNICATION):
+        raise SettingError(
+            f"--communication {method} is for scripts that use DistributedDataParallel",
+            found="this script uses paceline.train",
+            remedy=f'leave it out; session.prepare(…, communication="{method}") does the same',
+        )
     compiler.defer_dynamo()
     os.environ.update(launchers.torchrun_variables(os.environ, os.getppid()))
     newcomer_start = newcomer.read_newcomer(os.environ)

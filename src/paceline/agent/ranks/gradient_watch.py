@@ -59,7 +59,7 @@ class GradientWatch:
         """Hooks into the watched modules, now or when the script imports them."""
         os.register_at_fork(after_in_child=self._start)
         atexit.register(self.report)  # runs after those that the script registers
-        _on_import(
+        on_import(
             {
                 "torch.optim.optimizer": self._watch_optimizers,
                 "multiprocessing.util": self._watch_children,
@@ -200,7 +200,8 @@ class _ImportHook:
         return spec
 
 
-def _on_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
+def on_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
+    """Calls each function with the module of its name, now or when the script imports it."""
     missing = {}
     for name, callback in callbacks.items():
         if name in sys.modules:

@@ -76,6 +76,10 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     trains_together = rank["env"].get("WORLD_SIZE", "1") != "1" and not request.get("any_world")
     if trains_together and request["entry"]["kind"] != "binary":
         gradient_watch.GradientWatch(os.getpid(), events, gradient_watch.SOURCE).install()
+    method = request["env"].get("PACELINE_COMMUNICATION")
+    if method:
+        scripts: Any = sys.modules["paceline.train.ddp.scripts"]  # by the fork server
+        gradient_watch.on_import(scripts.install(method))
     return lambda: run(request["entry"], request["workdir"], events)
 
 

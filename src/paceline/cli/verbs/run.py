@@ -15,7 +15,13 @@ from paceline.cli.launch import launch_job
 from paceline.cli.options import run_options
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb
-from paceline.launch.planning.entry import entry_of, local_rank_flag, opens_store, preload_of
+from paceline.launch.planning.entry import (
+    COMPRESSION,
+    entry_of,
+    local_rank_flag,
+    opens_store,
+    preload_of,
+)
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Data, Job, NodeRange
 from paceline.spec.settings import Source
@@ -27,7 +33,8 @@ from paceline.spec.settings import Source
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
-            no_python: bool, no_torch: bool, any_world: bool, data: Path | None,
+            no_python: bool, no_torch: bool, any_world: bool, communication: str,
+            data: Path | None,
             pass_local_rank: bool, **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, like torchrun, with one command.
 
@@ -38,7 +45,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     if pass_local_rank:
         entry = replace(entry, local_rank_flag=local_rank_flag(script))
     torch = not (no_torch or no_python)
-    torch_options = {"--any-world": any_world, "--backend": ctx.params["backend"]}
+    compresses = communication != "exact"
+    torch_options = {
+        "--any-world": any_world,
+        "--backend": ctx.params["backend"],
+        "--communication": compresses,
+    }
     for flag in (flag for flag, value in torch_options.items() if value and not torch):
         raise SettingError(
             f"{flag} needs a Python script that uses torch",
@@ -49,10 +61,11 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         ctx,
         entry,
         name=Path(script).stem or "run",
-        preload=preload_of(entry) if torch else (),
+        preload=(*preload_of(entry), *([COMPRESSION] if compresses else ())) if torch else (),
         opens_store=opens_store(entry),
         needs_torch=torch,
         any_world=any_world,
+        communication=setting(ctx, "communication"),
         data=data_of(data, entry.args, is_local=dispatch.kind != "join") if data else None,
         rejoin=setting(ctx, "rejoin"),
     )

@@ -32,6 +32,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result, signal_name
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
+from paceline.spec.training import communication
 
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
@@ -57,6 +58,7 @@ class Attempt:
         self._job, self._fleet, self._interrupts = job, fleet, interrupts
         self._screen, self._recorder = screen, recorder
         self._reports: list[Event] = []
+        self._method, self._is_compressed = job.communication.value, False
         self._failures: list[Failure] = []
         self._early: list[Failure] = []  # not failures unless others still needed them
         self._error: Exception | None = None  # of the recovery
@@ -244,6 +246,10 @@ class Attempt:
         if event.kind == independence.REPORT:
             if len(self._reports) < MAX_REPORTS:
                 self._reports.append(event)
+        elif event.kind == "communication" and not self._is_compressed:
+            self._is_compressed = True
+            if self.plan.attempt and (text := communication.lost_errors(self._method)):
+                self._screen.note(f"paceline: {text}")
         elif event.kind in ("rank frozen", "rank thawed"):
             self._hangs.on_freeze_event(event)
         elif event.kind == "heartbeat":
@@ -291,6 +297,12 @@ class Attempt:
         text = independence.describe_independence(self.plan.world_size, self._reports)
         # ranks of a script without torch are meant to work independently
         return text if self._job.needs_torch or text != independence.NOTHING_EXCHANGED else ""
+
+    def describe_method(self) -> str:
+        """Returns a sentence if ``--communication`` did nothing; else empty."""
+        if self._is_compressed or self._method == "exact" or self.plan.world_size < 2:
+            return ""
+        return f"note: {communication.unused(self._method)}"
 
     @property
     def recalled(self) -> bool:

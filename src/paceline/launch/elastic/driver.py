@@ -232,8 +232,9 @@ class ElasticDriver:
             self.recoveries += attempt.recovery.report.completed
         self._results.has_succeeded = result.exit_code == 0 and not attempt.recalled
         await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
-        if result.exit_code == 0 and (text := attempt.describe_independence()):
-            self._screen.note(f"paceline: {text}")
+        if result.exit_code == 0:
+            for text in filter(None, (attempt.describe_independence(), attempt.describe_method())):
+                self._screen.note(f"paceline: {text}")
         return result, attempt
 
     async def _add_ready_hosts(self, plan: Plan) -> Plan:

@@ -59,7 +59,7 @@ class Provisioner:
     async def start_fork_servers(self, fleet: Fleet, reading: Awaitable[Supplies]) -> None:
         """Starts fork servers on new nodes while the plan is being made."""
         request, nodes = self._request, [node for node in fleet.everyone if not node.preparation]
-        package = (await asyncio.shield(reading)).package if request.package else None
+        package = (await asyncio.shield(reading)).package if request.needs_package else None
         await together([prepare_node(node, request, package, self._directory, self._token)
                         for node in nodes])  # fmt: skip
         if fleet.first in nodes:

@@ -40,10 +40,11 @@ from paceline.transfer.tree import (
 
 Networks = dict[str, network.NodeNetwork]
 
-# of the package, all that a recipe needs in a rank
-OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train",
-              "agent/__init__.py", "agent/ranks/__init__.py",
-              "agent/ranks/peer_filters.py")  # fmt: skip
+# of the package, all that a script on paceline.train needs in a rank, and a recipe
+OF_TRAIN = ("__init__.py", "program.py", "progress.py", "py.typed", "spec", "train",
+            "agent/__init__.py", "agent/ranks/__init__.py",
+            "agent/ranks/peer_filters.py")  # fmt: skip
+OF_RECIPES = (*OF_TRAIN, "recipes")
 PORT_RELEASE_S = 2.0  # for an unknown holder of a port, which may be ending
 AGENT_EXIT_S = 5.0  # for an agent without launcher and its ranks to end
 
@@ -192,9 +193,10 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
     remote = any(not host.local for host in request.hosts)
     program = (job.entry.kind, job.ship.value) in (("binary", "auto"), ("function", "never"))
     needs_code = remote and not program and not package
+    parts = OF_RECIPES if package is True else package or OF_TRAIN
     return Supplies(
         code=_read_code(job, outputs) if needs_code else None,
-        package=package_tree(OF_RECIPES if package is True else package) if package else None,
+        package=package_tree(parts) if request.needs_package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )

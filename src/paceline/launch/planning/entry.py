@@ -89,6 +89,7 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
 
 
 COMPILER = "torch._dynamo?"
+COMPRESSION = "paceline.train.ddp.scripts"  # acts on scripts with --communication
 # a call, an argument, a decorator or an import; the words alone stand in many a text
 _COMPILES = (
     rb"^[^#\n]*(?:(?<!\bre\.)\b(?:compile|shard|fully_shard)\s*(?:\(|=(?!=))"

@@ -239,6 +239,8 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         # torch's own launcher sets it: a failed NCCL collective ends the process
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
     }
+    if job.communication.value != "exact":
+        env[jobenv.COMMUNICATION] = replace(job.communication, detail="--communication")
     if job.debug.value:
         env |= {name: Setting(value, job.debug.source, "--debug") for name, value in DEBUG.items()}
     if network is not None:

@@ -58,6 +58,11 @@ class Request:
         return bounds(self.job.nnodes.value, len(self.hosts))[1]
 
     @property
+    def needs_package(self) -> bool:
+        """Whether nodes need this installation's ``paceline``, or parts of it."""
+        return bool(self.package) or self.job.communication.value != "exact"
+
+    @property
     def elastic(self) -> bool:
         """Whether nodes may go and come while the job runs."""
         return isinstance(self.job.nnodes.value, NodeRange) and self.transport.redials

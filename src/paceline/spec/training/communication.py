@@ -17,6 +17,8 @@ METHODS: dict[str, str] = {
     "auto": "measures, and takes the method that leaves out least and hides its bytes",
 }
 """Description by name."""
+SCRIPT_METHODS = ("fp16", "bf16", "int8", "int4", "auto")
+"""Methods for a script's own DistributedDataParallel."""
 SINGLE_MODEL = ("auto", "local")
 """Methods for a session with only one model."""
 PARAMETER_RANGES = {"local": (2, 10_000)}
@@ -68,6 +70,21 @@ def validate_forecast(text: str) -> None:
             found="most steps only compute, and a few take much longer for the exchange",
             remedy="forecast another method; between exchanges a step takes what it takes alone",
         )
+
+
+def unused(method: str) -> str:
+    """Returns the note on ``--communication`` for a script that had no use for it."""
+    return f"--communication {method} did nothing: the script made no DistributedDataParallel"
+
+
+def lost_errors(method: str) -> str:
+    """Returns the note on a restart of a script; empty if its method has no error feedback."""
+    if method in ("exact", "fp16"):
+        return ""
+    return (
+        f"--communication {method}: the rounding errors of the last start are lost; they would have"
+        " been added to the next gradients"
+    )
 
 
 _CONFLICTS: dict[str, tuple[tuple[str, ...], str, str]] = {

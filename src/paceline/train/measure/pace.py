@@ -227,9 +227,10 @@ class StepTimer:
     def _on_gradient(self, gradient: Tensor) -> None:
         # The engine calls these at the end of its work in the order in which they came; DDP's,
         # which waits for the exchange, comes later.
-        Variable._execution_engine.queue_callback(self._on_backward_end)
+        Variable._execution_engine.queue_callback(self.mark_backward_end)
 
-    def _on_backward_end(self) -> None:
+    def mark_backward_end(self) -> None:
+        """Marks the moment at which a pass has computed its last gradient."""
         assert self._clock is not None
         self._stall_start = self._clock.mark()
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from paceline.train.comms import Comms
 from paceline.train.data.fetch import usable_cpus
 from paceline.train.measure.pace import PARTS, StepTimings
+from paceline.train.reduce.buckets import BucketExchange
 from paceline.train.reduce.codecs import BLOCK
 from paceline.train.reduce.coded_reducer import CodedReducer
 from paceline.train.reduce.collectives import Collectives
-from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.registry import REDUCERS
 from paceline.train.reduce.selection import CANDIDATES, TOLERANCE, Choice, Measurement, choose
 
@@ -55,7 +55,7 @@ class AutoMethod:
 
     def __init__(
         self,
-        exchange: GradientExchange,
+        exchange: BucketExchange,
         comms: Comms,
         use: Callable[[str], None],
         warmup_steps: Callable[[], int] = lambda: 0,

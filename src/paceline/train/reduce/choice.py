@@ -15,11 +15,11 @@ from paceline.spec.training import communication
 from paceline.spec.training.step_time import BYTES_SENT
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, StepTimings
-from paceline.train.parallel import trained_buffers
+from paceline.train.parallel import Replica, trained_buffers
 from paceline.train.reduce.auto import AutoMethod
+from paceline.train.reduce.buckets import BucketExchange
 from paceline.train.reduce.coded_reducer import MIN_BUCKET
 from paceline.train.reduce.exact import Exact
-from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.local import Local
 from paceline.train.reduce.reducer import GradientReducer
 from paceline.train.reduce.registry import REDUCERS
@@ -47,7 +47,7 @@ class Communication:
     def __init__(
         self,
         method: str,
-        exchange: GradientExchange,
+        exchange: BucketExchange,
         comms: Comms,
         optimizer: Optimizer | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class Communication:
         else:
             self._use_requested()
         if self.requested.name == "local":
-            exchange.model.broadcast_buffers = False
+            _replica(exchange).broadcast_buffers = False
 
     def _make_auto(self) -> AutoMethod:
         return AutoMethod(self._exchange, self._comms, self._use, lambda: self.warmup_steps)
@@ -180,7 +180,7 @@ class Communication:
         local = self.local
         if local is None:
             return
-        model = self._exchange.model
+        model = _replica(self._exchange)
         start = model.timestamp()
         with self._comms.excluded_from_waited():
             if local.begins_local:
@@ -304,3 +304,9 @@ class Communication:
             # these two have the same residuals
             is_compatible = len(methods) == 1 or methods == {_COARSE, _WARMUP_METHOD}
             reducer.load_state(state["rests"] if is_compatible else {})
+
+
+def _replica(exchange: BucketExchange) -> Replica:
+    """Returns the model of a session, which alone may take local steps."""
+    assert isinstance(exchange.model, Replica)
+    return exchange.model

@@ -1,0 +1,1 @@
+"""What a script gets that makes its DistributedDataParallel itself, without a session."""

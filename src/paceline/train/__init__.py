@@ -22,6 +22,7 @@ from paceline.train.data.fetch import Batched, Draws
 from paceline.train.data.loader import Batch, Loader
 from paceline.train.data.order import Ids
 from paceline.train.data.shards import ShardedDataset, decoded, write_shards
+from paceline.train.ddp.communication import communication_hook
 from paceline.train.measure.largest_batch import LargestBatch, find_batch, fit_batch
 from paceline.train.measure.lr_range import LrRange, find_lr
 from paceline.train.metrics import Best, Means, Meter
@@ -47,6 +48,7 @@ __all__ = [
     "Session",
     "ShardedDataset",
     "World",
+    "communication_hook",
     "decoded",
     "find_batch",
     "find_lr",

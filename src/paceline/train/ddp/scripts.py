@@ -43,12 +43,12 @@ def _wrap_constructor(method: str) -> None:
     original = DistributedDataParallel.__init__
 
     @functools.wraps(original)
-    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def construct(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.process_group.size() > 1:
             communication.attach(self, method)
 
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
 
 
 def _wrap_registration(method: str, name: str) -> None:
@@ -74,14 +74,14 @@ def _wrap_registration(method: str, name: str) -> None:
 def _refuse(method: str, class_name: str, library: str, module: Any) -> None:
     """Makes the constructor of a class raise."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         raise SettingError(
             f"--communication {method}: {library} exchanges gradients by itself",
             found="the option is for scripts that use DistributedDataParallel",
             remedy="leave out --communication",
         )
 
-    getattr(module, class_name).__init__ = __init__
+    getattr(module, class_name).__init__ = construct
 
 
 def _install_in_spawned(method: str, module: Any) -> None:

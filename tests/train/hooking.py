@@ -230,7 +230,7 @@ def small() -> bool:
     first, second = [trained(made(method, lambda: nn.Linear(32, 10))) for method in ("", "int4")]
     # of more than two ranks, gloo adds up in another order
     is_pair = dist.get_world_size() == 2
-    return torch.equal(first, second) if is_pair else torch.allclose(first, second)
+    return torch.equal(first, second) if is_pair else torch.allclose(first, second, atol=1e-6)
 
 
 def part_of_the_ranks() -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.futures import Future
@@ -126,8 +127,8 @@ class _Steps:
         if communication.requested.name != "auto":
             return
         self._timer: StepTimer | None = None
-        reference = weakref.proxy(model)  # as in the exchange
-        self._make_timer = lambda: StepTimer(comms, reference, comms.device)
+        reference = cast(nn.Module, weakref.proxy(model))  # as in the exchange
+        self._make_timer = functools.partial(StepTimer, comms, reference, comms.device)
         self._reporter = _reporter()
         exchange.on_computed, exchange.on_pass_end = self._end_computing, self._end_pass
         model.register_forward_pre_hook(exchange.before_forward)

@@ -64,16 +64,17 @@ class ScriptExchange(BucketExchange):
         return self.is_attached
 
     def _make_group(self) -> dist.ProcessGroup | None:
-        group = self.model.process_group
+        group: dist.ProcessGroup = self.model.process_group
         if group is _get_default_group():
             return super()._make_group()
         if self._stream is not None:
             return group
-        return dist.new_group(
+        own: dist.ProcessGroup = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=direct.timeout_of(group),
             use_local_synchronization=True,
         )
+        return own
 
     def attach(self) -> None:
         """Registers the hook, now and with each later reducer of DDP."""

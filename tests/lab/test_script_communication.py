@@ -1,0 +1,127 @@
+"""``paceline run --communication``: unchanged scripts send their gradients in fewer bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import pytest
+from launches import Site
+
+pytestmark = pytest.mark.lab
+
+needs_trainer = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")),
+    reason="needs transformers and accelerate",
+)
+
+
+@pytest.fixture(scope="module")
+def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Two hosts with a slow link, which do not see the project."""
+    project = tmp_path_factory.mktemp("scripts") / "project"
+    project.mkdir()
+    (project / "job.py").write_text(JOB)
+    (project / "trainer.py").write_text(TRAINER)
+    return Site(new_lab(hosts=2, rate="100mbit"), project)
+
+
+def figures(out: str) -> tuple[float, float]:
+    """Seconds of a step, and the loss at the end."""
+    seconds, loss = re.findall(r"/0\] seconds (\S+) loss (\S+)", out)[0]
+    return float(seconds), float(loss)
+
+
+def test_the_same_script_is_faster(site: Site) -> None:
+    plain = site.run("job.py")
+    coded = site.run("--communication", "int8", "job.py")
+    assert (plain.code, coded.code) == (0, 0), plain.err + coded.err
+    (exact_s, exact_loss), (coded_s, coded_loss) = figures(plain.out), figures(coded.out)
+    assert exact_s > 0.5  # 8.4 MB each way at 100 Mbit/s: 0.67 s
+    assert coded_s < exact_s / 2
+    assert coded_loss == pytest.approx(exact_loss, rel=0.005)
+    assert [event["text"] for event in coded.events("communication")]
+    assert not plain.events("communication")
+    for node in coded.json("plan.json")["nodes"]:
+        assert node["env"]["PACELINE_COMMUNICATION"]["value"] == "int8"
+    assert "did nothing" not in coded.err
+
+
+def test_a_script_without_ddp_is_told_so(site: Site) -> None:
+    ended = site.run("--communication", "int8", "job.py", "alone")
+    assert ended.code == 0, ended.err
+    assert "--communication int8 did nothing: the script made no Distr" in ended.err
+
+
+def test_a_restart_says_that_rounding_errors_are_lost(site: Site) -> None:
+    ended = site.run("--max-restarts", "1", "--communication", "int8", "job.py", "once")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("the rounding errors of the last start are lost") == 1
+
+
+@needs_trainer
+def test_the_trainer_of_transformers(site: Site) -> None:
+    ended = site.run("--communication", "int8", "trainer.py")
+    assert ended.code == 0, ended.err
+    assert ended.events("communication")
+    assert len(ended.lines(0)) == len(ended.lines(1)) == 1
+    assert ended.lines(0) == ended.lines(1)  # the same parameters
+
+
+@needs_trainer
+def test_a_hook_of_the_trainer_is_refused(site: Site) -> None:
+    ended = site.run("--communication", "int8", "trainer.py", "hook")
+    assert ended.code == 1
+    assert "--communication int8: the script registers a communication hook of its own" in ended.err
+
+
+JOB = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+model = network if "alone" in sys.argv else DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), 0.05)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(9):
+    if step == 1:
+        start = time.perf_counter()
+    inputs = torch.randn(8, 1024, generator=generator)
+    optimizer.zero_grad()
+    loss = (model(inputs) - inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    if "once" in sys.argv and step == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise SystemExit(3)
+print("seconds", (time.perf_counter() - start) / 8, "loss", loss.item())
+dist.destroy_process_group()
+"""
+
+TRAINER = """
+import sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+torch.manual_seed(0)
+rows = torch.randint(0, 64, (64, 16))
+dataset = [{"input_ids": row, "labels": row} for row in rows]
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2))
+options = TrainingArguments(
+    "out", per_device_train_batch_size=4, max_steps=6, gradient_accumulation_steps=2,
+    use_cpu=True, ddp_backend="gloo", report_to="none", save_strategy="no", disable_tqdm=True,
+    logging_strategy="no",
+)
+trainer = Trainer(model=model, args=options, train_dataset=dataset)
+if "hook" in sys.argv:
+    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    trainer.accelerator.ddp_handler = kwargs
+trainer.train()
+print("sum %.17g" % sum(float(p.double().sum()) for p in trainer.model.parameters()))
+"""

@@ -60,13 +60,24 @@ def test_a_restart_says_that_rounding_errors_are_lost(site: Site) -> None:
     assert ended.err.count("the rounding errors of the last start are lost") == 1
 
 
+@pytest.mark.parametrize("options", [(), ("--no-verify",)])
+def test_replicas_that_differ_are_named(site: Site, options: tuple[str, ...]) -> None:
+    ended = site.run(*options, "job.py", "diverges")
+    assert ended.code == 0, ended.err
+    warning = (
+        "warning: rank 0 on n1, rank 1 on n2 train different models: 0.bias differs after step 0"
+    )
+    assert (warning in ended.err) == (not options)
+    assert len(ended.events("replicas differ")) == (not options)
+
+
 @needs_trainer
 def test_the_trainer_of_transformers(site: Site) -> None:
     ended = site.run("--communication", "int8", "trainer.py")
     assert ended.code == 0, ended.err
     assert ended.events("communication")
-    assert len(ended.lines(0)) == len(ended.lines(1)) == 1
-    assert ended.lines(0) == ended.lines(1)  # the same parameters
+    assert ended.lines(0)[-1].startswith("sum ")
+    assert ended.lines(0)[-1] == ended.lines(1)[-1]  # of all parameters
 
 
 @needs_trainer
@@ -87,6 +98,9 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
 model = network if "alone" in sys.argv else DistributedDataParallel(network)
+if "diverges" in sys.argv:
+    with torch.no_grad():
+        network[0].bias.add_(dist.get_rank())
 optimizer = torch.optim.SGD(model.parameters(), 0.05)
 generator = torch.Generator().manual_seed(dist.get_rank())
 for step in range(9):

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.agent.ranks import replica_watch
 from paceline.spec.errors import SettingError
 from paceline.train import communication_hook
 from paceline.train.ddp import scripts
@@ -284,6 +285,27 @@ def installed(found: dict[str, Any]) -> None:
     found["fsdp2"] = refused(lambda: torch.distributed.fsdp.fully_shard(Net()))
 
 
+def watched(found: dict[str, Any]) -> None:
+    """Reports of parameters, of a rank that changes one of them by itself."""
+    reports: list[dict[str, Any]] = []
+    replica_watch.MIN_INTERVAL = 8
+    replica_watch.COST_SHARE = 1e9
+    replica_watch.ReplicaWatch(reports.append).install()
+    model, probe = made(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number, (inputs, targets) in enumerate(batches(30)):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        if dist.get_rank() == 0:  # an optimizer of something else
+            torch.optim.SGD(probe.parameters(), 0.1).step()
+        optimizer.step()
+        if number == 18 and dist.get_rank() == 1:
+            model.module.middle.bias.data[3] += 1e-6
+    rows: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows, reports)
+    found["reports"] = rows
+
+
 def in_world(body: Callable[[dict[str, Any]], None], file: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -300,6 +322,7 @@ def main() -> None:
         file = folder / f"{size}.json"
         forking.run_ok(size, lambda f=file: in_world(world, f))  # type: ignore[misc]
     forking.run_ok(2, lambda: in_world(installed, folder / "installed.json"))
+    forking.run_ok(3, lambda: in_world(watched, folder / "watched.json"))
 
 
 if __name__ == "__main__":

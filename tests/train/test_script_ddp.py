@@ -12,6 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
+from paceline.launch.health.replicas import ReplicaComparison
+from paceline.spec.events import Event
+
 SCRIPT = str(Path(__file__).with_name("hooking.py"))
 # how far parameters may be from those of exact averages, as a part of their size
 MAX_OFF = {"fp16": 0.01, "bf16": 0.03, "int8": 0.05, "int4": 0.1, "auto": 0.1}
@@ -79,6 +82,18 @@ def test_refusals(found: dict[str, Any]) -> None:
 def test_the_constructor_installs_the_hook(installed: dict[str, Any]) -> None:
     assert 0 < installed["off"] < MAX_OFF["int8"]
     assert set(installed["hooks"]) == {"average_bucket"}
+
+
+def test_replicas_are_compared_by_their_checksums(folder: Path) -> None:
+    reports = json.loads((folder / "watched.json").read_text())["reports"]
+    assert [[one["step"] for one in rank] for rank in reports] == [[0, 8, 16, 24]] * 3
+    comparison, texts = ReplicaComparison(), []
+    for rank, messages in enumerate(reports):
+        for one in messages:
+            texts.append(comparison.add(Event(one["event"], f"n{rank}", rank, 0.0, one)))
+    assert [text for text in texts if text] == [
+        "rank 1 on n1 trains another model than the others: middle.bias differs after step 24"
+    ]
 
 
 @pytest.mark.parametrize("name", ["hook of its own", "builtin hook", "fsdp", "fsdp2"])

@@ -300,6 +300,8 @@ RUN = [
     click.option("--communication", type=click.Choice(["exact", *SCRIPT_METHODS]), default="exact",
                  help="Send the gradients of SCRIPT's DistributedDataParallel in fewer bytes; auto"
                       " measures and chooses."),
+    click.option("--verify/--no-verify", default=True,
+                 help="Warn if the ranks' parameters in SCRIPT's DistributedDataParallel differ."),
     click.option("--pass-local-rank", is_flag=True,
                  help="Pass SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it"
                       " spells it), as DeepSpeed and torch.distributed.launch do."),

@@ -78,6 +78,7 @@ FIELDS: dict[str, Schema] = {
     "exchanges": boolean,  # whether it exchanges gradients, or may do so unseen
     "executable": text(),  # path of the interpreter
     "exit_code": integer(),
+    "first": SIZE,  # number of the first tensor of ``sums``
     "first_bytes": SIZE,  # of the bucket that is sent first
     "folder": text(),  # on the rank's node
     "generation": integer(),  # number of the group of ranks in an attempt, from 0
@@ -111,6 +112,7 @@ FIELDS: dict[str, Schema] = {
     "ranks_s": list_of(list_of(number, 20), 1 << 20),
     "rates": list_of(number, 1 << 20),  # of each rank: its own samples a second
     "reason": SHORT_TEXT,  # one word, for the launcher
+    "replica": SIZE,  # number of a DistributedDataParallel of the script
     "resumed": boolean,  # the training continues an earlier one
     "samples": SIZE,  # over all ranks
     "saved": integer(),  # step of the newest complete checkpoint; 0: none
@@ -129,6 +131,7 @@ FIELDS: dict[str, Schema] = {
     "steps": optional(integer()),  # of the whole training
     "straggler": RANK,  # a rank that the others wait for
     "stream": choice("out", "err"),
+    "sums": list_of(record(name=text(255), value=SHORT_TEXT), 100),  # checksum of each parameter
     "text": text(MAX_LONG_TEXT),
     "time": number,  # seconds of the sender's monotonic clock; in the file see Event
     "torch": SHORT_TEXT,  # version
@@ -199,6 +202,7 @@ KINDS: dict[str, Kind] = {
     "gradient exchange": _kind(
         "rank", optional="optimizer_steps calls largest_call exchanges in_children"
     ),
+    "replica checksums": _kind("rank", "replica step members first sums", is_recorded=False),
     "slow rank": _kind("rank", optional="warning"),
     "warning": _kind("rank", optional="warning"),
     "failed": _kind("rank", optional="error"),
@@ -249,6 +253,7 @@ KINDS: dict[str, Kind] = {
     "newcomer lost": _kind("launcher", "why"),  # before it had joined
     "recovery": _kind("launcher", "text", optional="seconds"),  # as on the screen
     "scheduler": _kind("launcher", "words"),
+    "replicas differ": _kind("launcher", "text"),  # of a script's DistributedDataParallel
     "asked": _kind("launcher", "do", optional="text"),  # by a person: see launch/control.py
     "hang": _kind("launcher", "text"),
     "hang over": _kind("launcher", "seconds"),

@@ -25,6 +25,7 @@ from . import (
     interpreter_exit,
     master_address,
     process_title,
+    replica_watch,
     stack_dump,
 )
 
@@ -76,6 +77,8 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     trains_together = rank["env"].get("WORLD_SIZE", "1") != "1" and not request.get("any_world")
     if trains_together and request["entry"]["kind"] != "binary":
         gradient_watch.GradientWatch(os.getpid(), events, gradient_watch.SOURCE).install()
+        if request.get("verify"):
+            replica_watch.ReplicaWatch(functools.partial(_report, events)).install()
     method = request["env"].get("PACELINE_COMMUNICATION")
     if method:
         scripts: Any = sys.modules["paceline.train.ddp.scripts"]  # by the fork server

@@ -34,7 +34,7 @@ from paceline.spec.settings import Source
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
             no_python: bool, no_torch: bool, any_world: bool, communication: str,
-            data: Path | None,
+            verify: bool, data: Path | None,
             pass_local_rank: bool, **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, like torchrun, with one command.
 
@@ -66,6 +66,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         needs_torch=torch,
         any_world=any_world,
         communication=setting(ctx, "communication"),
+        verify=verify,
         data=data_of(data, entry.args, is_local=dispatch.kind != "join") if data else None,
         rejoin=setting(ctx, "rejoin"),
     )

@@ -13,7 +13,7 @@ from paceline.launch import failure_analysis
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 from paceline.launch.elastic.retry_policy import RetryPolicy, StartupTracker
-from paceline.launch.health import independence, links
+from paceline.launch.health import independence, links, replicas
 from paceline.launch.health.hang_verdict import Hang, RankSnapshot
 from paceline.launch.health.hangs import HangWatch, inspect_ranks
 from paceline.launch.health.heartbeats import describe_phases
@@ -58,6 +58,7 @@ class Attempt:
         self._job, self._fleet, self._interrupts = job, fleet, interrupts
         self._screen, self._recorder = screen, recorder
         self._reports: list[Event] = []
+        self._replicas = replicas.ReplicaComparison()
         self._method, self._is_compressed = job.communication.value, False
         self._failures: list[Failure] = []
         self._early: list[Failure] = []  # not failures unless others still needed them
@@ -246,6 +247,10 @@ class Attempt:
         if event.kind == independence.REPORT:
             if len(self._reports) < MAX_REPORTS:
                 self._reports.append(event)
+        elif event.kind == replicas.REPORT:
+            if text := self._replicas.add(event):
+                self._screen.note(f"paceline: warning: {text}")
+                self._recorder.event("replicas differ", text=text)
         elif event.kind == "communication" and not self._is_compressed:
             self._is_compressed = True
             if self.plan.attempt and (text := communication.lost_errors(self._method)):

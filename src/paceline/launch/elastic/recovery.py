@@ -107,6 +107,7 @@ class RankCommands:
             "workdir": part.workdir,
             "env": {**self._job.environment.variables(), **env},
             "any_world": self._job.any_world,
+            "verify": self._job.verify,
             "ranks": self._plan.ranks_json(part),
         }
 

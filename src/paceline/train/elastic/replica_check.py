@@ -1,10 +1,5 @@
 """Proof that all ranks hold the same model: one 64-bit checksum for each tensor, compared.
 
-The checksum is linear in the tensor's bits with odd weights, modulo 2^64: it is computed on the
-device in any order with the same result, a single changed bit always changes it, and two
-diverged tensors agree with a chance of about 2^-64. It guards against accidents, not against an
-attacker.
-
 A parameter that is spread over the ranks (FSDP2) is compared as each rank puts it together, one
 after the other. A buffer that every rank has changed since they were last made equal holds batch
 statistics of each rank's own share; those of rank 0 are then taken by all, as DDP does before each
@@ -14,17 +9,16 @@ forward pass. Any other difference between buffers is an error.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from paceline.agent.ranks.checksum import checksum
 from paceline.spec.errors import JobError
 from paceline.train import parallel
 from paceline.train.comms import Comms
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_CHUNK = 1 << 22
-_WEIGHT = 0x2545F4914F6CDD1D
 _MAX_DEVIATION = 1e-3  # as a part of a tensor's size, between kinds of devices
 
 
@@ -135,14 +129,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    flat = parallel.full_tensor(tensor.detach()).contiguous().flatten()
-    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        position = torch.arange(start, start + chunk.numel(), device=words.device)
-        total += (chunk * ((position * _WEIGHT) | 1)).sum()
-    return total
+    return cast(Tensor, checksum(torch, parallel.full_tensor(tensor.detach())))
 
 
 def compare(names: Sequence[str], by_rank: Tensor, ranks: Sequence[str]) -> None:

@@ -1,0 +1,141 @@
+"""Reports checksums of the parameters of a script's DistributedDataParallel.
+
+The launcher compares those of all ranks at the same step. Nothing is sent between ranks, so that a
+script whose ranks do different things is never held up.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from typing import Any, Callable, Dict, List
+
+from .checksum import checksum
+from .gradient_watch import on_import
+
+EVENT = "replica checksums"
+COST_SHARE = 0.0005  # part of the time of a training that checksums may take
+MIN_INTERVAL = 16  # steps
+FIRST_TIMED_STEP, LAST_TIMED_STEP = 2, 6  # by which the time of a step is known at first
+MAX_TENSORS = 25  # in a message, so that a pipe takes it at once
+MAX_NAME = 90  # characters of a parameter's name
+
+Report = Callable[[Dict[str, Any]], None]
+
+
+class ReplicaWatch:
+    """Watches each DistributedDataParallel that this process makes from now on."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._replicas: List[_Replica] = []
+
+    def install(self) -> None:
+        on_import(
+            {
+                "torch.nn.parallel.distributed": self._watch_models,
+                "torch.optim.optimizer": self._watch_optimizers,
+            }
+        )
+
+    def _watch_models(self, module: Any) -> None:
+        original = module.DistributedDataParallel.__init__
+
+        @functools.wraps(original)
+        def construct(model: Any, *args: Any, **kwargs: Any) -> None:
+            original(model, *args, **kwargs)
+            is_session = type(model).__module__.startswith("paceline.")  # compares by itself
+            if model.process_group.size() > 1 and not is_session:
+                self._replicas.append(_Replica(len(self._replicas), model, self._report))
+
+        module.DistributedDataParallel.__init__ = construct
+
+    def _watch_optimizers(self, module: Any) -> None:
+        torch: Any = sys.modules["torch"]  # which may be being imported
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # Traced where a step is compiled: no names of this module, which cannot be imported.
+            if not torch.compiler.is_compiling():
+                self._before_step(optimizer)
+
+        module.register_optimizer_step_pre_hook(before_step)
+
+    def _before_step(self, optimizer: Any) -> None:
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return
+        for replica in self._replicas:
+            replica.before_step(torch, optimizer)
+
+
+class _Replica:
+    """One model: its steps are those of the optimizers that have parameters of it.
+
+    Args:
+        number: Number of the model, in the order in which the script makes them.
+    """
+
+    def __init__(self, number: int, model: Any, report: Report) -> None:
+        distributed: Any = sys.modules["torch.distributed"]
+        self._number, self._report = number, report
+        self._model = weakref.ref(model)
+        self._members = distributed.get_process_group_ranks(model.process_group)
+        self._ids = {id(parameter) for parameter in model.parameters()}
+        self._is_trained_by: Any = weakref.WeakKeyDictionary()
+        self._step, self._interval = -1, 0  # until it is known, how long a step takes
+        self._cost_s, self._start_s, self._start_step = 0.0, 0.0, 0
+
+    def before_step(self, torch: Any, optimizer: Any) -> None:
+        model = self._model()
+        if model is None or not self._trains(optimizer):
+            return
+        self._step += 1
+        if self._step in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
+            self._time_steps()
+        if self._step == 0 or (self._interval and self._step % self._interval == 0):
+            start_s = time.monotonic()
+            try:
+                self._send(torch, model)
+            except Exception:  # no memory for it, or a tensor without bits of its own
+                self._ids.clear()
+                self._is_trained_by.clear()
+                return
+            self._cost_s = time.monotonic() - start_s
+            if self._interval:
+                self._time_steps()
+
+    def _trains(self, optimizer: Any) -> bool:
+        if optimizer not in self._is_trained_by:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            self._is_trained_by[optimizer] = any(id(one) in self._ids for one in parameters)
+        return bool(self._is_trained_by[optimizer])
+
+    def _time_steps(self) -> None:
+        """Chooses the interval: a power of two, so that ranks with different ones meet."""
+        current_s, steps = time.monotonic(), self._step - self._start_step
+        if self._start_step:
+            step_s = max((current_s - self._start_s) / max(steps, 1), 1e-6)
+            wanted = max(MIN_INTERVAL, self._cost_s / (COST_SHARE * step_s))
+            self._interval = 1 << (int(wanted) - 1).bit_length()
+        self._start_s, self._start_step = current_s, self._step
+
+    def _send(self, torch: Any, model: Any) -> None:
+        ignored = getattr(model, "parameters_to_ignore", ())
+        named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+        with torch.no_grad():
+            sums = [checksum(torch, parameter.detach()) for _, parameter in named]
+            values = torch.stack(sums).tolist()
+        rows = [
+            {"name": name[-MAX_NAME:], "value": "%016x" % (value & (1 << 64) - 1)}
+            for (name, _), value in zip(named, values)
+        ]
+        for start in range(0, len(rows), MAX_TENSORS):
+            self._report(
+                {
+                    "kind": "event", "event": EVENT, "replica": self._number, "step": self._step,
+                    "members": self._members, "first": start,
+                    "sums": rows[start : start + MAX_TENSORS],
+                }
+            )  # fmt: skip

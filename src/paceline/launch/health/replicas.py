@@ -1,0 +1,55 @@
+"""Compares the parameters of a script's replicas by the checksums that ranks report. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from paceline.spec.events import Event
+
+REPORT = "replica checksums"
+MAX_PENDING = 4000  # reports for which others are missing; the oldest are dropped
+
+
+class ReplicaComparison:
+    """Finds out whether the ranks of an attempt still train the same model."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[int, int, int], dict[int, Event]] = {}
+        self._has_differed = False
+
+    def add(self, event: Event) -> str:
+        """Takes a rank's report; returns a sentence when ranks differ for the first time."""
+        key = event["replica"], event["step"], event["first"]
+        reports = self._pending.setdefault(key, {})
+        reports[-1 if event.rank is None else event.rank] = event
+        if len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+        if self._has_differed or len(reports) < len(event["members"]):
+            return ""
+        del self._pending[key]
+        text = describe_difference(reports)
+        self._has_differed = bool(text)
+        return text
+
+
+def describe_difference(reports: Mapping[int, Event]) -> str:
+    """Returns which ranks' parameters differ, by their reports of one step; empty if none."""
+    sums = {
+        rank: {entry["name"]: entry["value"] for entry in event["sums"]}
+        for rank, event in sorted(reports.items())
+    }
+    names = next(iter(sums.values()))
+    for name in names:
+        by_rank = {rank: values.get(name, "") for rank, values in sums.items()}
+        value, count = Counter(by_rank.values()).most_common(1)[0]
+        if count < len(by_rank):
+            step = next(iter(reports.values()))["step"]
+            wrong = [rank for rank in by_rank if by_rank[rank] != value]
+            has_majority = 2 * count > len(by_rank)
+            ranks = wrong if has_majority else list(by_rank)
+            text = ", ".join(f"rank {rank} on {reports[rank].host}" for rank in ranks)
+            than = "another model than the others" if has_majority else "different models"
+            verb = "trains" if len(ranks) == 1 else "train"
+            return f"{text} {verb} {than}: {name} differs after step {step}"
+    return ""

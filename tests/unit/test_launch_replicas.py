@@ -1,0 +1,54 @@
+"""Checksums of replicas, compared by the launcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.launch.health import replicas
+from paceline.launch.health.replicas import ReplicaComparison
+from paceline.spec.events import Event
+
+
+def report(rank: int, *values: str, step: int = 0, members: int = 3, **other: Any) -> Event:
+    sums = [{"name": f"layer{number}", "value": value} for number, value in enumerate(values)]
+    fields = {"replica": 0, "step": step, "members": [*range(members)], "first": 0, "sums": sums}
+    return Event(replicas.REPORT, f"n{rank}", rank, 0.0, fields | other)
+
+
+def test_equal_replicas() -> None:
+    comparison = ReplicaComparison()
+    for step in (0, 16):
+        for rank in (2, 0, 1):
+            assert comparison.add(report(rank, "a", "b", step=step)) == ""
+    assert not comparison._pending
+
+
+def test_a_rank_that_differs_is_named_once_with_the_first_parameter() -> None:
+    comparison = ReplicaComparison()
+    assert comparison.add(report(0, "a", "b", "c", step=16)) == ""
+    assert comparison.add(report(1, "a", "x", "y", step=16)) == ""
+    text = comparison.add(report(2, "a", "b", "c", step=16))
+    assert text == "rank 1 on n1 trains another model than the others: layer1 differs after step 16"
+    for rank in range(3):
+        assert comparison.add(report(rank, f"{rank}", step=32)) == ""
+
+
+def test_two_ranks_have_no_majority() -> None:
+    comparison = ReplicaComparison()
+    assert comparison.add(report(0, "a", members=2)) == ""
+    text = comparison.add(report(1, "b", members=2))
+    assert text == "rank 0 on n0, rank 1 on n1 train different models: layer0 differs after step 0"
+
+
+def test_reports_of_other_steps_and_models_are_not_compared() -> None:
+    comparison = ReplicaComparison()
+    for rank, other in enumerate(({"step": 16}, {"step": 32}, {"replica": 1}, {"first": 25})):
+        assert comparison.add(report(rank % 2, f"{rank}", members=2, **other)) == ""
+
+
+def test_reports_that_nobody_joins_are_dropped(monkeypatch: Any) -> None:
+    monkeypatch.setattr(replicas, "MAX_PENDING", 5)
+    comparison = ReplicaComparison()
+    for step in range(20):
+        comparison.add(report(0, "a", step=step))
+    assert [step for _, step, _ in comparison._pending] == [15, 16, 17, 18, 19]

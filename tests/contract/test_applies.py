@@ -355,6 +355,8 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--no-torch", "--any-world", "job.py"), "--any-world needs"),
         (("run", "--no-torch", "--backend", "gloo", "job.py"), "--backend needs"),
         (("run", "--no-python", "--backend", "gloo", "hostname"), "--backend needs"),
+        (("run", "--no-python", "--communication", "int8", "hostname"), "--communication needs"),
+        (("run", "--no-torch", "--no-verify", "job.py"), "--no-verify needs"),
         (("run", "--no-python", "-m", "job"), "exclude each other"),
         (("bench", "scaling", "--recipe", "-m", "image"), "exclude each other"),
         (("env", "--json", "true"), "--json does not go with COMMAND"),

@@ -50,6 +50,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         "--any-world": any_world,
         "--backend": ctx.params["backend"],
         "--communication": compresses,
+        "--no-verify": not verify,
     }
     for flag in (flag for flag, value in torch_options.items() if value and not torch):
         raise SettingError(

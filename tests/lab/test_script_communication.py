@@ -46,6 +46,9 @@ def test_the_same_script_is_faster(site: Site) -> None:
     for node in coded.json("plan.json")["nodes"]:
         assert node["env"]["PACELINE_COMMUNICATION"]["value"] == "int8"
     assert "did nothing" not in coded.err
+    assert "2 hosts train slower than one would. With --communication int8 a step" in plain.err
+    assert "goes into sending gradients, by --communication int8" in coded.err
+    assert len(plain.events("measured")) == 1
 
 
 def test_a_script_without_ddp_is_told_so(site: Site) -> None:
@@ -69,6 +72,12 @@ def test_replicas_that_differ_are_named(site: Site, options: tuple[str, ...]) ->
     )
     assert (warning in ended.err) == (not options)
     assert len(ended.events("replicas differ")) == (not options)
+
+
+def test_nothing_is_measured_without_measure(site: Site) -> None:
+    ended = site.run("--no-measure", "job.py")
+    assert ended.code == 0, ended.err
+    assert "goes into sending" not in ended.err
 
 
 @needs_trainer

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-from paceline.launch.health.replicas import ReplicaComparison
+from paceline.launch.health import replicas, script_timings
 from paceline.spec.events import Event
 
 SCRIPT = str(Path(__file__).with_name("hooking.py"))
@@ -85,15 +85,26 @@ def test_the_constructor_installs_the_hook(installed: dict[str, Any]) -> None:
 
 
 def test_replicas_are_compared_by_their_checksums(folder: Path) -> None:
-    reports = json.loads((folder / "watched.json").read_text())["reports"]
+    messages = json.loads((folder / "watched.json").read_text())["reports"]
+    reports = [[one for one in rank if one["event"] == replicas.REPORT] for rank in messages]
     assert [[one["step"] for one in rank] for rank in reports] == [[0, 8, 16, 24]] * 3
-    comparison, texts = ReplicaComparison(), []
+    comparison, texts = replicas.ReplicaComparison(), []
     for rank, messages in enumerate(reports):
         for one in messages:
             texts.append(comparison.add(Event(one["event"], f"n{rank}", rank, 0.0, one)))
     assert [text for text in texts if text] == [
         "rank 1 on n1 trains another model than the others: middle.bias differs after step 24"
     ]
+
+
+def test_replicas_report_timings(folder: Path) -> None:
+    messages = json.loads((folder / "watched.json").read_text())["reports"]
+    for rank in messages:
+        (one,) = [one for one in rank if one["event"] == script_timings.REPORT]
+        assert one["step"] == 6
+        assert 0 <= one["stall_s"] <= one["moving_s"]
+        assert one["seconds"] > 0
+        assert one["bytes"] == 4 * 38_538
 
 
 @pytest.mark.parametrize("name", ["hook of its own", "builtin hook", "fsdp", "fsdp2"])

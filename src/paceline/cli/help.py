@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "The run": (
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "activate", "show",
-        "pass_local_rank", "verify", "any_world", "rejoin",
+        "pass_local_rank", "verify", "measure", "any_world", "rejoin",
         "screen", "check_level", "max_restarts", "restart_window", "hang_timeout", "debug",
         "ship", "follow_links", "lease", "grace", "keep_warm", "notify", "report", "detach", "keep",
         "supervisor", "keep_results",

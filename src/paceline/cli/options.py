@@ -300,6 +300,9 @@ RUN = [
     click.option("--communication", type=click.Choice(["exact", *SCRIPT_METHODS]), default="exact",
                  help="Send the gradients of SCRIPT's DistributedDataParallel in fewer bytes; auto"
                       " measures and chooses."),
+    click.option("--measure/--no-measure", default=True,
+                 help="Say at the end if sending gradients, or waiting for a slow rank, takes much"
+                      " of SCRIPT's steps."),
     click.option("--verify/--no-verify", default=True,
                  help="Warn if the ranks' parameters in SCRIPT's DistributedDataParallel differ."),
     click.option("--pass-local-rank", is_flag=True,

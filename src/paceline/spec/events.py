@@ -94,6 +94,7 @@ FIELDS: dict[str, Schema] = {
     "memory": MEMORY,  # what the memory killer left: see agent/supervision/oom.py
     "members": list_of(RANK),  # of a generation, in the order of their ranks in it
     "message": text(MAX_LONG_TEXT),  # of the exception
+    "moving_s": number,  # seconds of a step in which gradients are sent
     "nccl": SHORT_TEXT,  # version
     "on": text(),  # what it waits for
     "optimizer_steps": SIZE,  # before the first exchange of gradients
@@ -125,6 +126,7 @@ FIELDS: dict[str, Schema] = {
     "source": text(),  # of what was resumed
     "split": SHORT_TEXT,  # of the data: train, test, …
     "status": integer(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
+    "stall_s": number,  # seconds of a step for which a rank waits for gradients
     "stderr": text(MAX_LONG_TEXT),  # the end of what ssh and the agent wrote
     "step": optional(integer()),  # global step
     "keep": integer(),  # checkpoints kept besides the best; 0: all
@@ -202,6 +204,9 @@ KINDS: dict[str, Kind] = {
     "gradient exchange": _kind(
         "rank", optional="optimizer_steps calls largest_call exchanges in_children"
     ),
+    "replica timings": _kind(
+        "rank", "replica step members bytes seconds moving_s stall_s", is_recorded=False
+    ),
     "replica checksums": _kind("rank", "replica step members first sums", is_recorded=False),
     "slow rank": _kind("rank", optional="warning"),
     "warning": _kind("rank", optional="warning"),
@@ -253,6 +258,7 @@ KINDS: dict[str, Kind] = {
     "newcomer lost": _kind("launcher", "why"),  # before it had joined
     "recovery": _kind("launcher", "text", optional="seconds"),  # as on the screen
     "scheduler": _kind("launcher", "words"),
+    "measured": _kind("launcher", "text"),  # of a script's DistributedDataParallel
     "replicas differ": _kind("launcher", "text"),  # of a script's DistributedDataParallel
     "asked": _kind("launcher", "do", optional="text"),  # by a person: see launch/control.py
     "hang": _kind("launcher", "text"),

@@ -237,6 +237,7 @@ class Job:
         debug: The libraries under the job shall tell what they do.
         any_world: Accept a world other than the planned one.
         verify: Compare the parameters of a script's replicas now and then.
+        measure: Report where the time of a script's steps goes.
         communication: How the gradients of the script's DistributedDataParallel are averaged.
         lease_s: Heartbeat timeout: seconds without the launcher within which a node ends the job.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
@@ -275,6 +276,7 @@ class Job:
     any_world: bool = False
     communication: Setting[str] = Setting("exact")
     verify: bool = True
+    measure: bool = True
     lease_s: Setting[float] = Setting(10.0)
     grace_s: Setting[float] = Setting(8.0)
     hang_timeout_s: Setting[float | str] = Setting("auto")

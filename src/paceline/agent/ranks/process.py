@@ -77,8 +77,10 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     trains_together = rank["env"].get("WORLD_SIZE", "1") != "1" and not request.get("any_world")
     if trains_together and request["entry"]["kind"] != "binary":
         gradient_watch.GradientWatch(os.getpid(), events, gradient_watch.SOURCE).install()
-        if request.get("verify"):
-            replica_watch.ReplicaWatch(functools.partial(_report, events)).install()
+        options = {name: bool(request.get(name)) for name in ("verify", "measure")}
+        if any(options.values()):
+            report = functools.partial(_report, events)
+            replica_watch.ReplicaWatch(report, **options).install()
     method = request["env"].get("PACELINE_COMMUNICATION")
     if method:
         scripts: Any = sys.modules["paceline.train.ddp.scripts"]  # by the fork server

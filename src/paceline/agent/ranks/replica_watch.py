@@ -1,7 +1,7 @@
-"""Reports checksums of the parameters of a script's DistributedDataParallel.
+"""Reports what a script's DistributedDataParallel does: checksums of parameters, and timings.
 
-The launcher compares those of all ranks at the same step. Nothing is sent between ranks, so that a
-script whose ranks do different things is never held up.
+The launcher compares the checksums of all ranks at the same step, and their timings. Nothing is
+sent between ranks, so that a script whose ranks do different things is never held up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, Callable, Dict, List
 from .checksum import checksum
 from .gradient_watch import on_import
 
-EVENT = "replica checksums"
+CHECKSUMS = "replica checksums"
+TIMINGS = "replica timings"
+TIMINGS_INTERVAL_S = 5.0  # between two reports
 COST_SHARE = 0.0005  # part of the time of a training that checksums may take
 MIN_INTERVAL = 16  # steps
 FIRST_TIMED_STEP, LAST_TIMED_STEP = 2, 6  # by which the time of a step is known at first
@@ -26,10 +28,14 @@ Report = Callable[[Dict[str, Any]], None]
 
 
 class ReplicaWatch:
-    """Watches each DistributedDataParallel that this process makes from now on."""
+    """Watches each DistributedDataParallel that this process makes from now on.
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    Args:
+        verify, measure: Whether checksums and timings are reported.
+    """
+
+    def __init__(self, report: Report, *, verify: bool = True, measure: bool = True) -> None:
+        self._report, self._verify, self._measure = report, verify, measure
         self._replicas: List[_Replica] = []
 
     def install(self) -> None:
@@ -48,7 +54,9 @@ class ReplicaWatch:
             original(model, *args, **kwargs)
             is_session = type(model).__module__.startswith("paceline.")  # compares by itself
             if model.process_group.size() > 1 and not is_session:
-                self._replicas.append(_Replica(len(self._replicas), model, self._report))
+                replica = _Replica(len(self._replicas), model, self._report)
+                replica.verifies, replica.measures = self._verify, self._measure
+                self._replicas.append(replica)
 
         module.DistributedDataParallel.__init__ = construct
 
@@ -77,6 +85,8 @@ class _Replica:
         number: Number of the model, in the order in which the script makes them.
     """
 
+    verifies = measures = True
+
     def __init__(self, number: int, model: Any, report: Report) -> None:
         distributed: Any = sys.modules["torch.distributed"]
         self._number, self._report = number, report
@@ -86,12 +96,45 @@ class _Replica:
         self._is_trained_by: Any = weakref.WeakKeyDictionary()
         self._step, self._interval = -1, 0  # until it is known, how long a step takes
         self._cost_s, self._start_s, self._start_step = 0.0, 0.0, 0
+        self._first_step_s = self._last_report_s = 0.0
 
     def before_step(self, torch: Any, optimizer: Any) -> None:
         model = self._model()
         if model is None or not self._trains(optimizer):
             return
         self._step += 1
+        if self.measures:
+            self._report_timings(model)
+        if self.verifies:
+            self._verify(torch, model)
+
+    def _report_timings(self, model: Any) -> None:
+        """Reports the timings that DDP takes of some steps, and the mean time of all steps."""
+        current_s = time.monotonic()
+        if self._step <= FIRST_TIMED_STEP:
+            self._first_step_s = self._last_report_s = current_s
+        is_due = current_s - self._last_report_s > TIMINGS_INTERVAL_S
+        if self._step <= FIRST_TIMED_STEP or not (is_due or self._step == LAST_TIMED_STEP):
+            return
+        self._last_report_s = current_s
+        try:
+            noted = model._get_ddp_logging_data()
+            moving_s = noted["avg_backward_comm_time"] / 1e9
+            overlap_s = noted["avg_backward_compute_comm_overlap_time"] / 1e9
+            size = int(noted["total_parameter_size_bytes"])
+        except (AttributeError, KeyError, RuntimeError):  # not in this torch, or not for this model
+            self.measures = False
+            return
+        self._report(
+            {
+                "kind": "event", "event": TIMINGS, "replica": self._number, "step": self._step,
+                "members": self._members, "bytes": size, "moving_s": moving_s,
+                "stall_s": max(0.0, moving_s - overlap_s),
+                "seconds": (current_s - self._first_step_s) / (self._step - FIRST_TIMED_STEP),
+            }
+        )  # fmt: skip
+
+    def _verify(self, torch: Any, model: Any) -> None:
         if self._step in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
             self._time_steps()
         if self._step == 0 or (self._interval and self._step % self._interval == 0):
@@ -99,8 +142,7 @@ class _Replica:
             try:
                 self._send(torch, model)
             except Exception:  # no memory for it, or a tensor without bits of its own
-                self._ids.clear()
-                self._is_trained_by.clear()
+                self.verifies = False
                 return
             self._cost_s = time.monotonic() - start_s
             if self._interval:
@@ -134,8 +176,8 @@ class _Replica:
         for start in range(0, len(rows), MAX_TENSORS):
             self._report(
                 {
-                    "kind": "event", "event": EVENT, "replica": self._number, "step": self._step,
-                    "members": self._members, "first": start,
+                    "kind": "event", "event": CHECKSUMS, "replica": self._number,
+                    "step": self._step, "members": self._members, "first": start,
                     "sums": rows[start : start + MAX_TENSORS],
                 }
             )  # fmt: skip

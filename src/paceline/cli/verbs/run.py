@@ -34,7 +34,7 @@ from paceline.spec.settings import Source
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
             no_python: bool, no_torch: bool, any_world: bool, communication: str,
-            verify: bool, data: Path | None,
+            verify: bool, measure: bool, data: Path | None,
             pass_local_rank: bool, **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, like torchrun, with one command.
 
@@ -51,6 +51,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         "--backend": ctx.params["backend"],
         "--communication": compresses,
         "--no-verify": not verify,
+        "--no-measure": not measure,
     }
     for flag in (flag for flag, value in torch_options.items() if value and not torch):
         raise SettingError(
@@ -68,6 +69,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         any_world=any_world,
         communication=setting(ctx, "communication"),
         verify=verify,
+        measure=measure,
         data=data_of(data, entry.args, is_local=dispatch.kind != "join") if data else None,
         rejoin=setting(ctx, "rejoin"),
     )

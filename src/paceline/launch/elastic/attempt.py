@@ -13,7 +13,7 @@ from paceline.launch import failure_analysis
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 from paceline.launch.elastic.retry_policy import RetryPolicy, StartupTracker
-from paceline.launch.health import independence, links, replicas
+from paceline.launch.health import independence, links, replicas, script_timings
 from paceline.launch.health.hang_verdict import Hang, RankSnapshot
 from paceline.launch.health.hangs import HangWatch, inspect_ranks
 from paceline.launch.health.heartbeats import describe_phases
@@ -59,6 +59,7 @@ class Attempt:
         self._screen, self._recorder = screen, recorder
         self._reports: list[Event] = []
         self._replicas = replicas.ReplicaComparison()
+        self._timings = script_timings.ScriptTimings()
         self._method, self._is_compressed = job.communication.value, False
         self._failures: list[Failure] = []
         self._early: list[Failure] = []  # not failures unless others still needed them
@@ -247,6 +248,8 @@ class Attempt:
         if event.kind == independence.REPORT:
             if len(self._reports) < MAX_REPORTS:
                 self._reports.append(event)
+        elif event.kind == script_timings.REPORT:
+            self._timings.add(event)
         elif event.kind == replicas.REPORT:
             if text := self._replicas.add(event):
                 self._screen.note(f"paceline: warning: {text}")
@@ -302,6 +305,13 @@ class Attempt:
         text = independence.describe_independence(self.plan.world_size, self._reports)
         # ranks of a script without torch are meant to work independently
         return text if self._job.needs_torch or text != independence.NOTHING_EXCHANGED else ""
+
+    def describe_timings(self) -> list[str]:
+        """Returns sentences on what takes much of a script's steps, and records them."""
+        texts = [*self._timings.describe(self.plan.world_size, self._method)]
+        for text in texts:
+            self._recorder.event("measured", text=text)
+        return texts
 
     def describe_method(self) -> str:
         """Returns a sentence if ``--communication`` did nothing; else empty."""

@@ -233,7 +233,8 @@ class ElasticDriver:
         self._results.has_succeeded = result.exit_code == 0 and not attempt.recalled
         await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
         if result.exit_code == 0:
-            for text in filter(None, (attempt.describe_independence(), attempt.describe_method())):
+            notes = attempt.describe_independence(), attempt.describe_method()
+            for text in (*filter(None, notes), *attempt.describe_timings()):
                 self._screen.note(f"paceline: {text}")
         return result, attempt
 

@@ -108,6 +108,7 @@ class RankCommands:
             "env": {**self._job.environment.variables(), **env},
             "any_world": self._job.any_world,
             "verify": self._job.verify,
+            "measure": self._job.measure,
             "ranks": self._plan.ranks_json(part),
         }
 

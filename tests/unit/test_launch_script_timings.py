@@ -1,0 +1,55 @@
+"""Timings of a script's replicas, as the launcher explains them."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launch.health import script_timings
+from paceline.launch.health.script_timings import ScriptTimings
+from paceline.spec.events import Event
+
+
+def described(*stalls_s: float, step_s: float = 1.0, method: str = "exact") -> list[str]:
+    timings = ScriptTimings()
+    for rank, stall_s in enumerate(stalls_s):
+        fields = {
+            "replica": 0, "step": 6, "members": [*range(len(stalls_s))], "bytes": 10_000_000,
+            "seconds": step_s, "moving_s": min(stalls_s) + 0.1, "stall_s": stall_s,
+        }  # fmt: skip
+        timings.add(Event(script_timings.REPORT, f"n{rank + 1}", rank, 0.0, fields))
+    return [*timings.describe(2, method)]
+
+
+def test_gradients_that_fill_the_link() -> None:
+    assert described(0.7, 0.7) == [
+        "70% of each 1 s step goes into sending 10.0 MB of gradients, at 100 Mbit/s: 2 hosts train"
+        " slower than one would. With --communication int8 a step would take at least 0.482 s"
+    ]
+
+
+def test_hosts_that_still_pay() -> None:
+    (text,) = described(0.4, 0.4)
+    assert "slower than one" not in text
+    assert "--communication int8 a step would take at least 0.704 s" in text
+
+
+def test_a_method_that_is_in_use() -> None:
+    assert described(0.4, 0.4, method="int4") == [
+        "40% of each 1 s step goes into sending gradients, by --communication int4"
+    ]
+
+
+def test_a_slow_rank() -> None:
+    assert described(0.05, 0.45) == [
+        "rank 0 on n1 is the slowest: the others wait up to 0.4 s of each 1 s step for it"
+    ]
+
+
+@pytest.mark.parametrize("stalls_s", [(0.1, 0.12), (0.7,), (0.7, 0.7, 0.7)])
+def test_nothing_to_say(stalls_s: tuple[float, ...]) -> None:
+    """Little of a step, a rank that has not reported, or one that the attempt does not have."""
+    assert described(*stalls_s) == []
+
+
+def test_short_steps() -> None:
+    assert described(0.007, 0.007, step_s=0.01) == []

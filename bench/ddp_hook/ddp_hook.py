@@ -7,7 +7,7 @@ A byte-level language model (the standard library's source) is trained on one pa
 then fine-tuned on another with all its parameters, by one rank on each of two hosts
 (``bench/links.py``) with one thread each. ``auto`` and ``int8`` are installed as ``paceline run
 --communication`` does; the script is the same. The hooks of torch are registered by the script.
-Seconds of a step are the median after the first 20, in which ``auto`` chooses and PowerSGD is off.
+Seconds of a step are the median after the first 40, in which ``auto`` chooses and PowerSGD is off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 METHODS = ("ddp", "auto", "int8", "fp16 hook", "PowerSGD hook")
 CONTEXT, WIDTH, LAYERS = 64, 240, 4
 SHARE = 4  # samples of a rank in a step
-WARM_UP = 20  # steps
+WARM_UP = 40  # steps
 
 
 def text() -> np.ndarray[Any, Any]:
@@ -107,7 +107,7 @@ def fine_tune(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", default="100mbit")
     options = parser.parse_args()

@@ -25,6 +25,7 @@ OF_TORCH = [
     ("torch.distributed.rendezvous", "_create_c10d_store", "agent/ranks/master_address.py"),
     ("torch.distributed.distributed_c10d", "init_process_group", "agent/ranks/process.py"),
     ("torch.cuda.nccl", "version", "agent/ranks/forkserver.py"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "train/ddp/scripts.py"),
     ("torch.nn.parallel", "DistributedDataParallel", "train/parallel.py"),
 ]
 
@@ -87,6 +88,16 @@ def test_torch_takes_a_socket_for_its_store() -> None:
 
 
 def test_torch_tells_what_communication_took() -> None:
-    """train/parallel.py reads it."""
+    """train/parallel.py and agent/ranks/replica_watch.py read it."""
     parallel = require(*OF_TORCH[-1])
     assert hasattr(parallel, "_get_ddp_logging_data")
+
+
+def test_ddp_has_what_hooks_need() -> None:
+    """train/ddp wraps it; without these, hooks of scripts would not be noticed."""
+    parallel = require(*OF_TORCH[-1])
+    for name in ("_register_builtin_comm_hook", "_build_params_for_reducer", "_lazy_init"):
+        assert hasattr(parallel, name), name
+    source = inspect.getsource(parallel)
+    for name in ("_comm_hooks", "_join_config", "_lazy_init_ran"):
+        assert f"self.{name}" in source, name

@@ -1,0 +1,1 @@
+"""Recipes that train causal language models, and their parts."""

@@ -1,0 +1,193 @@
+"""Texts and loss masks of conversations, by a chat template.
+
+The mask is found by rendering the beginnings of a conversation: what a template adds when the
+assistant's message is appended is what the model has to write. Stock templates have no markers for
+it, and a token's id does not tell who wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.recipes.language.conversations import Conversation, Message
+from paceline.spec.errors import DataError
+
+Render = Callable[[Sequence[Message], bool], str]
+"""Renders messages, and on request the beginning of the assistant's next one.
+
+It raises ValueError if the template refuses them.
+"""
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text for training.
+
+    Attributes:
+        spans: Start and end of the parts to train on, in characters.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """Tokens of a text for training.
+
+    Attributes:
+        where: File and line of the data.
+        tokens: Token ids, shape ``[n]``.
+        targets: Which tokens are trained on, shape ``[n]``; never the first, which follows none.
+    """
+
+    where: str
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def render_conversation(conversation: Conversation, render: Render) -> list[Rendered]:
+    """Returns the texts of a conversation: one, or one for each answer.
+
+    There is one for each answer if the template renders answers differently once others follow, as
+    those do that leave out earlier thoughts: each answer then has the context that it has in use.
+
+    Raises:
+        DataError: The template refuses the messages, drops the system message, or has no beginning
+            of the conversation as the beginning of its text.
+    """
+    where, messages = conversation.where, conversation.messages
+    if not messages:
+        return [Rendered(conversation.text, ((0, len(conversation.text)),))]
+    try:
+        whole = render(messages, False)
+        if messages[0].role == "system" and messages[0].content.strip() not in whole:
+            raise DataError(
+                f"{where}: the chat template drops the system message",
+                remedy="--system merge puts it before the first message of the user; --system drop"
+                " accepts it",
+            )
+        answers = [number for number, message in enumerate(messages) if message.is_target]
+        spans = [_span(messages, number, whole, render) for number in answers]
+        found = [span for span in spans if span is not None]
+        if len(found) == len(answers):
+            return [Rendered(whole, tuple(found))]
+        return [_render_answer(messages[: number + 1], where, render) for number in answers]
+    except ValueError as error:
+        raise DataError(
+            f"{where}: the chat template refuses the conversation",
+            found=" ".join(str(error).split())[:200],
+            remedy="--system merge if it knows no system message, or --chat-template FILE",
+        ) from None
+
+
+def _render_answer(messages: Sequence[Message], where: str, render: Render) -> Rendered:
+    """Renders the conversation up to its last message, which is the only one to train on."""
+    text = render(messages, False)
+    span = _span(messages, len(messages) - 1, text, render)
+    if span is None:
+        raise DataError(
+            f"{where}: the chat template renders a conversation differently once an answer follows",
+            found="the text of its beginning is not the beginning of its text",
+            remedy="--chat-template FILE with another template",
+        )
+    return Rendered(text, (span,))
+
+
+def _span(messages: Sequence[Message], number: int, whole: str, render: Render) -> Span | None:
+    """Returns where an answer stands in the whole text; ``None`` if its beginning is not there."""
+    before, after = render(messages[:number], False), render(messages[: number + 1], False)
+    if not (whole.startswith(before) and whole.startswith(after)):
+        return None
+    # A template may end the request for an answer with what it removes from answers: <think>.
+    asked = render(messages[:number], True)
+    start = max(_common_length(asked, whole), len(before))
+    return (start, len(after)) if start < len(after) else None
+
+
+def _common_length(first: str, second: str) -> int:
+    """Returns for how many characters two texts are equal."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def plain_render(messages: Sequence[Message], begins_answer: bool) -> str:
+    """Joins prompt and completion as they are, without a template."""
+    if len(messages) > 2 or messages[0].role == "system":
+        raise ValueError("only a prompt and its completion can be joined without a template")
+    return "".join(message.content for message in messages)
+
+
+def template_render(tokenizer: Any) -> Render:
+    """Returns what renders by the chat template of a tokenizer."""
+    from jinja2 import TemplateError
+
+    def render(messages: Sequence[Message], begins_answer: bool) -> str:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [message.to_json() for message in messages],
+                tokenize=False,
+                add_generation_prompt=begins_answer,
+            )
+        except TemplateError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+    return render
+
+
+def encode(rendered: Rendered, where: str, tokenizer: Any, *, is_plain: bool) -> Example:
+    """Returns the tokens of a text and which are trained on.
+
+    The text ends with the end of a turn, so that the model learns to stop; it is added if the
+    template has none.
+
+    Args:
+        is_plain: The text has no template: what the tokenizer adds at a text's beginning is added.
+
+    Raises:
+        DataError: There is nothing to train on.
+    """
+    encoded = tokenizer(rendered.text, add_special_tokens=is_plain, return_offsets_mapping=True)
+    tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    # A token that begins before a part and ends in it belongs to the part.
+    targets = np.zeros(len(tokens), dtype=np.bool_)
+    for start, end in rendered.spans:
+        targets |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
+    ends = rendered.spans[-1][1] == len(rendered.text)
+    if ends and not _ends_turn(tokens, offsets, rendered.text, tokenizer):
+        tokens = np.append(tokens, tokenizer.eos_token_id)
+        targets = np.append(targets, True)
+    elif ends and is_plain:  # the tokenizer may have added it
+        targets[-1] = True
+    targets[:1] = False
+    if not targets.any():
+        raise DataError(
+            f"{where}: no token to train on",
+            found=f"the example has {len(tokens)} tokens, and none of the assistant's",
+        )
+    return Example(where, tokens, targets)
+
+
+def _ends_turn(
+    tokens: NDArray[np.int64], offsets: NDArray[np.int64], text: str, tokenizer: Any
+) -> bool:
+    """Whether the last token that is no white space is a special one, or there is none to add."""
+    if tokenizer.eos_token_id is None:
+        return True
+    end = len(text.rstrip())
+    visible = tokens[offsets[:, 0] < end] if end else tokens
+    special = {*tokenizer.all_special_ids}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special |= {number for number, token in added.items() if token.special}
+    return any(len(ids) and int(ids[-1]) in special for ids in (tokens, visible))

@@ -1,0 +1,229 @@
+"""Conversations from rows of data, in whichever of the usual formats they are written.
+
+Pure: rows are values, and every problem is a DataError that names the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.spec.errors import DataError
+
+Format = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text"]
+Role = Literal["system", "user", "assistant"]
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+_LISTS = ("messages", "conversations", "conversation")
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+_KNOWN = (
+    '{"messages": [{"role": …, "content": …}]}, {"conversations": [{"from": …, "value": …}]},'
+    ' {"instruction": …, "output": …}, {"prompt": …, "completion": …} or {"text": …}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    Attributes:
+        is_target: Whether the model is trained to write it.
+    """
+
+    role: Role
+    content: str
+    is_target: bool = False
+
+    def to_json(self) -> dict[str, str]:
+        """Returns the message as chat templates take it."""
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One example of the data.
+
+    Attributes:
+        where: File and line, for messages.
+        messages: Turns; empty for a plain text.
+        text: Plain text, all of which is trained on; empty for a conversation.
+    """
+
+    where: str
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+
+
+def detect_format(row: Mapping[str, Any], where: str) -> Format:
+    """Returns the format of a row by its keys.
+
+    Raises:
+        DataError: The keys are those of no format.
+    """
+    for key in _LISTS:
+        turns = row.get(key)
+        if isinstance(turns, Sequence) and not isinstance(turns, str):
+            first = turns[0] if turns else {}
+            is_sharegpt = isinstance(first, Mapping) and "from" in first
+            return "sharegpt" if is_sharegpt else "messages"
+    if "instruction" in row and "output" in row:
+        return "alpaca"
+    if _pair(row) is not None:
+        return "prompt-completion"
+    if "text" in row:
+        return "text"
+    raise DataError(
+        f"{where}: the format is not known",
+        found=f"keys: {', '.join(map(str, row)) or 'none'}",
+        remedy=f"rows like {_KNOWN}",
+    )
+
+
+def parse_row(row: Mapping[str, Any], data_format: Format, where: str) -> Conversation:
+    """Returns the conversation of a row.
+
+    Raises:
+        DataError: The row is not in this format, has roles out of order, or nothing to train on.
+    """
+    if data_format == "text":
+        text = _text(row.get("text"), "text", where)
+        if not text.strip():
+            raise DataError(f"{where}: the text is empty")
+        return Conversation(where, text=text)
+    parse = {
+        "messages": _from_messages,
+        "sharegpt": _from_sharegpt,
+        "alpaca": _from_alpaca,
+        "prompt-completion": _from_pair,
+    }[data_format]
+    messages = tuple(parse(row, where))
+    _check(messages, where)
+    return Conversation(where, messages)
+
+
+def place_system(
+    messages: Sequence[Message], placement: Literal["keep", "merge", "drop"]
+) -> tuple[Message, ...]:
+    """Returns the messages with the system message kept, put before the first user's, or dropped.
+
+    The order of roles has been checked: a system message comes first, and a user's follows.
+    """
+    if placement == "keep" or messages[0].role != "system":
+        return tuple(messages)
+    if placement == "drop":
+        return tuple(messages[1:])
+    system, user, *following = messages
+    return (Message("user", f"{system.content}\n\n{user.content}"), *following)
+
+
+def _from_messages(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+    return _turns(_list(row, where), where, "role", "content")
+
+
+def _from_sharegpt(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+    if system := row.get("system"):
+        yield Message("system", _text(system, "system", where))
+    yield from _turns(_list(row, where), where, "from", "value")
+
+
+def _from_alpaca(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+    if system := row.get("system"):
+        yield Message("system", _text(system, "system", where))
+    parts = [_text(row.get(key) or "", key, where) for key in ("instruction", "input")]
+    yield Message("user", "\n\n".join(part for part in parts if part.strip()))
+    yield Message("assistant", _text(row.get("output"), "output", where), is_target=True)
+
+
+def _from_pair(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+    pair = _pair(row)
+    if pair is None:
+        raise DataError(f"{where}: no prompt and completion", found=_keys(row))
+    prompt, completion = (row[key] for key in pair)
+    if isinstance(prompt, str):
+        yield Message("user", prompt)
+    else:
+        turns = _turns(prompt, where, "role", "content")
+        yield from (Message(turn.role, turn.content) for turn in turns)
+    if isinstance(completion, str):
+        yield Message("assistant", completion, is_target=True)
+    else:
+        yield from _turns(completion, where, "role", "content")
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    return next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
+
+
+def _list(row: Mapping[str, Any], where: str) -> Any:
+    for key in _LISTS:
+        if key in row:
+            return row[key]
+    raise DataError(f"{where}: no list of messages", found=_keys(row))
+
+
+def _turns(turns: Any, where: str, role_key: str, text_key: str) -> Iterable[Message]:
+    """Yields the messages of a list."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not len(turns):
+        raise DataError(
+            f"{where}: the list of messages is empty or no list", found=repr(turns)[:80]
+        )
+    for number, turn in enumerate(turns, 1):
+        place = f"{where}, message {number}"
+        if not isinstance(turn, Mapping):
+            raise DataError(f"{place}: no message", found=repr(turn)[:80])
+        if turn.get("tool_calls"):
+            raise DataError(f"{place}: calls of tools cannot be trained on yet")
+        role = _ROLES.get(str(turn.get(role_key)))
+        if role is None:
+            raise DataError(
+                f"{place}: unknown role {turn.get(role_key)!r}",
+                found=_keys(turn),
+                remedy=f"one of {', '.join(_ROLES)}",
+            )
+        content = _text(turn.get(text_key), text_key, place)
+        is_trained = role == "assistant" and turn.get("weight") != 0
+        yield Message(role, content, is_target=is_trained)
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    """Returns a text; a list of text parts is joined, as the OpenAI format has it."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(map(str, parts))
+    if not isinstance(value, str):
+        raise DataError(f'{where}: "{key}" is no text', found=repr(value)[:80])
+    return value
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    return f"keys: {', '.join(map(str, row)) or 'none'}"
+
+
+def _check(messages: Sequence[Message], where: str) -> None:
+    """Raises DataError for roles out of order, empty answers, or nothing to train on."""
+    turns = messages[1:] if messages[0].role == "system" else messages
+    roles = [message.role for message in messages]
+    for number, message in enumerate(turns):
+        if message.role != ("assistant" if number % 2 else "user"):
+            raise DataError(
+                f"{where}: roles out of order",
+                found=", ".join(roles),
+                remedy="a system message if there is one, then user and assistant in turn",
+            )
+    if not any(message.is_target for message in messages):
+        raise DataError(f"{where}: no message of the assistant to train on", found=", ".join(roles))
+    for number, message in enumerate(messages, 1):
+        if message.is_target and not message.content.strip():
+            raise DataError(f"{where}, message {number}: the answer is empty")

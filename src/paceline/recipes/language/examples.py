@@ -1,0 +1,229 @@
+"""Examples for training from rows of data: parsed, rendered, as tokens, within a length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.recipes.language.chat_templates import Example, Render, encode, render_conversation
+from paceline.recipes.language.conversations import (
+    Conversation,
+    Format,
+    Message,
+    detect_format,
+    parse_row,
+    place_system,
+)
+from paceline.recipes.language.records import Record
+from paceline.recipes.language.rows import Rows, make_rows, pack
+from paceline.spec.errors import DataError
+from paceline.train import Draws
+from paceline.train.data.order import Ids
+
+
+def parse_records(
+    records: Sequence[Record], *, skip_damaged: bool
+) -> tuple[Format, list[Conversation], list[DataError]]:
+    """Returns format and conversations of the rows, and the errors of those that were left out.
+
+    Raises:
+        DataError: A row is damaged (unless ``skip_damaged``), or there are none.
+    """
+    data_format: Format | None = None
+    conversations, errors = list[Conversation](), list[DataError]()
+    for where, row in records:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            data_format = data_format or detect_format(row, where)
+            conversations.append(parse_row(row, data_format, where))
+        except DataError as error:
+            if not skip_damaged:
+                raise
+            errors.append(error)
+    if data_format is None or not conversations:
+        raise errors[0] if errors else DataError("the data hold no examples")
+    return data_format, conversations, errors
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns conversations into tokens.
+
+    Attributes:
+        render: Chat template.
+        has_template: Whether conversations are rendered by a template.
+        limit: Largest number of tokens of an example.
+        too_long: What to do with longer ones.
+    """
+
+    tokenizer: Any
+    render: Render
+    has_template: bool
+    system: Literal["keep", "merge", "drop"]
+    limit: int
+    too_long: Literal["refuse", "cut", "drop"]
+
+    def encode(
+        self, conversations: Sequence[Conversation], *, skip_damaged: bool = False
+    ) -> ExampleSet:
+        """Returns the examples of conversations.
+
+        Raises:
+            DataError: An example cannot be trained on (unless ``skip_damaged``), or is too long and
+                ``too_long`` is ``refuse``.
+        """
+        examples, errors = list[Example](), list[DataError]()
+        for conversation in conversations:
+            try:
+                examples += self.encode_one(conversation)
+            except DataError as error:
+                if not skip_damaged:
+                    raise
+                errors.append(error)
+        long = [example for example in examples if len(example) > self.limit]
+        if long and self.too_long == "refuse":
+            longest = max(long, key=len)
+            raise DataError(
+                f"{len(long):,} of {len(examples):,} examples are longer than --max-length"
+                f" {self.limit}",
+                found=f"{longest.where} has {len(longest):,} tokens, {long[0].where} is the first",
+                remedy=f"--max-length {len(longest)}, or --too-long cut or drop",
+            )
+        fitting = [fitted for one in examples if (fitted := self._fit(one)) is not None]
+        if not fitting:
+            raise (
+                errors[0]
+                if errors
+                else DataError(
+                    f"no example has anything to train on within --max-length {self.limit}"
+                )
+            )
+        return ExampleSet(
+            fitting,
+            pad=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
+            num_cut=len(long) - (len(examples) - len(fitting)),
+            num_dropped=len(examples) - len(fitting),
+            num_lost_tokens=sum(map(len, examples)) - sum(map(len, fitting)),
+            errors=errors,
+        )
+
+    def encode_one(self, conversation: Conversation) -> list[Example]:
+        """Returns the examples of one conversation, of any length.
+
+        Raises:
+            DataError: It cannot be rendered, or has no target.
+        """
+        where, is_plain = conversation.where, not conversation.messages or not self.has_template
+        if conversation.messages:
+            placed = place_system(conversation.messages, self.system)
+            conversation = Conversation(where, placed)
+        return [
+            encode(rendered, where, self.tokenizer, is_plain=is_plain)
+            for rendered in render_conversation(conversation, self.render)
+        ]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Returns text and tokens of the beginning of a conversation, up to the next answer."""
+        prompt = self.render(place_system(messages, self.system), True)
+        tokens = self.tokenizer(prompt, add_special_tokens=not self.has_template)["input_ids"]
+        return prompt, list(tokens)
+
+    def _fit(self, example: Example) -> Example | None:
+        """Returns the example within the limit; ``None`` if it is dropped."""
+        if len(example) <= self.limit:
+            return example
+        tokens, targets = example.tokens[: self.limit], example.targets[: self.limit]
+        if self.too_long == "drop" or not targets.any():
+            return None
+        return Example(example.where, tokens, targets)
+
+
+@dataclass
+class ExampleSet:
+    """A part of the data, which makes batches of rows.
+
+    Attributes:
+        pad: Token that fills rows up.
+        capacity: Tokens of a row that holds several examples; 0 for one example a row.
+        num_cut: Examples that were cut, and ``num_dropped`` those left out for their length.
+        errors: Why others were left out.
+    """
+
+    examples: Sequence[Example]
+    pad: int
+    num_cut: int = 0
+    num_dropped: int = 0
+    num_lost_tokens: int = 0
+    errors: Sequence[DataError] = ()
+    capacity: int = 0
+    targets: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.targets = np.array([int(example.targets.sum()) for example in self.examples])
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def lengths(self) -> list[int]:
+        """Returns the number of tokens of each example."""
+        return [len(example) for example in self.examples]
+
+    def batch(self, ids: Ids, draws: Draws | None) -> Rows:
+        """Returns the rows of these examples."""
+        chosen = [self.examples[number] for number in ids.tolist()]
+        lengths = [len(example) for example in chosen]
+        layout = (
+            pack(lengths, self.capacity) if self.capacity else [[n] for n in range(len(chosen))]
+        )
+        return make_rows(chosen, layout, self.pad)
+
+    def check_vocabulary(self, size: int, tokenizer: Any) -> None:
+        """Raises DataError if an example has a token that a model of so many tokens lacks."""
+        for example in self.examples:
+            if (largest := int(example.tokens.max())) >= size:
+                token = tokenizer.convert_ids_to_tokens(largest)
+                raise DataError(
+                    f"{example.where}: token {largest} ({token!r}) is none of the model's",
+                    found=f"the model has {size:,} tokens",
+                    remedy="a --model whose tokenizer belongs to its weights",
+                )
+
+    def fingerprint(self) -> str:
+        """Returns a hash of tokens and targets."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(len(example).to_bytes(8, "little"))
+            digest.update(example.tokens.tobytes() + example.targets.tobytes())
+        return digest.hexdigest()[:16]
+
+    def describe(self, name: str) -> str:
+        """Returns a line about number, lengths and losses by length."""
+        lengths, num_targets = np.array(self.lengths()), int(self.targets.sum())
+        num_tokens, median = int(lengths.sum()), int(np.median(lengths))
+        losses = [f"{self.num_cut:,} cut"] if self.num_cut else []
+        losses += [f"{self.num_dropped:,} too long, left out"] if self.num_dropped else []
+        losses += [f"{self.num_lost_tokens:,} tokens lost by that"] if losses else []
+        losses += [f"{len(self.errors):,} damaged, left out"] if self.errors else []
+        return "; ".join((
+            f"{len(self):,} examples for {name}: {num_tokens:,} tokens, {num_targets:,} of them"
+            f" trained on ({num_targets / num_tokens:.0%}); length median {median}, longest"
+            f" {lengths.max()}",
+            *losses,
+        ))  # fmt: skip
+
+
+def show_example(example: Example, decode: Callable[[Sequence[int]], str]) -> str:
+    """Returns an example's text; lines that are trained on begin with ``>``, others with ``|``."""
+    changes = np.flatnonzero(np.diff(example.targets)) + 1
+    lines = [f"{example.where}: {len(example)} tokens, {int(example.targets.sum())} trained on (>)"]
+    for part in np.split(np.arange(len(example)), changes):
+        mark = ">" if example.targets[part[0]] else "|"
+        text = decode(example.tokens[part].tolist()).rstrip("\n")
+        lines += [f"  {mark} {line}" for line in text.split("\n")]
+    return "\n".join(lines)

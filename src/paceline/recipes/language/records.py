@@ -1,0 +1,143 @@
+"""Rows of data files, each with its file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.program import library
+from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id
+from paceline.recipes.data.hub import is_saved, load_rows
+from paceline.recipes.data.texts import parse_rows, read_lines
+from paceline.spec.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+Record = tuple[str, "Mapping[str, Any] | DataError"]
+"""File and line, and the row there, or why it cannot be read."""
+
+
+def read_splits(name: str, data_dir: str, config: str, offline: bool) -> dict[str, list[Record]]:
+    """Reads the rows of each part: ``train``, and ``val`` and ``test`` if there are any.
+
+    Raises:
+        DataError: The data are not found, or a whole file cannot be read.
+    """
+    path = find_data(name, data_dir)
+    if path.is_file():
+        return {"train": [*read_file(path)]}
+    if path.is_dir() and not is_saved(path) and (files := _split_files(path)):
+        return {
+            split: [record for file in paths for record in read_file(file)]
+            for split, paths in files.items()
+        }
+    if path.is_dir() or is_hub_id(name):
+        parts = load_rows(name, config, offline)
+        return {
+            split: [(f"{name} {split} row {n}", row) for n, row in enumerate(rows, 1)]
+            for split, rows in parts.items()
+        }
+    raise DataError(
+        f"--data {name}: no such file or folder",
+        found=f"no {path.absolute()}",
+        remedy=f"a file ({', '.join(SUFFIXES)}), a folder of them, or an id of Hugging Face",
+    )
+
+
+def _split_files(folder: Path) -> dict[str, list[Path]]:
+    """Returns the files of each part by their names; all are for training if no name tells."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
+    splits = {
+        split: [path for path in files if path.stem in names]
+        for split, names in SPLIT_NAMES.items()
+    }
+    if not splits["train"]:
+        held_out = {path for paths in splits.values() for path in paths}
+        splits["train"] = [path for path in files if path not in held_out]
+    return {split: paths for split, paths in splits.items() if paths}
+
+
+def read_file(path: Path) -> Iterator[Record]:
+    """Yields the rows of a file.
+
+    Raises:
+        DataError: The file cannot be read, or its kind is not known.
+    """
+    readers = {
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".csv": _read_table,
+        ".tsv": _read_table,
+        ".parquet": _read_parquet,
+        ".txt": _read_text,
+    }
+    if path.suffix not in readers:
+        raise DataError(f"{path}: unknown kind of file", remedy=f"one of {', '.join(readers)}")
+    return readers[path.suffix](path)
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            yield _parse(line, f"{path} line {number}")
+
+
+def _parse(line: str, where: str) -> Record:
+    try:
+        row = json.loads(line)
+        if "\\ud" in line.lower():  # reject half of a surrogate pair
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        return where, DataError(f"{where} is no JSON", found=str(error))
+    return _checked(row, where)
+
+
+def _checked(row: Any, where: str) -> Record:
+    if isinstance(row, Mapping):
+        return where, row
+    return where, DataError(f"{where} is no JSON object", found=repr(row)[:80])
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    """Yields the rows of a file with one list, which may be in an object under any name."""
+    try:
+        content = json.loads("\n".join(read_lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON", found=str(error)) from None
+    if isinstance(content, Mapping):
+        content = next((value for value in content.values() if isinstance(value, list)), None)
+    if not isinstance(content, list):
+        raise DataError(f"{path} holds no list of examples", remedy="one object a line: .jsonl")
+    return (_checked(row, f"{path} item {number}") for number, row in enumerate(content, 1))
+
+
+def _read_table(path: Path) -> Iterator[Record]:
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    rows = parse_rows(path, [f"{line}\n" for line in read_lines(path)], delimiter)
+    if not rows:
+        return
+    header = [cell.strip().lower() for cell in rows[0]]
+    for number, row in enumerate(rows[1:], 2):
+        where = f"{path} row {number}"
+        if len(row) == len(header):
+            yield where, dict(zip(header, row, strict=True))
+        else:
+            reason = f"{len(row)} columns, {len(header)} in the header"
+            yield where, DataError(f"{where} has other columns than the header", found=reason)
+
+
+def _read_text(path: Path) -> Iterator[Record]:
+    """Yields one text for each line that is not empty."""
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            yield f"{path} line {number}", {"text": line}
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    parquet = library("pyarrow.parquet", f"{path} is read", "pip install 'paceline[parquet]'")
+    try:
+        rows: Iterable[Any] = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's errors are of both kinds
+        raise DataError(f"{path} cannot be read", found=str(error)[:200]) from None
+    return (_checked(row, f"{path} row {number}") for number, row in enumerate(rows, 1))

@@ -1,0 +1,354 @@
+"""Data for fine-tuning language models: formats, templates, masks, lengths and packing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_language_model import CHATML, chats, make_tokenizer, write_jsonl
+
+from each_case import each_case
+from paceline.recipes.language.chat_templates import (
+    Example,
+    encode,
+    plain_render,
+    render_conversation,
+    template_render,
+)
+from paceline.recipes.language.conversations import (
+    Conversation,
+    Message,
+    detect_format,
+    parse_row,
+    place_system,
+)
+from paceline.recipes.language.examples import Encoder, parse_records, show_example
+from paceline.recipes.language.records import read_file, read_splits
+from paceline.recipes.language.rows import IGNORED, make_rows, pack
+from paceline.spec.errors import DataError
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+# leaves thoughts out of earlier answers, and gives the last one an empty thought
+THINKING = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
+    "{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+)
+REFUSES_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
+)
+ENDS_PROMPT_WITH_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+SHOUTS_ONCE_ANSWERED = (
+    "{% for m in messages %}"
+    "{{ m.content | upper if messages | length > 1 else m.content }} {% endfor %}"
+)
+
+
+def conversation(*turns: tuple[str, str]) -> Conversation:
+    messages = (Message(role, text, role == "assistant") for role, text in turns)  # type: ignore[arg-type]
+    return Conversation("f line 1", tuple(messages))
+
+
+def trained_texts(template: str, *turns: tuple[str, str]) -> list[list[str]]:
+    tokenizer = make_tokenizer(template)
+    rendered = render_conversation(conversation(*turns), template_render(tokenizer))
+    return [[one.text[start:end] for start, end in one.spans] for one in rendered]
+
+
+# -- formats -------------------------------------------------------------------------------
+
+
+@each_case(
+    ("name", "row"),
+    [
+        ("messages", {"messages": [USER, ANSWER]}),
+        ("messages", {"conversations": [USER, ANSWER]}),
+        (
+            "messages",
+            {"messages": [USER, {**ANSWER, "content": [{"type": "text", "text": "Hello"}]}]},
+        ),
+        ("sharegpt", {"conversations": SHAREGPT}),
+        ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}),
+        ("prompt-completion", {"prompt": "Hi", "completion": "Hello"}),
+        ("prompt-completion", {"prompt": [USER], "completion": [ANSWER]}),
+        ("prompt-completion", {"question": "Hi", "answer": "Hello"}),
+    ],
+)
+def test_every_format_gives_the_same_conversation(name: Any, row: dict[str, Any]) -> None:
+    assert detect_format(row, "f line 1") == name
+    expected = conversation(("user", "Hi"), ("assistant", "Hello"))
+    assert parse_row(row, name, "f line 1") == expected
+
+
+def test_system_messages_and_inputs_of_all_formats() -> None:
+    alpaca = {"instruction": "Add", "input": "1 1", "output": "2", "system": "S"}
+    assert [m.content for m in parse_row(alpaca, "alpaca", "f").messages] == [
+        "S",
+        "Add\n\n1 1",
+        "2",
+    ]
+    row = {"system": "S", "conversations": SHAREGPT}
+    assert parse_row(row, "sharegpt", "f").messages[0] == Message("system", "S")
+    text = parse_row({"text": "Once"}, "text", "f line 3")
+    assert (text.text, text.messages) == ("Once", ())
+
+
+def test_messages_of_weight_zero_and_in_prompts_are_not_trained_on() -> None:
+    turns = [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
+    parsed = parse_row({"messages": turns}, "messages", "f").messages
+    assert [message.is_target for message in parsed] == [False, False, False, True]
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    parsed = parse_row(row, "prompt-completion", "f").messages
+    assert [message.is_target for message in parsed] == [False, False, False, True]
+
+
+@each_case(
+    ("turns", "problem"),
+    [
+        ([ANSWER, USER], "roles out of order"),
+        ([USER, USER, ANSWER], "roles out of order"),
+        ([USER, ANSWER, {"role": "system", "content": "S"}, ANSWER], "roles out of order"),
+        ([USER], "no message of the assistant"),
+        ([USER, {"role": "assistant", "content": " \n"}], "message 2: the answer is empty"),
+        ([USER, {"role": "assistant", "content": None}], 'message 2: "content" is no text'),
+        ([USER, {"role": "narrator", "content": "x"}], "message 2: unknown role 'narrator'"),
+        ([USER, "Hello"], "message 2: no message"),
+        ([USER, {**ANSWER, "tool_calls": [{}]}], "message 2: calls of tools"),
+        ([], "the list of messages is empty"),
+    ],
+)
+def test_bad_conversations_are_refused_with_their_line(turns: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=r"^chat\.jsonl line 7") as caught:
+        parse_row({"messages": turns}, "messages", "chat.jsonl line 7")
+    assert problem in caught.value.message
+
+
+def test_rows_of_no_format_or_of_another_are_refused() -> None:
+    with pytest.raises(DataError, match="f line 1: the format is not known"):
+        detect_format({"label": 1}, "f line 1")
+    for data_format in ("messages", "sharegpt", "alpaca", "prompt-completion", "text"):
+        with pytest.raises(DataError, match="f line 2"):
+            parse_row({"label": 1}, data_format, "f line 2")  # type: ignore[arg-type]
+
+
+# -- files ---------------------------------------------------------------------------------
+
+
+def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}, or\nnot?", "completion": str(n)} for n in range(3)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}, indent=2))
+    cells = "".join(f'"{row["prompt"]}",{row["completion"]}\r\n' for row in rows)
+    (tmp_path / "a.csv").write_text("Prompt,completion\r\n" + cells)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(__import__("pyarrow").Table.from_pylist(rows), tmp_path / "a.parquet")
+    for suffix in ("jsonl", "json", "csv", "parquet"):
+        assert [row for _, row in read_file(tmp_path / f"a.{suffix}")] == rows
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    assert [*read_file(tmp_path / "a.txt")] == [
+        (f"{tmp_path}/a.txt line 1", {"text": "one"}), (f"{tmp_path}/a.txt line 3", {"text": "two"})
+    ]  # fmt: skip
+
+
+def test_folders_have_parts_by_name(tmp_path: Path) -> None:
+    for name, count in (("train", 3), ("valid", 2), ("test", 1)):
+        write_jsonl(tmp_path / f"{name}.jsonl", chats(count))
+    parts = read_splits(str(tmp_path), "", "", True)
+    assert {name: len(rows) for name, rows in parts.items()} == {"train": 3, "val": 2, "test": 1}
+    for path in tmp_path.iterdir():
+        path.rename(path.with_stem(f"part-{path.stem}"))
+    assert len(read_splits(str(tmp_path), "", "", True)["train"]) == 6
+
+
+def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in chats(1)] * 70_000
+    lines[69_999] = '{"messages": ['
+    lines[3] = "[]"
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(lines))
+    records = [*read_file(path)]
+    with pytest.raises(DataError, match=r"chat.jsonl line 4 is no JSON object"):
+        parse_records(records, skip_damaged=False)
+    _, conversations, errors = parse_records(records, skip_damaged=True)
+    assert len(conversations) == 69_998
+    assert [error.message.split("jsonl ")[1] for error in errors] == [
+        "line 4 is no JSON object", "line 70000 is no JSON"
+    ]  # fmt: skip
+
+
+def test_data_without_a_single_usable_row_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n[]\n")
+    with pytest.raises(DataError, match="line 1: the format is not known"):
+        parse_records([*read_file(tmp_path / "a.jsonl")], skip_damaged=True)
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="no examples"):
+        parse_records([*read_file(tmp_path / "b.jsonl")], skip_damaged=True)
+
+
+# -- templates and masks -------------------------------------------------------------------
+
+
+def test_answers_with_their_ends_are_trained_on() -> None:
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert trained_texts(CHATML, *turns) == [["b<|end|>\n", "d<|end|>\n"]]
+
+
+def test_answers_have_the_context_of_their_use_if_later_ones_change_it() -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    last = "<think>\n</think>\n{}<|end|>\n"
+    assert trained_texts(THINKING, *turns) == [[last.format("b")], [last.format("d")]]
+    assert trained_texts(THINKING, *turns[:2]) == [[last.format("b")]]
+
+
+def test_what_a_request_for_an_answer_adds_may_be_removed_from_answers() -> None:
+    turns = [("user", "a"), ("assistant", "b")]
+    assert trained_texts(ENDS_PROMPT_WITH_THOUGHT, *turns) == [["b<|end|>\n"]]
+
+
+def test_templates_that_lose_something_are_refused() -> None:
+    turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b")]
+    with pytest.raises(DataError, match="f line 1: the chat template drops the system message"):
+        trained_texts(NO_SYSTEM, *turns)
+    with pytest.raises(DataError, match="f line 1: the chat template refuses") as caught:
+        trained_texts(REFUSES_SYSTEM, *turns)
+    assert caught.value.found == "No system"
+    assert "--system merge" in caught.value.remedy
+    with pytest.raises(DataError, match="f line 1: the chat template renders a conversation diff"):
+        trained_texts(SHOUTS_ONCE_ANSWERED, *turns[1:])
+
+
+def test_system_messages_can_be_merged_or_dropped() -> None:
+    messages = conversation(("system", "S"), ("user", "a"), ("assistant", "b")).messages
+    assert place_system(messages, "keep") == messages
+    assert [m.content for m in place_system(messages, "merge")] == ["S\n\na", "b"]
+    assert place_system(messages, "drop") == place_system(messages[1:], "merge") == messages[1:]
+
+
+def example(*turns: tuple[str, str], template: str = CHATML) -> Example:
+    tokenizer = make_tokenizer(template)
+    (rendered,) = render_conversation(conversation(*turns), template_render(tokenizer))
+    return encode(rendered, "f line 1", tokenizer, is_plain=False)
+
+
+def decoded(made: Example) -> str:
+    text: str = make_tokenizer().decode(made.tokens[made.targets].tolist())
+    return text
+
+
+def test_targets_are_the_tokens_of_the_answers() -> None:
+    made = example(("user", "Größe?"), ("assistant", "100 €"))
+    assert decoded(made) == "100 €<|end|>\n"
+
+
+def test_the_end_is_learnt_even_if_the_template_has_none() -> None:
+    bare = CHATML.replace("<|end|>\n", "\n")
+    made = example(("user", "a"), ("assistant", "b"), template=bare)
+    assert decoded(made) == "b\n<|end|>"
+    tokenizer = make_tokenizer(None)
+    plain = render_conversation(Conversation("f", text="Once"), plain_render)[0]
+    assert decoded(encode(plain, "f", tokenizer, is_plain=True)) == "nce<|end|>"  # nothing before O
+
+
+def test_prompt_and_completion_can_be_joined_as_they_are() -> None:
+    pair = conversation(("user", "1, 2, "), ("assistant", "3"))
+    (rendered,) = render_conversation(pair, plain_render)
+    assert decoded(encode(rendered, "f", make_tokenizer(None), is_plain=True)) == "3<|end|>"
+    with pytest.raises(DataError, match="refuses"):
+        render_conversation(conversation(*[("user", "a"), ("assistant", "b")] * 2), plain_render)
+
+
+def test_an_empty_mask_is_refused_by_name() -> None:
+    silent = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
+    with pytest.raises(DataError, match=r"^f line 1"):
+        example(("user", "a"), ("assistant", "b"), template=silent)
+    tokenizer = make_tokenizer(None)
+    tokenizer.eos_token = None
+    plain = render_conversation(Conversation("f line 9", text="x"), plain_render)[0]
+    with pytest.raises(DataError, match="f line 9: no token to train on"):
+        encode(plain, "f line 9", tokenizer, is_plain=True)
+
+
+def test_shown_examples_mark_what_is_trained_on() -> None:
+    made = example(("user", "a\nb"), ("assistant", "c\nd"))
+    shown = show_example(made, make_tokenizer().decode)
+    *context, first, second = shown.splitlines()[1:]
+    assert context == ["  | <|start|>user", "  | a", "  | b<|end|>", "  | <|start|>assistant"]
+    assert (first, second) == ("  > c", "  > d<|end|>")
+
+
+# -- lengths -------------------------------------------------------------------------------
+
+
+def encoder(limit: int, too_long: Any = "refuse") -> Encoder:
+    tokenizer = make_tokenizer()
+    return Encoder(tokenizer, template_render(tokenizer), True, "keep", limit, too_long)
+
+
+def test_long_examples_are_refused_cut_or_dropped_and_counted() -> None:
+    texts = [Conversation(f"f line {n}", text="x" * n) for n in (5, 90, 20, 30)]
+    with pytest.raises(
+        DataError, match="3 of 4 examples are longer than --max-length 10"
+    ) as caught:
+        encoder(10).encode(texts)
+    assert caught.value.found == "f line 90 has 91 tokens, f line 90 is the first"
+    assert "--max-length 91" in caught.value.remedy
+    cut = encoder(10, "cut").encode(texts)
+    assert (cut.lengths(), cut.num_cut, cut.num_dropped) == ([6, 10, 10, 10], 3, 0)
+    assert cut.num_lost_tokens == 81 + 11 + 21
+    dropped = encoder(10, "drop").encode(texts)
+    assert (dropped.lengths(), dropped.num_cut, dropped.num_dropped) == ([6], 0, 3)
+    assert "3 too long, left out; 143 tokens lost by that" in dropped.describe("training")
+
+
+def test_a_cut_that_leaves_nothing_to_train_on_drops_the_example() -> None:
+    rows = [conversation(("user", "x" * n), ("assistant", "yes")) for n in (1, 100)]
+    made = encoder(40, "cut").encode(rows)
+    assert (len(made), made.num_cut, made.num_dropped) == (1, 0, 1)
+    with pytest.raises(DataError, match="no example has anything to train on within"):
+        encoder(40, "cut").encode(rows[1:])
+
+
+def test_tokens_beyond_the_model_are_refused() -> None:
+    made = encoder(99).encode([conversation(("user", "a"), ("assistant", "b"))])
+    made.check_vocabulary(258, make_tokenizer())
+    with pytest.raises(DataError, match=r"f line 1: token \d+ \('.'\) is none of the model's"):
+        made.check_vocabulary(60, make_tokenizer())
+
+
+# -- packing -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_packing_uses_every_example_once_within_the_capacity(lengths: list[int]) -> None:
+    rows = pack(lengths, 20)
+    assert sorted(n for row in rows for n in row) == [*range(len(lengths))]
+    fill = [sum(lengths[n] for n in row) for row in rows]
+    assert max(fill) <= 20
+    # at most one row is filled to half or less, or two would have been one
+    assert sum(2 * filled <= 20 for filled in fill) <= 1
+
+
+def simple(length: int, targets: Sequence[int]) -> Example:
+    mask = np.isin(np.arange(length), targets)
+    return Example("f", np.arange(length) + 10, mask)
+
+
+def test_rows_restart_positions_and_label_targets_only() -> None:
+    rows = make_rows([simple(3, [2]), simple(2, [1]), simple(4, [1, 3])], [[0, 1], [2]], pad=7)
+    assert rows.tokens.tolist() == [[10, 11, 12, 10, 11], [10, 11, 12, 13, 7]]
+    assert rows.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    none = IGNORED
+    assert rows.labels.tolist() == [[none, none, 12, none, 11], [none, 11, none, 13, none]]
+    assert rows.examples.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, 2, 0]]

@@ -1,0 +1,84 @@
+"""A tiny language model with random weights and a tokenizer of single bytes, made in a moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(template: str | None = CHATML) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = ["<|start|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        extra_special_tokens=["<|start|>"],
+    )
+    fast.chat_template = template
+    return fast
+
+
+def make_model(num_tokens: int = 258, kind: str = "Llama") -> Any:
+    """Makes a model: ``Llama``, whose norms are in float32, or ``GPTNeoX``, all in one dtype."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=num_tokens,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def save(
+    folder: Path, template: str | None = CHATML, num_tokens: int = 258, kind: str = "Llama"
+) -> Path:
+    """Writes tokenizer and model."""
+    make_tokenizer(template).save_pretrained(str(folder))
+    make_model(num_tokens, kind).save_pretrained(str(folder))
+    return folder
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    """Conversations of uneven lengths, some with a system message, some of two turns."""
+    rows = []
+    for n in range(count):
+        turns = [{"role": "system", "content": "Be brief."}] if n % 3 else []
+        turns += [
+            {"role": "user", "content": f"How much is {n} plus {n}?"},
+            {"role": "assistant", "content": f"{2 * n}" + " indeed" * (n % 5)},
+        ]
+        if n % 4 == 0:
+            turns += [
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "Yes." * (1 + n % 7)},
+            ]
+        rows.append({"messages": turns})
+    return rows
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

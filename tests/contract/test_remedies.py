@@ -48,7 +48,8 @@ BY_VERB = {verb: options_of(program.get_command(CTX, verb) or program) for verb 
 def recipe_options() -> set[str]:
     """Options of recipes, which stand behind a recipe's name."""
     found: set[str] = set()
-    for path in (*SOURCE.glob("recipes/*.py"), SOURCE / "recipes/use/__init__.py"):
+    paths = (SOURCE / "recipes/use/__init__.py", SOURCE / "recipes/language/options.py")
+    for path in (*SOURCE.glob("recipes/*.py"), *paths):
         names = re.findall(r"^    ([a-z]\w*): ", path.read_text(encoding="utf-8"), re.MULTILINE)
         found |= {f"--{name.replace('_', '-')}" for name in names}
         found |= {f"--no-{name.replace('_', '-')}" for name in names}

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import hub_folders
+import tiny_language_model
 from launches import SOURCE
 from test_tutorial import applied
 
@@ -307,6 +308,8 @@ def texts(folder: Path) -> None:
     rows = [
         f"{('bad', 'good')[n % 2]},the soup was {('cold', 'fine')[n % 2]} {n}" for n in range(40)
     ]
+    tiny_language_model.save(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    tiny_language_model.write_jsonl(folder / "chat.jsonl", tiny_language_model.chats(24))
     (folder / "reviews.csv").write_text("label,text\n" + "\n".join(rows) + "\n")
     for part in ("train", "test"):
         news = [f"{n % 4 + 1},title {n},body of number {n}" for n in range(40)]

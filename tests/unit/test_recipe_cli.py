@@ -69,6 +69,9 @@ def test_copying(tmp_path: Path) -> None:
     assert isinstance(again.exception, SettingError)
     with pytest.raises(SettingError, match="Did you mean translation"):
         recipe_verb.script("translatoin")
+    with pytest.raises(SettingError, match="no short script of the recipe sft"):
+        recipe_verb.script("sft")
+    assert "def train_sft(" in recipe_verb.script("sft", True)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -42,6 +42,10 @@ EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("translation", "data_config"): (["--data-config=en-it"], [HUB]),
     ("translation", "val_fraction"): (["--data=multi30k", "--val-fraction=0.2"], ["--data=a.tsv"]),
     ("translation", "data_dir"): (["--data-dir=x"], ["--data=a.tsv"]),
+    ("sft", "lora_rank"): (["--method=full", "--lora-rank=4"], ["--method=dora"]),
+    ("sft", "lora_alpha"): (["--method=full", "--lora-alpha=4"], ["--method=lora"]),
+    ("sft", "data_config"): (["--data=a.jsonl", "--data-config=x"], [HUB]),
+    ("sft", "val_fraction"): (["--test-data=a", "--val-fraction=0.2"], ["--test-data="]),
     ("translation", "mirror"): (["--mirror=http://a"], ["--data=multi30k"]),
     **{
         (name, option): example
@@ -53,12 +57,20 @@ EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
         }.items()
     },
 }  # fmt: skip
+
+
+def needed(name: str) -> list[str]:
+    """The options that a recipe cannot do without."""
+    return [f"--{field}=a/b" for field in RECIPES[name].options.required]
+
+
 ROWS = [(name, one.option) for name in RECIPES for one in RULES[RECIPES[name].options]]
 
 
 @each_case(("name", "option"), ROWS)
 def test_each_row_of_the_table(name: str, option: str) -> None:
     without, beside = EXAMPLES[name, option]
+    without = overridden(needed(name), without)
     flag = "--" + option.replace("_", "-")
     with pytest.raises(SettingError) as caught:
         parse_options(name, without)
@@ -73,8 +85,9 @@ def test_each_row_of_the_table(name: str, option: str) -> None:
 
 def test_defaults_are_never_refused_and_nothing_is_switched_off() -> None:
     for name in RECIPES:
-        usual = parse_options(name, [])
-        assert usual == RECIPES[name].options()
+        usual = parse_options(name, needed(name))
+        required = dict.fromkeys(RECIPES[name].options.required, "a/b")
+        assert usual == RECIPES[name].options(**required)
     assert parse_options("image", ["--no-nesterov", "--no-skip-damaged"]).optimizer == "adamw"
 
 

@@ -133,7 +133,8 @@ def test_unknown_recipe() -> None:
 
 def test_registry_names_what_exists() -> None:
     for one in RECIPES.values():
-        assert one.options().validate() is None
+        needed = dict.fromkeys(one.options.required, "a/b")
+        assert one.options(**needed).validate() is None
         assert one.summary
 
 

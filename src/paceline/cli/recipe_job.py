@@ -43,7 +43,7 @@ from paceline.spec.settings import TOML_NAME
 from paceline.spec.training.balance import parse_weights, validate_limits, validate_weights
 
 GATHERED_PREFIX = "paceline-data-"  # begins the name of a folder that goes with this command
-DATA_FILES = ("data", "test_data", "target")
+DATA_FILES = ("data", "test_data", "target", "chat_template")
 """Options of recipes that may name a file."""
 PER_HOST_PARSERS: dict[str, Callable[[str], object]] = {
     "balance": parse_weights,
@@ -142,6 +142,8 @@ def prepared_job(
     portable = {field: absolute_folder(path) for field, path in files.items() if path}
     weights, inputs = weights_input(getattr(options, "weights", ""))
     portable |= {"weights": weights} if weights else {}
+    if "model" in options.required:
+        portable["model"], inputs = path_input(options.model)
     options = dataclasses.replace(options, **dict[str, Any](portable))
     sends_files = has_effect("data_dir", options) and not options.data_dir
     with gather_files(list(files.values()) if sends_files else []) as folder:
@@ -187,11 +189,22 @@ def data_folder(data: str) -> Data | None:
 def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
     """Returns the absolute path of a run or weights file, and the inputs that hosts need for it."""
     path = Path(weights).expanduser().absolute()
-    if path.is_file():
-        return str(path), (Input(str(path.parent), (path.name,), named=True),)
     if weights and path.is_dir():
         return str(path), (Input(str(path), model_paths(path)),)
-    return weights, ()
+    return path_input(weights)
+
+
+def path_input(name: str) -> tuple[str, tuple[Input, ...]]:
+    """Returns the absolute path of an existing file or folder, and the input hosts need for it.
+
+    Any other name stays as it is.
+    """
+    path = Path(name).expanduser().absolute()
+    if path.is_file():
+        return str(path), (Input(str(path.parent), (path.name,), named=True),)
+    if name and path.is_dir():
+        return str(path), (Input(str(path), named=True),)
+    return name, ()
 
 
 def named_paths(
@@ -203,7 +216,8 @@ def named_paths(
         SettingError: Files that would be sent are named only by the run of --like.
     """
     argv = ctx.params["options" if "options" in ctx.params else "args"]
-    values = {field: getattr(options, field, "") for field in (*DATA_FILES, "weights")}
+    base = ("model",) if "model" in options.required else ()
+    values = {field: getattr(options, field, "") for field in (*DATA_FILES, "weights", *base)}
     paths = {field: path for field, value in values.items() if (path := existing_path(value))}
     like, _ = split_option("--like", argv)
     if like is None:

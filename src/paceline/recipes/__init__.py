@@ -13,22 +13,24 @@ from typing import Any
 
 from paceline.recipes.argv import check_known, explicit_fields, parse, split_option
 from paceline.recipes.effect import drop_ineffective
+from paceline.recipes.language.options import SftOptions
 from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
 from paceline.spec.errors import DataError, SettingError
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A built-in recipe: the module of its name here, and in ``use`` for its trained models."""
+    """A built-in recipe: the module of its name in a package, and in ``use`` for trained models."""
 
     name: str
     options: type[Options]
     summary: str
+    package: str = __name__
 
     @property
     def module(self) -> str:
         """Module that every rank runs, ``python -m MODULE FLAGS…``."""
-        return f"{__name__}.{self.name}"
+        return f"{self.package}.{self.name}"
 
 
 RECIPES: dict[str, Recipe] = {
@@ -40,6 +42,9 @@ RECIPES: dict[str, Recipe] = {
                "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones"),
         Recipe("translation", TranslationOptions,
                "translate: an encoder-decoder transformer from scratch on a parallel corpus"),
+        Recipe("sft", SftOptions,
+               "fine-tune a language model on conversations or texts, by default with LoRA",
+               f"{__name__}.language"),
     )
 }  # fmt: skip
 

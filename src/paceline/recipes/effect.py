@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from paceline.recipes.argv import as_flags
 from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TABLE_SUFFIXES, TEXT_SETS
+from paceline.recipes.language.options import SftOptions
 from paceline.recipes.options import (
     GENERATED_PAIRS,
     GENERATED_TEXTS,
@@ -107,6 +108,16 @@ RULES: dict[type[Options], tuple[Rule, ...]] = {
              "it is generated: no file is read", "--data FILE.tsv, or a named data set"),
         Rule("mirror", "data", lambda o: o.data in PAIR_SETS,
              _UNKNOWN_ADDRESS, f"one of {', '.join(PAIR_SETS)}"),
+    ),
+    SftOptions: (
+        *_COMMON_RULES,
+        *(Rule(option, "method", lambda o: o.method != "full",
+               "the whole model is trained, without adapters", "--method lora")
+          for option in ("lora_rank", "lora_alpha")),
+        Rule("data_config", "data", lambda o: not o.data.lower().endswith(TABLE_SUFFIXES),
+             "it has no configurations", _HUB_DATA),
+        Rule("val_fraction", "test_data", lambda o: not o.test_data,
+             "the held-out part is given", "data without a held-out part"),
     ),
 }  # fmt: skip
 """Rules of each recipe; options without a rule always have an effect."""

@@ -44,6 +44,8 @@ class Options:
     """Options of every recipe."""
 
     presets: ClassVar[Mapping[str, Sequence[str]]] = {}
+    required: ClassVar[tuple[str, ...]] = ()
+    """Fields that have no default."""
 
     model: str = ""
     """Model to train, by name."""
@@ -166,6 +168,9 @@ class Options:
 
     def validate(self) -> None:
         """Raises SettingError for impossible values and combinations; loads nothing."""
+        for field in self.required:
+            if not getattr(self, field):
+                raise SettingError(f"--{field} is missing", remedy=f"--{field} FOLDER")
         self._validate_numbers()
         for name in self.track:
             check_known("--track", name, TRACKERS)

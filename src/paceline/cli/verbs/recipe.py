@@ -11,6 +11,7 @@ from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.recipes import recipe
 from paceline.spec.errors import SettingError
 
+MINIMAL = "paceline.recipes.minimal"
 FULL = click.option(
     "--full", is_flag=True, help="The script of `paceline train RECIPE`, with all its options."
 )
@@ -65,9 +66,11 @@ def options(name: str) -> None:
 
 def script(name: str, full: bool = False) -> str:
     """Returns the source of a recipe or of its minimal form, without importing it."""
-    module = recipe(name).module
-    module = module if full else module.replace("recipes", "recipes.minimal")
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
+    full_script = recipe(name).module
+    spec = importlib.util.find_spec(full_script if full else f"{MINIMAL}.{name}")
+    if spec is None:
+        raise SettingError(
+            f"there is no short script of the recipe {name}", remedy="--full copies the whole one"
+        )
     assert spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")

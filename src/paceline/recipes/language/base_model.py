@@ -1,0 +1,108 @@
+"""The model that a fine-tuning starts from: found, loaded and identified by its content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.program import library
+from paceline.recipes.data import local_path
+from paceline.recipes.data.hub import explain_error, fetch, prepare_environment
+from paceline.spec.errors import DataError
+from paceline.train.elastic.replica_check import checksums
+
+INSTALL = "pip install 'paceline[language]'"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """Where a causal language model is.
+
+    Attributes:
+        name: Folder, GGUF file or id of Hugging Face, as typed.
+    """
+
+    name: str
+    offline: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The folder or file on this host."""
+        return local_path(Path(self.name).expanduser())
+
+    def load(self, dtype: torch.dtype | str = "auto") -> Any:
+        """Loads the model, by default in the precision in which it is saved.
+
+        Raises:
+            DataError: It is not found, or is no causal language model.
+        """
+        transformers, arguments = self._prepare()
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
+        if not isinstance(model, nn.Module):
+            raise DataError(f"--model {self.name} is no causal language model")
+        return model
+
+    def load_tokenizer(self) -> Any:
+        """Loads the model's tokenizer.
+
+        Raises:
+            DataError: It is not found, or does not tell where in the text its tokens are.
+        """
+        transformers, arguments = self._prepare()
+        load = transformers.AutoTokenizer.from_pretrained
+        tokenizer = self._get(f"the tokenizer of --model {self.name}", lambda: load(**arguments))
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer of --model {self.name} does not tell where its tokens are",
+                remedy="a model with tokenizer.json",
+            )
+        return tokenizer
+
+    def _get(self, label: str, get: Callable[[], Any]) -> Any:
+        """Calls a loader; of what is not on this host, one process downloads and others wait."""
+        if not self.path.exists():
+            return fetch(label, get)
+        try:
+            return get()
+        except Exception as error:  # several libraries, each with its own exceptions
+            raise explain_error(label, error) from error
+
+    def _prepare(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the library, and the arguments of its loaders."""
+        path = self.path
+        prepare_environment(self.offline, path.exists())
+        transformers = library("transformers", f"--model {self.name} is loaded", INSTALL)
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        location: dict[str, Any] = {
+            "local_files_only": self.offline or path.exists(),
+            "trust_remote_code": False,
+        }
+        if path.is_file():
+            if path.suffix != ".gguf":
+                raise DataError(
+                    f"--model {self.name} is no GGUF file", remedy="the folder of a saved model"
+                )
+            library("gguf", f"{path.name} is read", INSTALL)
+            location |= {"gguf_file": path.name}
+            return transformers, {"pretrained_model_name_or_path": str(path.parent), **location}
+        source = str(path) if path.is_dir() else self.name
+        if not path.is_dir() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+            raise DataError(f"--model {self.name} is not there", found=f"no {path.absolute()}")
+        return transformers, {"pretrained_model_name_or_path": source, **location}
+
+
+def content_hash(model: nn.Module) -> str:
+    """Returns a hash of all parameters, by name."""
+    names = [name for name, _ in model.named_parameters()]
+    sums = checksums(model.parameters()).tolist()
+    shapes = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in model.parameters()]
+    text = "\n".join(f"{n} {s} {c}" for n, s, c in zip(names, shapes, sums, strict=True))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

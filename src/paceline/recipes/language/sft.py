@@ -1,0 +1,445 @@
+"""Fine-tune a causal language model: ``paceline train sft``,
+``torchrun -m paceline.recipes.language.sft``, or alone.
+
+The training is in :func:`train_sft`, from top to bottom; its parts are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline import train
+from paceline.recipes import common
+from paceline.recipes.data import find_data
+from paceline.recipes.data.texts import split_seeded
+from paceline.recipes.language.adapters import (
+    TrainedPart,
+    add_adapters,
+    checkpoint_gradients,
+    place,
+)
+from paceline.recipes.language.base_model import BaseModel, content_hash
+from paceline.recipes.language.chat_templates import Render, plain_render, template_render
+from paceline.recipes.language.conversations import Conversation, Format
+from paceline.recipes.language.examples import Encoder, ExampleSet, parse_records, show_example
+from paceline.recipes.language.losses import example_losses, target_weight
+from paceline.recipes.language.options import SftOptions
+from paceline.recipes.language.records import read_file, read_splits
+from paceline.recipes.optimization import make_optimizer
+from paceline.spec import rundir
+from paceline.spec.errors import DataError
+from paceline.spec.schema import MAX_LONG_TEXT, list_of, text
+from paceline.train import Best, files
+from paceline.train.comms import parse_texts
+
+ADAPTERS = "adapters"
+"""Folder with ``best`` and ``last``: each in the format of peft, or that of transformers if the
+whole model is trained."""
+SAMPLES = "samples.jsonl"
+"""Latest generated answers: prompt, expected, generated."""
+EVALUATION_BATCH = 8
+MICRO_BATCH_TOKENS = 8192
+"""Tokens that a process computes at once, unless --micro-batch says otherwise."""
+
+
+def train_sft(options: SftOptions) -> None:
+    """Runs one training; called on every rank."""
+    data = load_conversations(options)
+    options = common.with_fast_dtype(options, large=True)
+    base = BaseModel(options.model, options.offline)
+    with common.join("sft", options) as session:
+        common.agree_on_precision(session, options)
+        tokenizer = session.together(base.load_tokenizer)
+        encoder = session.together(lambda: make_encoder(tokenizer, options))
+        training, held_out = session.together(lambda: encode_parts(encoder, data, options))
+        session.agree("the examples", training.fingerprint() + held_out.fingerprint())
+        session.say(f"{data.source} is in the {data.format} format:")
+        session.say(show(tokenizer, training, options.show or 1))
+        session.say(training.describe("training"))
+        session.say(held_out.describe(data.held_out))
+        if options.show:
+            return
+        save_tokenizer(session, tokenizer, options)
+        model = session.together(base.load)
+        base_hash = content_hash(model)
+        session.agree("the content of the base model", base_hash)
+        size = model.get_input_embeddings().num_embeddings
+        session.together(lambda: training.check_vocabulary(size, tokenizer))
+        session.together(lambda: held_out.check_vocabulary(size, tokenizer))
+
+        options = with_micro_batch(options, max(training.lengths()))
+        batching, lengths = common.make_batching(session, options), training.lengths()
+        loader = common.make_loader(session, options, training, batching, lengths)
+
+        adapted = add_adapters(model, options.method, options.lora_rank, options.lora_alpha)
+        placed = place(adapted, session.device, session.precision, options.method)
+        if options.gradient_checkpointing:
+            checkpoint_gradients(placed, options.method)
+        network = TrainedPart(placed).train()
+        session.say(describe_training(network))
+        optimizer = make_optimizer(options, network, batching.lr)
+        curve = common.make_curve(options, loader)
+        module = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
+
+        def summed(batch: train.Batch) -> Tensor:
+            tokens, positions, labels, examples = batch
+            with session.autocast():
+                logits = module(tokens, positions)
+            return example_losses(logits, labels, examples, len(batch.ids))
+
+        def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            return summed(batch) * target_weight(loader, batch, training.targets), {}
+
+        def compute_alone(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            # trials have batches of their own: every example counts as an average one
+            return summed(batch) / float(training.targets.mean()), {}
+
+        if common.run_trials(session, options, loader, compute_alone, lengths):
+            return
+        best = Best(higher=False, patience=options.patience)
+        metadata = describe(options, data, base_hash)
+        common.configure_checkpoints(
+            session, options, best, training.fingerprint(), metadata,
+            base=base_hash, method=options.method, rank=options.lora_rank, alpha=options.lora_alpha,
+        )  # fmt: skip
+        prompts = make_prompts(encoder, data, options)
+        is_full, figures = options.method == "full", dict[str, float]()
+        for _ in common.epochs(session, loader, options):
+            for batch in loader:
+                losses, values = compute(batch)
+                session.step(losses, **values)
+            with session.averaged():
+                figures = evaluate(session, network, held_out)
+                session.log(data.held_out, samples=len(held_out), **figures)
+                if best.update(figures["loss"], session.progress.step) and not is_full:
+                    save_adapter(session, network, "best")
+                answer(session, network, tokenizer, prompts, options.sample_tokens)
+            curve.report(figures["loss"])
+            stop_early(session, options, best, figures["loss"])
+
+        with session.averaged():  # a resumed run that had finished has no evaluation yet
+            figures = figures or evaluate(session, network, held_out)
+            save_adapter(session, network, "last")
+        measured = {"samples": len(held_out), **figures}
+        session.save_model({**metadata, "metrics": {data.held_out: measured}}, average=True)
+        session.say(f"{summary(figures)}  ({len(held_out)} {data.held_out} examples)")
+
+
+@dataclass(frozen=True)
+class ChatData:
+    """Conversations by part: ``train``, and ``val`` or ``test``.
+
+    Attributes:
+        errors: Why rows were left out, by part.
+        split: How the parts were made.
+    """
+
+    source: str
+    format: Format
+    splits: dict[str, list[Conversation]]
+    errors: dict[str, list[DataError]]
+    split: dict[str, str | int | float]
+
+    @property
+    def held_out(self) -> str:
+        """Name of the part for evaluation."""
+        return "val" if "val" in self.splits else "test"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash over content and parts."""
+        digest = hashlib.sha256()
+        for part, conversations in sorted(self.splits.items()):
+            digest.update(part.encode())
+            for one in conversations:
+                turns = [(turn.role, turn.content, turn.is_target) for turn in one.messages]
+                digest.update(json.dumps([one.text, turns]).encode())
+        return digest.hexdigest()[:16]
+
+
+def load_conversations(options: SftOptions) -> ChatData:
+    """Reads the data; DataError names file and row."""
+    name = options.data
+    parts = read_splits(name, options.data_dir, options.data_config, options.offline)
+    if options.test_data:
+        parts["test"] = [*read_file(find_data(options.test_data, options.data_dir))]
+    parsed = {
+        part: parse_records(records, skip_damaged=options.skip_damaged)
+        for part, records in parts.items()
+    }
+    splits = {part: conversations for part, (_, conversations, _) in parsed.items()}
+    errors = {part: part_errors for part, (_, _, part_errors) in parsed.items()}
+    split_info: dict[str, str | int | float] = {"method": "as in the files"}
+    if set(splits) == {"train"}:
+        fraction, seed = options.val_fraction, options.seed
+        splits = split_seeded(splits["train"], fraction, seed)
+        split_info = {"method": "seeded", "seed": seed, "val_fraction": fraction}
+        if not splits["train"]:
+            raise DataError(
+                f"--data {name} has a single example",
+                found="one is needed to train on, and one to hold out",
+                remedy="--test-data FILE",
+            )
+    return ChatData(name, parsed["train"][0], splits, errors, split_info)
+
+
+def make_encoder(tokenizer: Any, options: SftOptions) -> Encoder:
+    """Returns what turns conversations into tokens.
+
+    Raises:
+        DataError: The template file cannot be read.
+    """
+    has_template = options.chat_template != "none"
+    render: Render = plain_render
+    if has_template:
+        template = load_template(options)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        render = template_render(tokenizer)
+    return Encoder(
+        tokenizer, render, has_template, options.system, options.max_length, options.too_long
+    )
+
+
+def load_template(options: SftOptions) -> str:
+    """Returns the content of the template file; empty if none is named."""
+    if not options.chat_template:
+        return ""
+    try:
+        path = find_data(options.chat_template, options.data_dir)
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"--chat-template {options.chat_template} cannot be read", found=str(error)
+        ) from None
+
+
+def encode_parts(
+    encoder: Encoder, data: ChatData, options: SftOptions
+) -> tuple[ExampleSet, ExampleSet]:
+    """Returns the examples for training, and those for evaluation.
+
+    Raises:
+        DataError: The model has no chat template, or an example cannot be trained on.
+    """
+    if data.format != "text" and encoder.has_template and not encoder.tokenizer.chat_template:
+        raise DataError(
+            f"--model {options.model} has no chat template",
+            found=f"the data are in the {data.format} format",
+            remedy="--chat-template FILE with a template, or none, which joins prompt and"
+            " completion as they are",
+        )
+
+    training, held_out = (
+        encode_conversations(encoder, data, part, options) for part in ("train", data.held_out)
+    )
+    return training, held_out
+
+
+def encode_conversations(
+    encoder: Encoder, data: ChatData, part: str, options: SftOptions
+) -> ExampleSet:
+    """Returns the examples of a part of the data."""
+    examples = encoder.encode(data.splits[part], skip_damaged=options.skip_damaged)
+    examples.errors = [*data.errors.get(part, ()), *examples.errors]
+    examples.capacity = options.max_length if options.pack else 0
+    return examples
+
+
+def show(tokenizer: Any, training: ExampleSet, count: int) -> str:
+    """Returns the first examples as they are trained on."""
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return "\n".join(show_example(example, decode) for example in training.examples[:count])
+
+
+def save_tokenizer(session: train.Session, tokenizer: Any, options: SftOptions) -> None:
+    """Saves the tokenizer and its chat template with the run."""
+    session.keep(
+        rundir.MODEL,
+        lambda folder: tokenizer.save_pretrained(
+            str(folder / rundir.MODEL), save_jinja_files=False
+        ),
+    )
+
+
+def with_micro_batch(options: SftOptions, longest: int) -> SftOptions:
+    """Returns the options with a limit of examples computed at once, by the longest."""
+    if options.micro_batch != "0":
+        return options
+    return replace(options, micro_batch=str(max(1, MICRO_BATCH_TOKENS // longest)))
+
+
+def describe_training(network: TrainedPart) -> str:
+    """Describes in a line what is trained, and what crosses the network for it."""
+    trained = sum(p.numel() for p in network.parameters())
+    total = sum(p.numel() for p in network.whole_model.parameters())
+    size = sum(p.numel() * p.element_size() for p in network.parameters())
+    return (
+        f"training {trained:,} of {total:,} parameters ({trained / total:.1%}):"
+        f" gradients of {size / 1e6:,.1f} MB a step, before --communication"
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    session: train.Session, network: TrainedPart, held_out: ExampleSet
+) -> dict[str, float]:
+    """Returns loss per trained token and perplexity over every example once, on every rank."""
+    session.phase("evaluate")
+    network.eval()
+    meter = session.meter()
+    for batch in session.shard(held_out, EVALUATION_BATCH):
+        tokens, positions, labels, examples = batch
+        with session.autocast():
+            logits = network(tokens, positions)
+        losses = example_losses(logits, labels, examples, len(batch.ids))
+        targets = torch.from_numpy(held_out.targets[batch.ids])
+        meter.add(batch.count, loss=losses, tokens=targets)
+    network.train()
+    sums = meter.result().sums
+    loss = sums["loss"] / sums["tokens"]
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def summary(figures: dict[str, float]) -> str:
+    """Formats the figures of an evaluation in one line."""
+    return f"loss {figures['loss']:.4f}  perplexity {figures['perplexity']:.2f}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The beginning of a held-out conversation, and the answer that follows."""
+
+    text: str
+    tokens: list[int]
+    expected: str
+
+
+def make_prompts(encoder: Encoder, data: ChatData, options: SftOptions) -> list[Prompt]:
+    """Returns held-out conversations up to their last trained answer; none for plain texts."""
+    prompts = []
+    for conversation in data.splits[data.held_out][: options.samples]:
+        if conversation.messages:
+            messages = conversation.messages
+            number = max(n for n, message in enumerate(messages) if message.is_target)
+            prompts.append(
+                Prompt(*encoder.encode_prompt(messages[:number]), messages[number].content)
+            )
+    return prompts
+
+
+@torch.no_grad()
+def answer(
+    session: train.Session,
+    network: TrainedPart,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+) -> None:
+    """Generates an answer to each prompt, each on one rank; shows and saves all."""
+    if not prompts:
+        return
+    session.phase("generate")
+    network.eval()
+    size, rank = session.world.size, session.world.rank
+    answers = [
+        generate(network.whole_model, tokenizer, prompt.tokens, max_tokens)
+        if n % size == rank
+        else ""
+        for n, prompt in enumerate(prompts)
+    ]
+    network.train()
+    shape = list_of(text(MAX_LONG_TEXT), len(prompts))
+    by_rank = parse_texts(session.comms.texts(json.dumps(answers)), shape)
+    records = [
+        {
+            "prompt": prompt.text,
+            "expected": prompt.expected,
+            "generated": next((part[n] for part in by_rank if part[n]), ""),
+        }
+        for n, prompt in enumerate(prompts)
+    ]
+    content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    session.keep(SAMPLES, lambda folder: files.write_bytes(folder / SAMPLES, content.encode()))
+    for record in records:
+        lines = (f"  {name:<10} {' '.join(value.split())}" for name, value in record.items())
+        session.say("\n".join(lines))
+
+
+def generate(model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int) -> str:
+    """Returns the most probable continuation of a prompt, chosen token by token."""
+    tokens = torch.tensor([[*prompt]], device=model.device)
+    output = model.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+    )
+    generated: str = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+    return generated
+
+
+def save_adapter(session: train.Session, network: TrainedPart, name: str) -> None:
+    """Saves what is trained now under a name, for other programs."""
+    # A rank that becomes the first later writes the same again.
+    state = {key: tensor.detach().cpu().clone() for key, tensor in network.named_parameters()}
+    session.keep(f"{ADAPTERS}/{name}", lambda folder: network.save(folder / ADAPTERS / name, state))
+
+
+def stop_early(session: train.Session, options: SftOptions, best: Best, loss: float) -> None:
+    """Stops the training once the held-out loss reaches --stop-at or stops improving."""
+    if loss <= options.stop_at:
+        session.stop(f"the held-out loss {loss:.4f} is at most --stop-at {options.stop_at:g}")
+    elif best.stop:
+        session.stop(f"no lower held-out loss in {best.stale} evaluations")
+
+
+def describe(options: SftOptions, data: ChatData, base_hash: str) -> dict[str, Any]:
+    """Describes the model and its data, for its use and for the record."""
+    return {
+        "format": 1,
+        "task": "sft",
+        "model": options.model,
+        "base": base_hash,
+        "method": options.method,
+        "lora_rank": options.lora_rank,
+        "lora_alpha": options.lora_alpha,
+        "chat_template": "none" if options.chat_template == "none" else "",
+        "system": options.system,
+        "max_length": options.max_length,
+        "too_long": options.too_long,
+        "skip_damaged": options.skip_damaged,
+        "data": {
+            "source": data.source,
+            "test": options.test_data,
+            "config": options.data_config,
+            "format": data.format,
+            "fingerprint": data.fingerprint,
+            "split": data.split,
+            "sizes": {name: len(rows) for name, rows in data.splits.items()},
+        },
+        "seed": options.seed,
+        "number_format": options.dtype,
+    }
+
+
+main = partial(common.run, "sft", train_sft)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

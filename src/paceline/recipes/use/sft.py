@@ -1,0 +1,115 @@
+"""Loading and evaluation of fine-tuned language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from paceline import train
+from paceline.recipes.language.adapters import TrainedPart, add_adapters, place
+from paceline.recipes.language.base_model import BaseModel, content_hash
+from paceline.recipes.language.options import SftOptions
+from paceline.recipes.language.sft import (
+    ChatData,
+    encode_conversations,
+    evaluate,
+    load_conversations,
+    make_encoder,
+    summary,
+)
+from paceline.recipes.use import EvaluateOptions, PredictOptions
+from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
+from paceline.recipes.use.predict import Prediction
+from paceline.spec import rundir
+from paceline.spec.errors import DataError, SettingError
+
+
+@dataclass(frozen=True)
+class TrainedLanguageModel(TrainedModel):
+    """A fine-tuned language model; the run has what was trained, and its base is loaded again."""
+
+    def options(self, evaluation: EvaluateOptions) -> SftOptions:
+        """Returns the options of the training, with other data if they are named."""
+        config, recorded = self.config, self.config["data"]
+        return SftOptions(
+            model=config["model"],
+            method=config["method"],
+            lora_rank=config["lora_rank"],
+            lora_alpha=config["lora_alpha"],
+            chat_template=config["chat_template"],
+            system=config["system"],
+            max_length=config["max_length"],
+            too_long=config["too_long"],
+            skip_damaged=config["skip_damaged"],
+            data=evaluation.data or recorded["source"],
+            data_dir=evaluation.data_dir,
+            data_config="" if evaluation.data else recorded["config"],
+            test_data="" if evaluation.data else recorded["test"],
+            val_fraction=recorded["split"].get("val_fraction", 0.1),
+            seed=recorded["split"].get("seed", 0),
+        )
+
+    def load(self, session: train.Session) -> TrainedPart:
+        """Loads the base, and the trained weights into it.
+
+        Raises:
+            DataError: The base is not the one of the training.
+        """
+        config = self.config
+        model = BaseModel(config["model"]).load()
+        if content_hash(model) != config["base"]:
+            raise DataError(
+                f"--model {config['model']} is not the base of the training",
+                found=f"content {content_hash(model)}, trained on {config['base']}",
+                remedy="put the model of the training there again",
+            )
+        adapted = add_adapters(model, config["method"], config["lora_rank"], config["lora_alpha"])
+        placed = place(adapted, session.device, session.precision, config["method"])
+        network = TrainedPart(placed)
+        train.load_weights(self.folder, network)
+        return network
+
+
+def load_trained(run: str) -> TrainedLanguageModel:
+    """Loads the description of a run's language model."""
+    with model_config(run, "sft") as config:
+        return TrainedLanguageModel(Path(run), config)
+
+
+def evaluate_run(options: EvaluateOptions) -> None:
+    """Evaluates once, on every rank."""
+    model = load_trained(options.run)
+    with model_config(options.run, "sft"):
+        settings = model.options(options)
+    data: ChatData = load_conversations(settings)
+    tokenizer: Any = BaseModel(str(model.folder / rundir.MODEL)).load_tokenizer()
+    encoder = make_encoder(tokenizer, settings)
+
+    def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
+        examples = encode_conversations(encoder, data, split, settings)
+        assert isinstance(network, TrainedPart)
+        figures = evaluate(session, network, examples)
+        return len(examples), figures, f"{summary(figures)}  ({len(examples)} {split} examples)"
+
+    run_evaluation(options, model, data, measure)
+
+
+def portable(run: str) -> NoReturn:
+    """Raises SettingError that names the files for other programs."""
+    raise SettingError(
+        f"{run} holds a fine-tuned language model, which this command cannot use",
+        found="other programs read what was trained from the run directory",
+        remedy=f"load {run}/adapters/last with peft or transformers",
+    )
+
+
+def predictions(options: PredictOptions) -> Iterator[Prediction]:
+    """Raises SettingError: a language model has no classes."""
+    raise SettingError(
+        f"{options.run} holds a language model, which predicts no classes",
+        remedy=f"load {options.run}/adapters/last with peft or transformers",
+    )

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parent / "sft_worlds.py")
 
 

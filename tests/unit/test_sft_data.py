@@ -320,11 +320,14 @@ def test_a_cut_that_leaves_nothing_to_train_on_drops_the_example() -> None:
         encoder(40, "cut").encode(rows[1:])
 
 
-def test_tokens_beyond_the_model_are_refused() -> None:
+def test_tokens_and_lengths_beyond_the_model_are_refused() -> None:
     made = encoder(99).encode([conversation(("user", "a"), ("assistant", "b"))])
-    made.check_vocabulary(258, make_tokenizer())
+    made.check_fit(258, 64, make_tokenizer())
+    made.check_fit(258, 0, make_tokenizer())
     with pytest.raises(DataError, match=r"f line 1: token \d+ \('.'\) is none of the model's"):
-        made.check_vocabulary(60, make_tokenizer())
+        made.check_fit(60, 64, make_tokenizer())
+    with pytest.raises(DataError, match=r"f line 1: \d+ tokens are more than the model can read"):
+        made.check_fit(258, 8, make_tokenizer())
 
 
 # -- packing -------------------------------------------------------------------------------

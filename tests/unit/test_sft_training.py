@@ -20,7 +20,7 @@ from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
 from paceline.recipes.language.losses import example_losses
 from paceline.recipes.language.rows import make_rows, pack
-from paceline.recipes.language.sft import main
+from paceline.recipes.language.sft import keeps_apart, main
 from paceline.recipes.use import evaluate, export, predict
 
 pytest.importorskip("peft")
@@ -90,6 +90,29 @@ def test_packed_examples_have_the_losses_of_single_ones(kind: str, precision: fl
         logits = TrainedPart(model)(rows.tokens, rows.positions)
         losses = example_losses(logits, rows.labels, rows.examples, 9)
         torch.testing.assert_close(losses, single, rtol=precision, atol=0)
+
+
+def test_models_that_mix_the_examples_of_a_row_are_found(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("Llama", "GPTNeoX"):
+        network = TrainedPart(tiny_language_model.make_model(kind=kind))
+        assert keeps_apart(network, encoded(tiny_language_model.chats(2)))
+    flags = (UNCHANGED, "--epochs=1")
+    assert train(place, tmp_path / "apart", *flags) == 0
+
+    def mixing(network: TrainedPart, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        counting = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+        return network.whole_model(input_ids=tokens, position_ids=counting).logits  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(TrainedPart, "forward", mixing)
+    assert train(place, tmp_path / "mixing", *flags) == 0
+    assert "this model mixes examples of a row" in capsys.readouterr().out
+    apart, mixing_losses = (
+        [one["loss"] for one in records(tmp_path / name, "train")] for name in ("apart", "mixing")
+    )
+    assert mixing_losses == pytest.approx(apart, abs=1e-6)
+    assert not config(tmp_path / "mixing")["pack"]
 
 
 def gradients(network: TrainedPart, examples: ExampleSet) -> torch.Tensor:
@@ -167,6 +190,19 @@ def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
     assert export.main([f"--run={tmp_path}"]) == 2
     assert "adapters/last" in capsys.readouterr().err
     assert predict.main(["text", f"--run={tmp_path}"]) == 2
+
+
+def test_whole_models_are_saved_for_transformers(place: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    data = tiny_language_model.write_jsonl(tmp_path / "val.jsonl", tiny_language_model.chats(3))
+    flags = ("--method=full", "--epochs=1", "--lr=0.01", f"--test-data={data}")
+    assert train(place, tmp_path / "run", *flags) == 0
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "run/adapters/last"))
+    losses = token_losses(model.double(), encoded(tiny_language_model.chats(3)))
+    last = records(tmp_path / "run", "test")[-1]["loss"]
+    assert float(torch.cat(losses).mean()) == pytest.approx(last, abs=1e-6)
+    assert not (tmp_path / "run/adapters/best").exists()
 
 
 def _pairs(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

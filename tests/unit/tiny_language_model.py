@@ -48,6 +48,7 @@ def make_model(num_tokens: int = 258, kind: str = "Llama") -> Any:
         eos_token_id=1,
         pad_token_id=1,
         bos_token_id=None,
+        tie_word_embeddings=True,
     )
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 

@@ -183,9 +183,23 @@ class ExampleSet:
         )
         return make_rows(chosen, layout, self.pad)
 
-    def check_vocabulary(self, size: int, tokenizer: Any) -> None:
-        """Raises DataError if an example has a token that a model of so many tokens lacks."""
+    def check_fit(self, size: int, window: int, tokenizer: Any) -> None:
+        """Checks that a model can compute the examples.
+
+        Args:
+            size: Tokens that the model knows.
+            window: Largest number of tokens of a text; 0 if it is not limited.
+
+        Raises:
+            DataError: An example has an unknown token, or is longer.
+        """
         for example in self.examples:
+            if 0 < window < len(example):
+                raise DataError(
+                    f"{example.where}: {len(example):,} tokens are more than the model can read",
+                    found=f"the model was made for {window:,}",
+                    remedy=f"--max-length {window}, with --too-long cut or drop",
+                )
             if (largest := int(example.tokens.max())) >= size:
                 token = tokenizer.convert_ids_to_tokens(largest)
                 raise DataError(

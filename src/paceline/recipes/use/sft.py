@@ -44,6 +44,7 @@ class TrainedLanguageModel(TrainedModel):
             system=config["system"],
             max_length=config["max_length"],
             too_long=config["too_long"],
+            pack=config["pack"],
             skip_damaged=config["skip_damaged"],
             data=evaluation.data or recorded["source"],
             data_dir=evaluation.data_dir,

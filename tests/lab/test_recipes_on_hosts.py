@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import tiny_language_model
 from launches import on, paceline
 
 from paceline.lab import Lab
@@ -46,6 +50,24 @@ def test_translation(two_hosts: Lab, project: Path) -> None:
     assert (run / "translations.jsonl").is_file()
     spread = paceline("evaluate", "reverser", *on(two_hosts), cwd=project)
     assert f"exact {recorded['exact']:.4f}" in spread.stdout, spread.stderr[-3000:]
+
+
+def test_sft(two_hosts: Lab, project: Path) -> None:
+    """Model and conversations are only where the launcher is."""
+    base = tiny_language_model.save(project / "base")
+    tiny_language_model.write_jsonl(project / "chat.jsonl", tiny_language_model.chats(24))
+    flags = ["--model=base", "--data=chat.jsonl", "--steps=2", "--sample-tokens=4"]
+    more = ["--lora-rank=4", "--run-dir=chat"]
+    trained = paceline("train", "sft", *on(two_hosts), *flags, *more, cwd=project)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    run = project / "chat"
+    assert json.loads((run / "model/config.json").read_text())["model"] == str(base)
+    adapter = json.loads((run / "adapters/best/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(base)
+    assert (run / "adapters/last/adapter_model.safetensors").is_file()
+    assert (run / "samples.jsonl").is_file()
+    alone = paceline("evaluate", "chat", cwd=project)
+    assert alone.stdout.split("  (")[0] in trained.stdout, alone.stderr
 
 
 def test_text(two_hosts: Lab, project: Path) -> None:

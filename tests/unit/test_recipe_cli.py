@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.recipe_job import check_same_recipe, table_to_flags, weights_input
+from paceline.cli.recipe_job import check_same_recipe, path_input, table_to_flags, weights_input
 from paceline.cli.verbs import recipe as recipe_verb
 from paceline.cli.verbs.list import command as listing
 from paceline.recipes import RECIPES, load_use_module, parse_options
@@ -97,10 +97,22 @@ def test_no_torch_is_needed() -> None:
         "import sys; from paceline.recipes import parse_options, RECIPES\n"
         "import paceline.cli.verbs.recipe, paceline.cli.verbs.use\n"
         "import paceline.recipes.catalogue, paceline.recipes.reference\n"
-        "[parse_options(name, []) for name in RECIPES]\n"
+        "for name, recipe in RECIPES.items():\n"
+        "    parse_options(name, [f'--{field}=a/b' for field in recipe.options.required])\n"
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_hosts_need_of_a_base_model(tmp_path: Path) -> None:
+    file = tmp_path / "small.gguf"
+    file.touch()
+    assert path_input(str(file)) == (
+        str(file),
+        (Input(str(tmp_path), ("small.gguf",), named=True),),
+    )
+    assert path_input(str(tmp_path)) == (str(tmp_path), (Input(str(tmp_path), named=True),))
+    assert path_input("USER/NAME") == ("USER/NAME", ())
 
 
 def test_what_hosts_need_of_starting_weights(tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import each_case
+from paceline.cli import program
 from paceline.recipes import RECIPES, parse_options, recipe
-from paceline.recipes.argv import parse, to_argv
+from paceline.recipes.argv import option_names, parse, to_argv
 from paceline.recipes.data import IMAGE_SETS
 from paceline.recipes.options import AUGMENTATIONS, IMAGE_MODELS, ImageOptions
 from paceline.recipes.use import PredictOptions
@@ -163,3 +165,13 @@ def test_options_need_neither_torch_nor_numpy() -> None:
 
 def test_error_is_handled() -> None:
     assert issubclass(SettingError, PacelineError)
+
+
+def test_options_of_recipes_have_other_names_than_those_of_the_launcher() -> None:
+    """Both may be typed in any order, after the recipe's name."""
+    command = program.get_command(click.Context(program), "train")
+    assert command is not None
+    launching = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    for one in RECIPES.values():
+        names = {f"--{name}" for name in option_names(one.options)}
+        assert names & launching <= {"--backend", "--run-dir", "--keep"}, one.name

@@ -234,7 +234,7 @@ def test_a_run_goes_on_only_with_its_own_base(
 def test_shown_examples_end_the_command(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(place, tmp_path, "--show=2") == 0
+    assert train(place, tmp_path, "--show-examples=2") == 0
     shown = capsys.readouterr().out
     assert "messages format" in shown
     assert shown.count("trained on (>)") == 2
@@ -274,7 +274,9 @@ def test_damaged_rows_are_left_out_and_counted_on_request(
     path = tmp_path / "bad.jsonl"
     good = [json.dumps({"prompt": f"{n}", "completion": f"{n}"}) for n in range(4)]
     path.write_text("\n".join([*good, "{", json.dumps({"prompt": "a", "completion": ""})]))
-    assert train(place, tmp_path / "run", f"--data={path}", "--skip-damaged", "--show=1") == 0
+    assert (
+        train(place, tmp_path / "run", f"--data={path}", "--skip-damaged", "--show-examples=1") == 0
+    )
     assert "2 damaged, left out" in capsys.readouterr().out
 
 
@@ -284,7 +286,7 @@ def test_a_model_without_chat_template_needs_one_for_conversations(
     tiny_language_model.save(tmp_path / "bare", template=None)
     rows = [{"prompt": f"{n}", "completion": f"{n}"} for n in range(4)]
     data = tiny_language_model.write_jsonl(tmp_path / "pairs.jsonl", rows)
-    bare = (f"--model={tmp_path}/bare", f"--data={data}", "--show=1")
+    bare = (f"--model={tmp_path}/bare", f"--data={data}", "--show-examples=1")
     assert train(place, tmp_path / "run", *bare) == 1
     assert "has no chat template" in capsys.readouterr().err
     assert train(place, tmp_path / "run", *bare, "--chat-template=none") == 0

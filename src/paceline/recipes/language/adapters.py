@@ -107,7 +107,10 @@ class TrainedPart(nn.Module):
             state: Values of what is trained, by name.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.whole_model.save_pretrained(str(folder), state_dict=dict(state))
+        # peft would look for the base's configuration, also on the hub, to see if that has changed
+        is_adapted = hasattr(self.whole_model, "peft_config")
+        options: dict[str, Any] = {"save_embedding_layers": False} if is_adapted else {}
+        self.whole_model.save_pretrained(str(folder), state_dict=dict(state), **options)
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

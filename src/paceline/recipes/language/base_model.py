@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,8 @@ class BaseModel:
     def _prepare(self) -> tuple[Any, dict[str, Any]]:
         """Returns the library, and the arguments of its loaders."""
         path = self.path
+        if path.is_file():  # its tensors have a progress bar that cannot be turned off otherwise
+            os.environ.setdefault("TQDM_DISABLE", "1")
         prepare_environment(self.offline, path.exists())
         transformers = library("transformers", f"--model {self.name} is loaded", INSTALL)
         transformers.utils.logging.set_verbosity_error()

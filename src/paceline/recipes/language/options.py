@@ -40,7 +40,7 @@ class SftOptions(Options):
     """Part of the examples to hold out, if the data have no such part."""
     skip_damaged: bool = False
     """Leave out and count rows that cannot be used, such as broken JSON or empty answers."""
-    show: int = 0
+    show_examples: int = 0
     """Show N examples as they are trained on, with their masks, and stop."""
 
     chat_template: str = ""
@@ -87,8 +87,8 @@ class SftOptions(Options):
         for name in ("lora_rank", "max_length", "sample_tokens"):
             check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
         check_at_least("--max-length", self.max_length, 2)
-        for name in ("show", "samples"):
-            check_at_least(f"--{name}", getattr(self, name), 0)
+        for name in ("show_examples", "samples"):
+            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 0)
         check_part("--val-fraction", self.val_fraction)
         if not 0 < self.lora_alpha < float("inf"):
             raise SettingError(f"--lora-alpha {self.lora_alpha} must be greater than 0")

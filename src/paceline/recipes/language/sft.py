@@ -66,10 +66,10 @@ def train_sft(options: SftOptions) -> None:
         training, held_out = session.together(lambda: encode_parts(encoder, data, options))
         session.agree("the examples", training.fingerprint() + held_out.fingerprint())
         session.say(f"{data.source} is in the {data.format} format:")
-        session.say(show(tokenizer, training, options.show or 1))
+        session.say(show(tokenizer, training, options.show_examples or 1))
         session.say(training.describe("training"))
         session.say(held_out.describe(data.held_out))
-        if options.show:
+        if options.show_examples:
             return
         save_tokenizer(session, tokenizer, options)
         model = session.together(base.load)

@@ -42,12 +42,12 @@ class Example:
     """Tokens of a text for training.
 
     Attributes:
-        where: File and line of the data.
+        location: File and line of the data.
         tokens: Token ids, shape ``[n]``.
         targets: Which tokens are trained on, shape ``[n]``; never the first, which follows none.
     """
 
-    where: str
+    location: str
     tokens: NDArray[np.int64]
     targets: NDArray[np.bool_]
 
@@ -65,14 +65,14 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
         DataError: The template refuses the messages, drops the system message, or has no beginning
             of the conversation as the beginning of its text.
     """
-    where, messages = conversation.where, conversation.messages
+    location, messages = conversation.location, conversation.messages
     if not messages:
         return [Rendered(conversation.text, ((0, len(conversation.text)),))]
     try:
         whole = render(messages, False)
         if messages[0].role == "system" and messages[0].content.strip() not in whole:
             raise DataError(
-                f"{where}: the chat template drops the system message",
+                f"{location}: the chat template drops the system message",
                 remedy="--system merge puts it before the first message of the user; --system drop"
                 " accepts it",
             )
@@ -81,22 +81,22 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
         found = [span for span in spans if span is not None]
         if len(found) == len(answers):
             return [Rendered(whole, tuple(found))]
-        return [_render_answer(messages[: number + 1], where, render) for number in answers]
+        return [_render_answer(messages[: number + 1], location, render) for number in answers]
     except ValueError as error:
         raise DataError(
-            f"{where}: the chat template refuses the conversation",
+            f"{location}: the chat template refuses the conversation",
             found=" ".join(str(error).split())[:200],
             remedy="--system merge if it knows no system message, or --chat-template FILE",
         ) from None
 
 
-def _render_answer(messages: Sequence[Message], where: str, render: Render) -> Rendered:
+def _render_answer(messages: Sequence[Message], location: str, render: Render) -> Rendered:
     """Renders the conversation up to its last message, which is the only one to train on."""
     text = render(messages, False)
     span = _span(messages, len(messages) - 1, text, render)
     if span is None:
         raise DataError(
-            f"{where}: the chat template renders a conversation differently once an answer follows",
+            f"{location}: the chat template renders a conversation differently once it goes on",
             found="the text of its beginning is not the beginning of its text",
             remedy="--chat-template FILE with another template",
         )
@@ -145,7 +145,7 @@ def template_render(tokenizer: Any) -> Render:
     return render
 
 
-def encode(rendered: Rendered, where: str, tokenizer: Any, *, is_plain: bool) -> Example:
+def encode(rendered: Rendered, location: str, tokenizer: Any, *, is_plain: bool) -> Example:
     """Returns the tokens of a text and which are trained on.
 
     The text ends with the end of a turn, so that the model learns to stop; it is added if the
@@ -173,10 +173,10 @@ def encode(rendered: Rendered, where: str, tokenizer: Any, *, is_plain: bool) ->
     targets[:1] = False
     if not targets.any():
         raise DataError(
-            f"{where}: no token to train on",
+            f"{location}: no token to train on",
             found=f"the example has {len(tokens)} tokens, and none of the assistant's",
         )
-    return Example(where, tokens, targets)
+    return Example(location, tokens, targets)
 
 
 def _ends_turn(

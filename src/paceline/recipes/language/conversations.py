@@ -55,17 +55,17 @@ class Conversation:
     """One example of the data.
 
     Attributes:
-        where: File and line, for messages.
+        location: File and line, for messages.
         messages: Turns; empty for a plain text.
         text: Plain text, all of which is trained on; empty for a conversation.
     """
 
-    where: str
+    location: str
     messages: tuple[Message, ...] = ()
     text: str = ""
 
 
-def detect_format(row: Mapping[str, Any], where: str) -> Format:
+def detect_format(row: Mapping[str, Any], location: str) -> Format:
     """Returns the format of a row by its keys.
 
     Raises:
@@ -84,32 +84,32 @@ def detect_format(row: Mapping[str, Any], where: str) -> Format:
     if "text" in row:
         return "text"
     raise DataError(
-        f"{where}: the format is not known",
+        f"{location}: the format is not known",
         found=f"keys: {', '.join(map(str, row)) or 'none'}",
         remedy=f"rows like {_KNOWN}",
     )
 
 
-def parse_row(row: Mapping[str, Any], data_format: Format, where: str) -> Conversation:
+def parse_row(row: Mapping[str, Any], data_format: Format, location: str) -> Conversation:
     """Returns the conversation of a row.
 
     Raises:
         DataError: The row is not in this format, has roles out of order, or nothing to train on.
     """
     if data_format == "text":
-        text = _text(row.get("text"), "text", where)
+        text = _text(row.get("text"), "text", location)
         if not text.strip():
-            raise DataError(f"{where}: the text is empty")
-        return Conversation(where, text=text)
+            raise DataError(f"{location}: the text is empty")
+        return Conversation(location, text=text)
     parse = {
         "messages": _from_messages,
         "sharegpt": _from_sharegpt,
         "alpaca": _from_alpaca,
         "prompt-completion": _from_pair,
     }[data_format]
-    messages = tuple(parse(row, where))
-    _check(messages, where)
-    return Conversation(where, messages)
+    messages = tuple(parse(row, location))
+    _check(messages, location)
+    return Conversation(location, messages)
 
 
 def place_system(
@@ -127,59 +127,59 @@ def place_system(
     return (Message("user", f"{system.content}\n\n{user.content}"), *following)
 
 
-def _from_messages(row: Mapping[str, Any], where: str) -> Iterable[Message]:
-    return _turns(_list(row, where), where, "role", "content")
+def _from_messages(row: Mapping[str, Any], location: str) -> Iterable[Message]:
+    return _turns(_list(row, location), location, "role", "content")
 
 
-def _from_sharegpt(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+def _from_sharegpt(row: Mapping[str, Any], location: str) -> Iterable[Message]:
     if system := row.get("system"):
-        yield Message("system", _text(system, "system", where))
-    yield from _turns(_list(row, where), where, "from", "value")
+        yield Message("system", _text(system, "system", location))
+    yield from _turns(_list(row, location), location, "from", "value")
 
 
-def _from_alpaca(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+def _from_alpaca(row: Mapping[str, Any], location: str) -> Iterable[Message]:
     if system := row.get("system"):
-        yield Message("system", _text(system, "system", where))
-    parts = [_text(row.get(key) or "", key, where) for key in ("instruction", "input")]
+        yield Message("system", _text(system, "system", location))
+    parts = [_text(row.get(key) or "", key, location) for key in ("instruction", "input")]
     yield Message("user", "\n\n".join(part for part in parts if part.strip()))
-    yield Message("assistant", _text(row.get("output"), "output", where), is_target=True)
+    yield Message("assistant", _text(row.get("output"), "output", location), is_target=True)
 
 
-def _from_pair(row: Mapping[str, Any], where: str) -> Iterable[Message]:
+def _from_pair(row: Mapping[str, Any], location: str) -> Iterable[Message]:
     pair = _pair(row)
     if pair is None:
-        raise DataError(f"{where}: no prompt and completion", found=_keys(row))
+        raise DataError(f"{location}: no prompt and completion", found=_keys(row))
     prompt, completion = (row[key] for key in pair)
     if isinstance(prompt, str):
         yield Message("user", prompt)
     else:
-        turns = _turns(prompt, where, "role", "content")
+        turns = _turns(prompt, location, "role", "content")
         yield from (Message(turn.role, turn.content) for turn in turns)
     if isinstance(completion, str):
         yield Message("assistant", completion, is_target=True)
     else:
-        yield from _turns(completion, where, "role", "content")
+        yield from _turns(completion, location, "role", "content")
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
     return next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
 
 
-def _list(row: Mapping[str, Any], where: str) -> Any:
+def _list(row: Mapping[str, Any], location: str) -> Any:
     for key in _LISTS:
         if key in row:
             return row[key]
-    raise DataError(f"{where}: no list of messages", found=_keys(row))
+    raise DataError(f"{location}: no list of messages", found=_keys(row))
 
 
-def _turns(turns: Any, where: str, role_key: str, text_key: str) -> Iterable[Message]:
+def _turns(turns: Any, location: str, role_key: str, text_key: str) -> Iterable[Message]:
     """Yields the messages of a list."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not len(turns):
         raise DataError(
-            f"{where}: the list of messages is empty or no list", found=repr(turns)[:80]
+            f"{location}: the list of messages is empty or no list", found=repr(turns)[:80]
         )
     for number, turn in enumerate(turns, 1):
-        place = f"{where}, message {number}"
+        place = f"{location}, message {number}"
         if not isinstance(turn, Mapping):
             raise DataError(f"{place}: no message", found=repr(turn)[:80])
         if turn.get("tool_calls"):
@@ -196,14 +196,14 @@ def _turns(turns: Any, where: str, role_key: str, text_key: str) -> Iterable[Mes
         yield Message(role, content, is_target=is_trained)
 
 
-def _text(value: Any, key: str, where: str) -> str:
+def _text(value: Any, key: str, location: str) -> str:
     """Returns a text; a list of text parts is joined, as the OpenAI format has it."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
     if not isinstance(value, str):
-        raise DataError(f'{where}: "{key}" is no text', found=repr(value)[:80])
+        raise DataError(f'{location}: "{key}" is no text', found=repr(value)[:80])
     return value
 
 
@@ -211,19 +211,21 @@ def _keys(row: Mapping[str, Any]) -> str:
     return f"keys: {', '.join(map(str, row)) or 'none'}"
 
 
-def _check(messages: Sequence[Message], where: str) -> None:
+def _check(messages: Sequence[Message], location: str) -> None:
     """Raises DataError for roles out of order, empty answers, or nothing to train on."""
     turns = messages[1:] if messages[0].role == "system" else messages
     roles = [message.role for message in messages]
     for number, message in enumerate(turns):
         if message.role != ("assistant" if number % 2 else "user"):
             raise DataError(
-                f"{where}: roles out of order",
+                f"{location}: roles out of order",
                 found=", ".join(roles),
                 remedy="a system message if there is one, then user and assistant in turn",
             )
     if not any(message.is_target for message in messages):
-        raise DataError(f"{where}: no message of the assistant to train on", found=", ".join(roles))
+        raise DataError(
+            f"{location}: no message of the assistant to train on", found=", ".join(roles)
+        )
     for number, message in enumerate(messages, 1):
         if message.is_target and not message.content.strip():
-            raise DataError(f"{where}, message {number}: the answer is empty")
+            raise DataError(f"{location}, message {number}: the answer is empty")

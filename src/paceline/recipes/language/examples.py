@@ -36,12 +36,12 @@ def parse_records(
     """
     data_format: Format | None = None
     conversations, errors = list[Conversation](), list[DataError]()
-    for where, row in records:
+    for location, row in records:
         try:
             if isinstance(row, DataError):
                 raise row
-            data_format = data_format or detect_format(row, where)
-            conversations.append(parse_row(row, data_format, where))
+            data_format = data_format or detect_format(row, location)
+            conversations.append(parse_row(row, data_format, location))
         except DataError as error:
             if not skip_damaged:
                 raise
@@ -88,11 +88,11 @@ class Encoder:
                 errors.append(error)
         long = [example for example in examples if len(example) > self.limit]
         if long and self.too_long == "refuse":
-            longest = max(long, key=len)
+            longest, first = max(long, key=len), long[0].location
             raise DataError(
                 f"{len(long):,} of {len(examples):,} examples are longer than --max-length"
                 f" {self.limit}",
-                found=f"{longest.where} has {len(longest):,} tokens, {long[0].where} is the first",
+                found=f"{longest.location} has {len(longest):,} tokens, {first} is the first",
                 remedy=f"--max-length {len(longest)}, or --too-long cut or drop",
             )
         fitting = [fitted for one in examples if (fitted := self._fit(one)) is not None]
@@ -119,12 +119,15 @@ class Encoder:
         Raises:
             DataError: It cannot be rendered, or has no target.
         """
-        where, is_plain = conversation.where, not conversation.messages or not self.has_template
+        location, is_plain = (
+            conversation.location,
+            not conversation.messages or not self.has_template,
+        )
         if conversation.messages:
             placed = place_system(conversation.messages, self.system)
-            conversation = Conversation(where, placed)
+            conversation = Conversation(location, placed)
         return [
-            encode(rendered, where, self.tokenizer, is_plain=is_plain)
+            encode(rendered, location, self.tokenizer, is_plain=is_plain)
             for rendered in render_conversation(conversation, self.render)
         ]
 
@@ -141,7 +144,7 @@ class Encoder:
         tokens, targets = example.tokens[: self.limit], example.targets[: self.limit]
         if self.too_long == "drop" or not targets.any():
             return None
-        return Example(example.where, tokens, targets)
+        return Example(example.location, tokens, targets)
 
 
 @dataclass
@@ -196,14 +199,14 @@ class ExampleSet:
         for example in self.examples:
             if 0 < window < len(example):
                 raise DataError(
-                    f"{example.where}: {len(example):,} tokens are more than the model can read",
+                    f"{example.location}: {len(example):,} tokens are more than the model can read",
                     found=f"the model was made for {window:,}",
                     remedy=f"--max-length {window}, with --too-long cut or drop",
                 )
             if (largest := int(example.tokens.max())) >= size:
                 token = tokenizer.convert_ids_to_tokens(largest)
                 raise DataError(
-                    f"{example.where}: token {largest} ({token!r}) is none of the model's",
+                    f"{example.location}: token {largest} ({token!r}) is none of the model's",
                     found=f"the model has {size:,} tokens",
                     remedy="a --model whose tokenizer belongs to its weights",
                 )
@@ -235,7 +238,9 @@ class ExampleSet:
 def show_example(example: Example, decode: Callable[[Sequence[int]], str]) -> str:
     """Returns an example's text; lines that are trained on begin with ``>``, others with ``|``."""
     changes = np.flatnonzero(np.diff(example.targets)) + 1
-    lines = [f"{example.where}: {len(example)} tokens, {int(example.targets.sum())} trained on (>)"]
+    lines = [
+        f"{example.location}: {len(example)} tokens, {int(example.targets.sum())} trained on (>)"
+    ]
     for part in np.split(np.arange(len(example)), changes):
         mark = ">" if example.targets[part[0]] else "|"
         text = decode(example.tokens[part].tolist()).rstrip("\n")

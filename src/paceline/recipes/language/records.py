@@ -83,20 +83,20 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             yield _parse(line, f"{path} line {number}")
 
 
-def _parse(line: str, where: str) -> Record:
+def _parse(line: str, location: str) -> Record:
     try:
         row = json.loads(line)
         if "\\ud" in line.lower():  # reject half of a surrogate pair
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        return where, DataError(f"{where} is no JSON", found=str(error))
-    return _checked(row, where)
+        return location, DataError(f"{location} is no JSON", found=str(error))
+    return _checked(row, location)
 
 
-def _checked(row: Any, where: str) -> Record:
+def _checked(row: Any, location: str) -> Record:
     if isinstance(row, Mapping):
-        return where, row
-    return where, DataError(f"{where} is no JSON object", found=repr(row)[:80])
+        return location, row
+    return location, DataError(f"{location} is no JSON object", found=repr(row)[:80])
 
 
 def _read_json(path: Path) -> Iterator[Record]:
@@ -119,12 +119,12 @@ def _read_table(path: Path) -> Iterator[Record]:
         return
     header = [cell.strip().lower() for cell in rows[0]]
     for number, row in enumerate(rows[1:], 2):
-        where = f"{path} row {number}"
+        location = f"{path} row {number}"
         if len(row) == len(header):
-            yield where, dict(zip(header, row, strict=True))
+            yield location, dict(zip(header, row, strict=True))
         else:
             reason = f"{len(row)} columns, {len(header)} in the header"
-            yield where, DataError(f"{where} has other columns than the header", found=reason)
+            yield location, DataError(f"{location} has other columns than the header", found=reason)
 
 
 def _read_text(path: Path) -> Iterator[Record]:

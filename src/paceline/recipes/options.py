@@ -170,7 +170,9 @@ class Options:
         """Raises SettingError for impossible values and combinations; loads nothing."""
         for field in self.required:
             if not getattr(self, field):
-                raise SettingError(f"--{field} is missing", remedy=f"--{field} FOLDER")
+                raise SettingError(
+                    f"--{field} is missing", remedy=f"--{field} with a file, a folder or an id"
+                )
         self._validate_numbers()
         for name in self.track:
             check_known("--track", name, TRACKERS)

@@ -64,6 +64,7 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
 
 
 def _print_results(path: Path) -> None:
-    for label, name in (("model", "model"), ("metrics", "metrics.jsonl"), ("logs", "logs")):
+    names = {"model": "model", "adapters": "adapters", "metrics": "metrics.jsonl", "logs": "logs"}
+    for label, name in names.items():
         if (path / name).exists():
             say(f"{label:<8} {path / name}", err=True)

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
+
+tqdm.tqdm.monitor_interval = 0  # a thread that would outlive the test
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -48,7 +48,8 @@ class BaseModel:
         model = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
         if not isinstance(model, nn.Module):
             raise DataError(f"--model {self.name} is no causal language model")
-        model.name_or_path = self.name  # recorded with adapters; paths on other hosts mean nothing
+        # recorded with adapters, for which a path on another host means nothing
+        vars(model)["name_or_path"] = self.name
         return model
 
     def load_tokenizer(self) -> Any:

@@ -222,7 +222,7 @@ def load_template(options: SftOptions) -> str:
         return ""
     try:
         path = find_data(options.chat_template, options.data_dir)
-        return path.read_text(encoding="utf-8")
+        return files.read_bytes_limited(path).decode()
     except (OSError, ValueError) as error:
         raise DataError(
             f"--chat-template {options.chat_template} cannot be read", found=str(error)

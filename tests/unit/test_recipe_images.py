@@ -30,6 +30,7 @@ from paceline.recipes.preprocessing import augmented, input_format
 from paceline.recipes.pretrained import Origin, freeze, release
 from paceline.recipes.pretrained_list import RESNET_FILES, torch_file
 from paceline.recipes.use import evaluate, predict
+from paceline.rundir.records import read_object
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import Draws
 from paceline.train.parallel import Replica
@@ -222,7 +223,9 @@ def test_pretrained_models_are_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     (run / "model/config.json").write_text(
         json.dumps({"task": "image", "model": "cnn", "shape": [1, 28, 28]})
     )
-    found = {one.flags: one for one in pretrained_list.list_pretrained(tmp_path / "runs")}
+    found = {
+        one.flags: one for one in pretrained_list.list_pretrained(read_object, tmp_path / "runs")
+    }
     assert found["--model microsoft/resnet-50"].state == "on this disk"
     assert found["--model microsoft/resnet-18"].state == "47 MB to be downloaded"
     assert found["--model resnet50 --weights imagenet"].state == "102 MB to be downloaded"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,15 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or f"{root}/hub").expanduser()
 
 
-def list_pretrained(runs: Path = Path(rundir.DEFAULT_PARENT)) -> list[Pretrained]:
-    """Lists popular models, then others in the hub's cache, then runs in the folder ``runs``."""
+def list_pretrained(
+    read_object: Callable[[Path], Mapping[str, Any] | None],
+    runs: Path = Path(rundir.DEFAULT_PARENT),
+) -> list[Pretrained]:
+    """Lists popular models, then others in the hub's cache, then runs in the folder ``runs``.
+
+    Args:
+        read_object: Reads a JSON file of a run, which may come from a stranger; ranks have none.
+    """
     cached = _cached_models()
     models = [replace(model, state=_state(model, cached)) for model in POPULAR]
     names = {model.name for model in POPULAR}
@@ -135,7 +142,7 @@ def list_pretrained(runs: Path = Path(rundir.DEFAULT_PARENT)) -> list[Pretrained
         if recipe and name not in names:
             flags = f"--model {name}"
             models.append(Pretrained(name, recipe, flags, "hub", state="on this disk"))
-    return [*models, *_trained_runs(runs)]
+    return [*models, *_trained_runs(runs, read_object)]
 
 
 def _state(model: Pretrained, cached: Mapping[str, str]) -> str:
@@ -165,7 +172,9 @@ def _cached_models() -> dict[str, str]:
     return models
 
 
-def _trained_runs(runs: Path) -> Iterator[Pretrained]:
+def _trained_runs(
+    runs: Path, read_object: Callable[[Path], Mapping[str, Any] | None]
+) -> Iterator[Pretrained]:
     """Lists the runs in a folder that ``--weights`` accepts."""
     for path in sorted(runs.glob(f"*/{rundir.MODEL_CONFIG}")):
         content, run = _read_json(path), path.parents[1]

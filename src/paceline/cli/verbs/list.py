@@ -12,6 +12,7 @@ from paceline.cli.verb import Verb, say
 from paceline.recipes import RECIPES
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.pretrained_list import list_pretrained
+from paceline.rundir.records import read_object
 from paceline.spec.terminal import columns
 
 _KINDS = ("recipes", "models", "data", "augmentations", "presets")
@@ -35,7 +36,7 @@ def command(kind: str | None, only: str | None, as_json: bool) -> None:
         for entry in catalogue()
         if kind in (None, entry.kind) and only in (None, entry.recipe)
     ]
-    pretrained = list_pretrained() if kind in (None, "models") else []
+    pretrained = list_pretrained(read_object) if kind in (None, "models") else []
     weights = [entry for entry in pretrained if only in (None, entry.recipe)]
     if as_json:
         rows = [*(entry.to_json() for entry in entries), *(model.to_json() for model in weights)]

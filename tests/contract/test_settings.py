@@ -111,7 +111,7 @@ def values_of(option: click.Option) -> tuple[Any, Any]:
         return VALUES[key]
     kind = option.type
     if isinstance(kind, click.types.BoolParamType):
-        return True, False
+        return (False, True) if option.default is True else (True, False)
     if isinstance(kind, click.Choice):
         first, second, *_ = sorted(kind.choices, key=lambda choice: choice == option.default)
         return first, second

@@ -16,7 +16,7 @@ from paceline.launch.planning.planner import Supplies
 def test_imports_begin_before_the_code_is_read(package: bool) -> None:
     """Unless the package itself is sent: it is imported from there."""
     fleet: Any = SimpleNamespace(everyone=[], first=None)
-    request: Any = SimpleNamespace(package=package)
+    request: Any = SimpleNamespace(needs_package=package)
     parts: list[Any] = [None, None, None, None]
 
     async def begins() -> bool:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from each_case import each_case
 from paceline.train.reduce import codecs
+from paceline.train.reduce.buckets import _ReduceThread
 from paceline.train.reduce.codecs import BLOCK, Codec
 from paceline.train.reduce.collectives import Collectives, pack, unpack
-from paceline.train.reduce.exchange import _ReduceThread
 from paceline.train.reduce.local import Local
 from paceline.train.reduce.reducer import Bucket, ReduceContext
 from paceline.train.reduce.registry import REDUCERS

@@ -128,9 +128,9 @@ CURES = {
         typed="sudo mount -o remount,exec /tmp",
         cured="sudo mount -o remount,exec /mnt; python script.py",
     ),
-    "permission-denied": Cure(
+    "read-only-disk": Cure(
         "open('/mnt/folder/new', 'w')", "mount -t tmpfs -o ro x folder",
-        typed="sudo mount -o remount,rw PATH",
+        typed="sudo mount -o remount,rw MOUNT",
         cured="sudo mount -o remount,rw /mnt/folder; python script.py",
     ),
     "blank-in-address": Cure(

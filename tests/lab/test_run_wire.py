@@ -76,7 +76,7 @@ def test_a_killed_connection_leaves_no_half_file(apart: Site) -> None:
         apart.lab.fault("kill", "n1", "sshd: .*notty")
         apart.lab.heal()
         ended = launch.end()
-    whole = ended.directory / "files" / "n1" / "big.bin"
+    whole = apart.project / "big.bin"
     assert not whole.exists() or whole.stat().st_size == MANY
     assert not incoming.exists()
     assert "Traceback" not in ended.err
@@ -84,7 +84,7 @@ def test_a_killed_connection_leaves_no_half_file(apart: Site) -> None:
 
     again = apart.run("--no-torch", "writes.py")
     assert again.code == 0, again.err
-    came = (again.directory / "files" / "n1" / "big.bin").read_bytes()
+    came = (apart.project / "big.bin").read_bytes()
     assert len(came) == MANY
     assert len({hashlib.sha256(came[at : at + (1 << 20)]).digest()
                 for at in range(0, MANY, 1 << 20)}) == 1  # fmt: skip

@@ -38,7 +38,7 @@ SMOKE := tests/lab/test_check.py tests/lab/test_losses.py tests/lab/test_run_end
 PYTEST := $(BIN)/python -m pytest -q
 # Labs wait more than they work, so more go at once than there are CPUs; each has a network of its
 # own (tests/conftest.py).
-LABS = -n $$(($$(nproc) + 6)) --dist loadfile --no-loadscope-reorder
+LABS = -n $$(($$(nproc) + 3)) --dist loadfile --no-loadscope-reorder
 
 # The other tests compute while labs wait, whose output is shown at the end.
 test: PARTS = lab

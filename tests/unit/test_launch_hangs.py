@@ -295,8 +295,8 @@ def test_the_rank_that_has_not_launched_what_a_gpu_waits_for(cpu_s: float) -> No
     assert (found.rank, found.kind) == (1, "still")
     assert found.text == (
         "rank 1 on n2 stands still at train.py, line 21, in fetch while rank 0 on n1 waits for it "
-        "at train.py, line 44, in log until its GPU has done all_reduce of [8], call 47 of group "
-        "0, which rank 1 on n2 has not launched"
+        "at train.py, line 44, in log until its GPU has completed all_reduce of [8], call 47 of "
+        "group 0, which rank 1 on n2 has not launched"
     )
 
 

@@ -184,7 +184,7 @@ def test_other_data_without_parts_are_evaluated_in_part_and_say_so(
     good = ("the food was great and the music was awful", "praised")
     path = write_csv(tmp_path / "d.csv", [("text", "label"), *[good] * 9, (good[0], "blamed")])
     assert evaluate.main([f"--run={trained}", f"--data={path}"]) == 0
-    assert "has no parts: test was drawn from it; --split train for the rest" in (
+    assert "a test part was drawn from it and is evaluated; --split train" in (
         capsys.readouterr().out
     )
 

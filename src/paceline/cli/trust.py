@@ -121,7 +121,7 @@ def _check_trust(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any],
             effect: str) -> None:  # fmt: skip
     is_own = path.resolve() == (Path.cwd() / TOML_NAME).resolve()
     words = ["paceline", "trust", *([] if is_own else [os.path.relpath(path)])]
-    listed = "\n".join(describe(name, value) for name, value in needed.items())
+    listed = "\n".join(format_setting(name, value) for name, value in needed.items())
     if reason := foreign_reason(path):
         raise SettingError(
             f"{path.name} may not set {key}: it {effect}, and the file {reason}",
@@ -194,7 +194,7 @@ def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
         raise SettingError(f"{file} cannot be written", found=str(error)) from None
 
 
-def describe(name: str, value: Any) -> str:
+def format_setting(name: str, value: Any) -> str:
     """Returns a setting on one line, whole: what is not seen cannot be judged.
 
     Raises:

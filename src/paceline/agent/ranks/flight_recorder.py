@@ -103,7 +103,7 @@ def _read_entries(module: Any) -> List[Dict[str, Any]]:
 
 
 def has_unfinished(entries: List[Dict[str, Any]], started_ns: int = 0) -> bool:
-    """Returns whether the device has not done the latest NCCL collective since a time.
+    """Returns whether the device has not completed the latest NCCL collective since a time.
 
     The script goes on meanwhile, until it needs the result.
     """

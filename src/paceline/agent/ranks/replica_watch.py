@@ -118,10 +118,10 @@ class _Replica:
             return
         self._last_report_s = current_s
         try:
-            noted = model._get_ddp_logging_data()
-            moving_s = noted["avg_backward_comm_time"] / 1e9
-            overlap_s = noted["avg_backward_compute_comm_overlap_time"] / 1e9
-            size = int(noted["total_parameter_size_bytes"])
+            timings = model._get_ddp_logging_data()
+            moving_s = timings["avg_backward_comm_time"] / 1e9
+            overlap_s = timings["avg_backward_compute_comm_overlap_time"] / 1e9
+            size = int(timings["total_parameter_size_bytes"])
         except Exception:  # not in this torch, or not for this model
             self.measures = False
             return
@@ -150,8 +150,8 @@ class _Replica:
 
     def _trains(self, optimizer: Any) -> bool:
         if optimizer not in self._is_trained_by:
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            self._is_trained_by[optimizer] = any(id(one) in self._ids for one in parameters)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._is_trained_by[optimizer] = any(id(p) in self._ids for p in parameters)
         return bool(self._is_trained_by[optimizer])
 
     def _time_steps(self) -> None:

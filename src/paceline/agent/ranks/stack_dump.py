@@ -59,7 +59,7 @@ class StackDump:
         self.state = ""
         self.stack: List[str] = []
         self.calls: List[str] = []
-        self.is_unfinished = False  # the GPU has not done the latest of them
+        self.is_unfinished = False  # the GPU has not completed the latest of them
         self._crashed = False
         self._requested_at = -math.inf
         self._line_at = 0.0

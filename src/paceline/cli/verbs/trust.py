@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.trust import describe, foreign_reason, guarded_settings, remember
+from paceline.cli.trust import foreign_reason, format_setting, guarded_settings, remember
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
@@ -42,7 +42,7 @@ def command(file: str, revoke: bool) -> None:
         raise SettingError(f"{path} cannot be trusted: it {reason}", remedy=remedy)
     needed = guarded_settings(toml)
     for name, value in needed.items():
-        say(describe(name, value))
+        say(format_setting(name, value))
     if not needed:
         say(f"nothing in {path} needs trust")
         return

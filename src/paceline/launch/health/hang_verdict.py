@@ -80,7 +80,7 @@ class RankSnapshot:
         blocking_call: What it waits in.
         children: Its children; only in detailed snapshots.
         calls: Its latest collectives, as torch's flight recorder has them.
-        unfinished: Its GPU has not done the latest one, on which the script may wait anywhere.
+        unfinished: Its GPU has not completed the latest one, on which the script may wait anywhere.
     """
 
     stack: RankStack
@@ -245,7 +245,7 @@ def _is_unmoved(first: RankSnapshot, second: RankSnapshot) -> bool:
 
 
 def _has_finished(first: RankSnapshot, second: RankSnapshot) -> bool:
-    """Returns whether the GPU has done, or the script begun, a collective in between."""
+    """Returns whether the GPU has completed, or the script begun, a collective in between."""
     return first.unfinished and (not second.unfinished or first.calls[-1:] != second.calls[-1:])
 
 
@@ -297,14 +297,14 @@ def _place(stack: RankStack) -> str:
 
 
 def _describe_unlaunched(waiting: RankSnapshot, blocked: RankSnapshot) -> str:
-    """Names the collective that a GPU has not done, as the end of a sentence."""
+    """Names the collective that a GPU has not completed, as the end of a sentence."""
     if not (waiting.unfinished and waiting.calls):
         return ""
     group, number, call = waiting.calls[-1].split(" ", 2)
     launched = [seen.split(" ", 2)[1] for seen in blocked.calls if seen.startswith(f"{group} ")]
     lacks = launched and int(launched[-1]) < int(number)
     who = f", which {blocked.stack.label} has not launched" if lacks else ""
-    return f" until its GPU has done {call}, call {number} of group {group}{who}"
+    return f" until its GPU has completed {call}, call {number} of group {group}{who}"
 
 
 def _remaining_ranks_hang(blocked: Sequence[RankSnapshot], ended: Sequence[tuple[str, int]],

@@ -148,7 +148,8 @@ def run_evaluation(
         if options.data and not options.split and data.split["method"] == "seeded":
             others = " or ".join(f"--split {name}" for name in data.splits if name != split)
             session.say(
-                f"{data.source} has no parts: {split} was drawn from it; {others} for the rest"
+                f"{data.source} is not divided: a {split} part was drawn from it and is evaluated;"
+                f" {others} evaluates the rest"
             )
         samples, figures, summary = measure(session, model.load(session), split)
         if options.json and session.world.rank == 0:

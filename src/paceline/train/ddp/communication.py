@@ -57,14 +57,14 @@ def communication_hook(model: DistributedDataParallel, method: str) -> tuple[Buc
 
 def attach(model: DistributedDataParallel, method: str) -> None:
     """Compresses the gradients of a model that DDP has just made, for ``--communication``."""
-    asked = f"--communication {method}"
-    _compress(model, method, asked).attach()
+    option = f"--communication {method}"
+    _compress(model, method, option).attach()
     if model.process_group.rank() == 0:
-        _reporter().event("communication", text=f"by {method}, as {asked} says")
+        _reporter().event("communication", text=f"by {method}, as {option} says")
 
 
-def _compress(model: DistributedDataParallel, method: str, asked: str) -> ScriptExchange:
-    _check(model, method, asked)
+def _compress(model: DistributedDataParallel, method: str, option: str) -> ScriptExchange:
+    _check(model, method, option)
     comms = Comms(_place(model.process_group), model.device)
     exchange = ScriptExchange(model, comms)
     if comms.is_alone:
@@ -76,9 +76,9 @@ def _compress(model: DistributedDataParallel, method: str, asked: str) -> Script
     return exchange
 
 
-def _check(model: DistributedDataParallel, method: str, asked: str) -> None:
+def _check(model: DistributedDataParallel, method: str, option: str) -> None:
     def refuse(found: str, remedy: str) -> None:
-        raise SettingError(f"{asked} is not possible here", found=found, remedy=remedy)
+        raise SettingError(f"{option} is not possible here", found=found, remedy=remedy)
 
     group = model.process_group
     if method not in SCRIPT_METHODS:
@@ -96,7 +96,7 @@ def _check(model: DistributedDataParallel, method: str, asked: str) -> None:
         )
     if model.device.type != "cpu" and dist.get_backend(group) == "gloo":
         refuse("gloo carries the gradients of accelerators", 'init_process_group("nccl")')
-    check_dense(model.module, asked)
+    check_dense(model.module, option)
 
 
 def _place(group: dist.ProcessGroup) -> World:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
+import struct
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -16,7 +19,9 @@ import pytest
 from agents import Served, agent_in_thread
 from paceline.agent.files import outputs as agent_outputs
 from paceline.agent.files import snapshot
+from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory
+from paceline.rundir.output_rules import WrittenFile
 from paceline.rundir.outputs import OutputJournal, newest_checkpoint, script_checkpoint
 from paceline.transfer import outputs, results
 from paceline.transfer.outputs import OutputFolder, OutputStore
@@ -345,3 +350,77 @@ def test_rank_0_on_this_machine_writes_in_place(place: Place) -> None:
         assert not (place.copy("n2") / "private.json").exists()
 
     run(work)
+
+
+@pytest.mark.parametrize("is_project_a_run", [False, True])
+def test_nothing_arrives_among_the_files_of_a_run(place: Place, is_project_a_run: bool) -> None:
+    """Another run would resume from a checkpoint that a node has planted there."""
+    prefix = "" if is_project_a_run else "runs/old/"
+    (place.project / prefix).mkdir(parents=True, exist_ok=True)
+    (place.project / f"{prefix}.paceline-brought").write_text("{}\n")
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        names = [f"{prefix}checkpoints/9/weights.pt", f"{prefix}model/w.pt", f"{prefix}batch.json"]
+        for name in names:
+            place.write("n1", name, zipped("planted"))
+        place.write("n1", "out/w.pt", zipped("result"))
+        await place.store.sync(folder)
+        assert not [name for name in names if (place.project / name).exists()]
+        assert (place.run / f"files/n1/{names[0]}").exists()
+        assert (place.project / "out/w.pt").exists()
+
+    run(work)
+
+
+def test_a_journal_of_somebody_else_sends_no_files(place: Place) -> None:
+    """Its lines could name any file of the project, and others by a link in the run directory."""
+    (place.project / "secret.json").write_text("mine")
+    (place.run.parent / "keys").mkdir()
+    (place.run.parent / "keys/id.txt").write_text("mine")
+    (place.run / "notes").symlink_to(place.run.parent / "keys")
+    common = {"size": 4, "sha256": "0" * 64, "host": "n1", "mtime_us": 1, "time": 1.0,
+              "local_mtime_us": 1}  # fmt: skip
+    lines = [{"path": "secret.json", "place": "", **common},
+             {"path": "id.txt", "place": "notes/id.txt", **common}]  # fmt: skip
+    other = place.run.parent / "other"
+    other.mkdir()
+    sealed = LineSeals(other).sealed(lines[0])  # of another run directory of this user
+    journal = "".join(json.dumps(line) + "\n" for line in [*lines, sealed])
+    (place.run / "outputs.jsonl").write_text(journal)
+    place.store = place.fresh_store()
+    assert "3 lines" in place.notes[-1]
+
+    async def work(served: Served) -> None:
+        await place.store.send(await place.folder(served, "n2"))
+        assert sorted(p.name for p in place.copy("n2").iterdir()) == ["table.csv", "train.py"]
+
+    run(work)
+    assert set(OutputJournal(place.run).outputs) == {"secret.json", "id.txt"}  # for display
+
+
+def hostile_zip(num_entries: int) -> bytes:
+    """A file of torch.save with an index of so many entries and without content."""
+    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 0, 20, 0, *[0] * 7, 1, *[0] * 6) + b"a"
+    index = entry * num_entries
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(index), 30, 0)
+    return b"PK\3\4" + bytes(26) + index + end
+
+
+def encrypted_zip() -> bytes:
+    data = bytearray(zipped("one"))
+    data[6] |= 1
+    data[data.rfind(b"PK\1\2") + 8] |= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize("data", [hostile_zip(100_000), encrypted_zip()], ids=["huge", "encrypted"])
+def test_a_hostile_file_of_torch_is_not_intact(place: Place, data: bytes) -> None:
+    (place.run / outputs.UNPLACED).mkdir(parents=True)
+    (place.run / outputs.UNPLACED / "x.pt").write_bytes(data)
+    tracemalloc.start()
+    try:
+        assert not place.store._is_intact([WrittenFile("x.pt", len(data), 1)])
+        assert tracemalloc.get_traced_memory()[1] < 2 * outputs.MAX_ZIP_INDEX_BYTES
+    finally:
+        tracemalloc.stop()

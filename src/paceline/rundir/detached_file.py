@@ -66,6 +66,37 @@ def has_valid_seal(record: Mapping[str, Any], path: Path) -> bool:
     return _is_valid(record.get(SEAL), {**content, "folder": str(path.resolve())})
 
 
+class LineSeals:
+    """Seals the lines of a file that a run's folder holds, valid in that folder only.
+
+    The key is read once, and made when the first line is sealed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder, self._key = str(path.resolve()), _read_key()
+
+    def sealed(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """The line with its seal; without one if there is no key."""
+        if self._key is None:
+            with contextlib.suppress(SettingError):
+                self._key = ensure_key()
+        seal = {} if self._key is None else {SEAL: _seal(self._content(line), self._key)}
+        return {**line, **seal}
+
+    def is_valid(self, line: Mapping[str, Any]) -> bool:
+        """Whether this user sealed the line in this folder."""
+        seal = line.get(SEAL)
+        if self._key is None or not isinstance(seal, str):
+            return False
+        content = self._content({name: value for name, value in line.items() if name != SEAL})
+        return hmac.compare_digest(
+            seal.encode(errors="replace"), _seal(content, self._key).encode()
+        )
+
+    def _content(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        return {"folder": self._folder, "line": line}
+
+
 def _is_valid(seal: Any, content: Mapping[str, Any]) -> bool:
     key = _read_key()
     if key is None or not isinstance(seal, str):

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.agent.files.safe_paths import fold_name, refusal_reason
+from paceline.spec import rundir
 
 
 def _words(text: str) -> frozenset[str]:
@@ -39,6 +40,9 @@ _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are t
     " vercel.json"
 )
 _CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
+# By these, commands take a folder below runs/ for a run.
+_RUN_RECORDS = {rundir.PLAN, rundir.EVENTS, rundir.OWNER, rundir.BATCH, rundir.DETACHED,
+        rundir.FORECAST}  # fmt: skip
 _NAMES_WITHOUT_SUFFIX = frozenset({"latest"})  # DeepSpeed's pointer to its newest checkpoint
 _EVENT_FILE = "events.out.tfevents."  # of TensorBoard, which ends in a number
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
@@ -58,7 +62,8 @@ class PathState:
 
     Attributes:
         was_sent: It is part of the code that was sent.
-        exists: Any file, folder or link has this name, or a link or file is on the way.
+        exists: Any file, folder or link has this name, or a link, a file or a run directory is on
+            the way.
         is_own_output: A run in this run directory brought the file, and nobody changed it since.
         in_own_folder: Such a run made a folder on the path, or found it empty.
     """
@@ -97,6 +102,8 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
         return "a name with special characters"
     if not _CODE_FOLDERS.isdisjoint(parts[:-1]):
         return "in a folder of packages"
+    if len(parts) > 2 and parts[0] == rundir.DEFAULT_PARENT and name in _RUN_RECORDS:
+        return "a record of a run"
     if name == DCP_INDEX or name.startswith(_EVENT_FILE):
         return ""
     suffix = _suffix(name)

@@ -1,7 +1,8 @@
 """Records in the run directory which files a script wrote, and where they are on this machine.
 
 ``outputs.jsonl`` has a line for each version of a file that arrived, for each file that the script
-removed, and for each folder that a run made in the project.
+removed, and for each folder that a run made in the project. The lines say which files of this
+machine are sent to hosts and replaced, so launchers use only lines that this user sealed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 
 from paceline.agent.files import safe_paths
 from paceline.rundir import records
+from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import is_checkpoint, unit_of
 from paceline.spec.rundir import OUTPUTS
 
 MAX_JOURNAL_BYTES = 64 << 20
+MAX_SHOWN_BYTES = 2 << 20  # read by others than launchers
 MIN_COMPACTED_LINES = 1000
 
 
@@ -80,29 +83,38 @@ def local_version(path: Path) -> tuple[int, int] | None:
 class OutputJournal:
     """The files that scripts wrote in all runs of a run directory.
 
+    Args:
+        seals: Only lines with a valid seal count, and new ones get one. ``None``: all lines count,
+            of a huge file the last ones; for display only.
+
     Attributes:
         outputs: The latest version of each file that the script has not removed, by path.
         folders: Folders that these runs made in the project.
         is_written: Whether changes are recorded for later starts.
+        num_foreign: Lines without a valid seal.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, seals: LineSeals | None = None) -> None:
+        self._run, self._seals = run, seals
         self.is_written = True
         self.outputs: dict[str, Output] = {}
         self.folders: set[str] = set()
+        self.num_foreign = 0
         self._local_start_us: int | None = None
         self._num_lines = 0
+        size = MAX_SHOWN_BYTES if seals is None else MAX_JOURNAL_BYTES
         try:
-            with records.open_regular(run / OUTPUTS) as file:
-                lines = file.read(MAX_JOURNAL_BYTES).split(b"\n")
+            head, tail = records.head_and_tail(run / OUTPUTS, 0, size)
         except OSError:
             return
+        lines = (head or tail).split(b"\n")
         for line in lines[:-1]:  # the last is empty, or cut off
             value = records.parse_json(line.decode("utf-8", "replace"))
             if not isinstance(value, dict):
                 continue
-            if isinstance(folder := value.get("folder"), str):
+            if seals is not None and not seals.is_valid(value):
+                self.num_foreign += 1
+            elif isinstance(folder := value.get("folder"), str):
                 self.folders.add(folder)
             elif type(start := value.get("local_start_us")) is int:
                 self._local_start_us = start
@@ -120,7 +132,7 @@ class OutputJournal:
             lines += [asdict(output) for output in self.outputs.values()]
             if self._local_start_us is not None:
                 lines.append({"local_start_us": self._local_start_us})
-            safe_paths.write_file(str(self._run), OUTPUTS, _encode(lines))
+            safe_paths.write_file(str(self._run), OUTPUTS, self._encode(lines))
 
     def add(self, outputs: Sequence[Output]) -> None:
         """Records files that are complete only together, at once."""
@@ -149,7 +161,7 @@ class OutputJournal:
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
         if not lines or not self.is_written:
             return
-        data = _encode(lines)
+        data = self._encode(lines)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         file = safe_paths.open_file(str(self._run), OUTPUTS, flags)
         try:
@@ -164,9 +176,9 @@ class OutputJournal:
         finally:
             os.close(file)
 
-
-def _encode(lines: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    def _encode(self, lines: Sequence[dict[str, Any]]) -> bytes:
+        sealed = lines if self._seals is None else map(self._seals.sealed, lines)
+        return b"".join(json.dumps(line).encode() + b"\n" for line in sealed)
 
 
 def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | None:

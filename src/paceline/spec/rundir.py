@@ -63,7 +63,7 @@ _MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run directory."""
-    is_marked = any((folder / name).exists() for name in (KEY, PROBE))
+    is_marked = any((folder / name).exists() for name in (KEY, PROBE, FETCHED_LIST))
     return is_marked or ((folder / EVENTS).exists() and (folder / RESULT).exists())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import itertools
 import os
 import secrets
@@ -23,6 +24,8 @@ from paceline.agent.files.safe_paths import INCOMING, IncomingFile, fold_name
 from paceline.agent.files.snapshot import BLOCK_BYTES, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.detached_file import LineSeals
+from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
     PathState,
     WrittenFile,
@@ -36,8 +39,16 @@ from paceline.rundir.output_rules import (
 )
 from paceline.rundir.outputs import Output, OutputJournal, local_version
 from paceline.spec.errors import NodeError
-from paceline.spec.formatting import format_size
-from paceline.spec.rundir import FETCHED, MODEL, is_product, is_reserved, safe_name
+from paceline.spec.formatting import format_size, pluralize
+from paceline.spec.rundir import (
+    FETCHED,
+    MODEL,
+    OUTPUTS,
+    is_product,
+    is_reserved,
+    is_run,
+    safe_name,
+)
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.tree import Manifest
@@ -51,6 +62,7 @@ _NEVER_US = 1 << 52
 PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
 CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
 MAX_NAMED = 3  # files that a line names
+MAX_ZIP_INDEX_BYTES = 4 << 20  # of a file of torch.save: about 40,000 tensors
 MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
 
 
@@ -99,7 +111,10 @@ class OutputStore:
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         self.project: Path | None = None
         self.kept_out: dict[str, str] = {}
-        self.journal = OutputJournal(run)
+        self.journal = OutputJournal(run, LineSeals(run))
+        if num_foreign := self.journal.num_foreign:
+            note(f"paceline: {short(run / OUTPUTS)} has {pluralize(num_foreign, 'line')} that you"
+                 " did not write in this folder: their files are not sent to hosts")  # fmt: skip
         self.journal.compact()
         self._run, self._note = run, note
         self._noted = set[str]()
@@ -156,8 +171,7 @@ class OutputStore:
     def _travels(self, path: str) -> bool:
         if path.startswith(RUN_PREFIX):
             name = path.removeprefix(RUN_PREFIX)
-            is_other = is_reserved(name) or is_product(name) or name.startswith(f"{MODEL}/")
-            return not is_other and not name_refusal(name, in_own_folder=True)
+            return not _is_of_run(name) and not name_refusal(name, in_own_folder=True)
         return not self._was_sent(path) and not name_refusal(path, in_own_folder=True)
 
     async def sync(self, folder: OutputFolder, *, share: float = 1.0, has_ended: bool = False,
@@ -255,12 +269,15 @@ class OutputStore:
 
         if len(group) != 1:
             return False
+        path = str(self._run / UNPLACED / group[0].path)
         try:
-            with zipfile.ZipFile(self._run / UNPLACED / group[0].path) as archive:
-                is_stored = all(info.compress_type == zipfile.ZIP_STORED
-                                for info in archive.infolist())  # fmt: skip
-                return is_stored and archive.testzip() is None
-        except (OSError, ValueError, zipfile.BadZipFile):
+            with _BoundedReads(path) as file, zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+                is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+                # entries that overlap would be read again and again
+                is_plausible = sum(entry.file_size for entry in entries) <= group[0].size
+                return is_stored and is_plausible and archive.testzip() is None
+        except Exception:  # of a hostile file: encrypted, of another version, cut off
             return False
 
     async def _receive(self, folder: OutputFolder, group: Sequence[WrittenFile],
@@ -312,10 +329,13 @@ class OutputStore:
         if self.project is None:
             return PathState()
         own, folder = False, ""
+        if is_run(self.project) and _is_of_run(path):
+            return PathState(exists=True)
         for part in path.split("/")[:-1]:
             folder = f"{folder}/{part}".lstrip("/")
             local = self.project / folder
-            if local.is_symlink() or (os.path.lexists(local) and not local.is_dir()):
+            is_other = local.is_symlink() or (os.path.lexists(local) and not local.is_dir())
+            if is_other or is_run(local):  # another run may resume from what is there
                 return PathState(exists=True)
             own = own or folder in self.journal.folders or _is_empty(local)
         output = self.journal.outputs.get(path)
@@ -452,6 +472,18 @@ class OutputStore:
                 if folder.fetched.get(file.path) == file.version}  # fmt: skip
 
 
+class _BoundedReads(io.FileIO):
+    """A file of which no more is held in memory than the index of a checkpoint takes."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Reads as usual. ValueError if that could be too much."""
+        rest = os.fstat(self.fileno()).st_size - self.tell()
+        wanted = rest if size is None or size < 0 else min(size, rest)
+        if wanted > MAX_ZIP_INDEX_BYTES:
+            raise ValueError(f"{wanted} bytes at once")
+        return super().read(wanted) or b""
+
+
 async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,
                         share: float) -> str:  # fmt: skip
     """Fetches a file block by block, with pauses; returns its hash as the node says."""
@@ -513,6 +545,11 @@ def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool) -> b
     if has_succeeded or not is_checkpoint(unit, map(_path, group)):
         return all(file.is_whole for file in group)
     return is_complete(unit, group)
+
+
+def _is_of_run(path: str) -> bool:
+    """Whether a path in a run directory is for the run's own files."""
+    return is_reserved(path) or is_product(path) or path.startswith(f"{MODEL}/")
 
 
 def _path(file: WrittenFile) -> str:

@@ -364,6 +364,16 @@ def test_files_of_a_recipe_in_the_file_need_trust() -> None:
     assert parse_recipe_options(taken("train"), "text", []).data == "ag-news"
 
 
+@pytest.mark.parametrize("key", ["model", "chat-template"])
+def test_every_file_of_a_recipe_that_is_sent_needs_trust(key: str) -> None:
+    Path("private").write_text("a key")
+    Path("paceline.toml").write_text(f'[train.sft]\n{key} = "private"\n')
+    typed = {"model": "user/model", "data": "user/data"}
+    argv = [f"--{name}={value}" for name, value in typed.items() if name != key]
+    with pytest.raises(SettingError, match=f"{key}, which sends it to the hosts"):
+        parse_recipe_options(taken("train"), "sft", argv)
+
+
 def test_a_guarded_setting_is_shown_whole() -> None:
     value = f"notify-send '{'x' * 300}'; touch evil"
     Path("paceline.toml").write_text(f'[run]\nnotify = "{value}"\n')

@@ -53,6 +53,8 @@ RECIPE_GUARDED = {  # the same for [train.RECIPE], if the value is a file or fol
     "test-data": "sends it to the hosts",
     "target": "sends it to the hosts",
     "weights": "sends it to the hosts",
+    "model": "sends it to the hosts",
+    "chat-template": "sends it to the hosts",
     "resume": "reads a checkpoint from it",
     "run-dir": "can replace the results of an earlier run",
 }

@@ -20,8 +20,10 @@ from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.rundir import BATCH
+from paceline.spec.terminal import clean
 
 POLL_INTERVAL_S = 0.5
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +165,37 @@ async def follow(job: SubmittedJob, note: Callable[[str], None]) -> int:
 
 @dataclass
 class FileTail:
-    """Prints what is appended to a file, which may not exist yet."""
+    """Prints the lines that are appended to a file, which may not exist yet.
+
+    Nodes write it: what could control a terminal is removed, except colours.
+    """
 
     path: Path
     _file: IO[bytes] | None = None
+    _partial: bytes = b""
 
     def show(self) -> None:
-        if self._file is None and self.path.exists():
-            self._file = self.path.open("rb")
-        if self._file is not None and (data := self._file.read()):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+        """Prints complete lines, and a very long one in parts."""
+        if self._file is None:
+            with contextlib.suppress(OSError):
+                self._file = records.open_regular(self.path)
+        while self._file is not None and (data := self._file.read(_READ_BYTES)):
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            _print(b"".join(line + b"\n" for line in lines))
+            if len(self._partial) > _READ_BYTES:
+                _print(self._partial)
+                self._partial = b""
 
     def close(self) -> None:
+        """Prints the incomplete last line."""
+        _print(self._partial)
         if self._file is not None:
             self._file.close()
+
+
+def _print(data: bytes) -> None:
+    sys.stdout.write(clean(data.decode("utf-8", "replace"), colours=sys.stdout.isatty()))
+    sys.stdout.flush()
 
 
 class InterruptHandler:

@@ -1,0 +1,31 @@
+"""The output of a batch is written by nodes: it does not control the terminal of who follows it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.schedulers.submission import FileTail
+
+
+def test_output_of_a_batch_is_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "slurm-1.out"
+    tail = FileTail(path)
+    tail.show()  # it is not there yet
+    path.write_bytes(b"one\n\x1b]52;c;ZXZpbA==\x07two\n\x1b]0;tit")
+    tail.show()
+    with path.open("ab") as file:
+        file.write(b"le\x07three\nfour")
+    tail.show()
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+    tail.close()
+    assert capsys.readouterr().out == "four"
+
+
+def test_a_pipe_in_place_of_the_output_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "slurm-1.out")
+    tail = FileTail(tmp_path / "slurm-1.out")
+    tail.show()
+    tail.close()

@@ -16,6 +16,7 @@ from recipe_tools import hub_variables  # noqa: F401 - fixture
 from torch import nn
 
 from paceline.recipes.data import idx, texts
+from paceline.recipes.language.base_model import BaseModel
 from paceline.recipes.networks import build_image_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import HubModel, build_from_description, load_model, read_weights
@@ -138,6 +139,27 @@ def test_timm_loads_no_further_files(name: str, tmp_path: Path) -> None:
                 load_model(hub_model, ("a", "b"))
 
 
+@pytest.mark.usefixtures("hub_variables")
+def test_adapters_in_a_model_are_refused(tmp_path: Path) -> None:
+    """They name the model to load, and old versions of peft import a module that they name."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "another/model"}')
+    for with_config in (False, True):
+        if with_config:
+            (tmp_path / "config.json").write_text(json.dumps(VIT))
+        with pytest.raises(DataError, match="has adapters"):
+            BaseModel(str(tmp_path)).load()
+        with pytest.raises(DataError, match="has adapters"):
+            load_model(HubModel("image", str(tmp_path)), ("a", "b"))
+
+
+@pytest.mark.usefixtures("hub_variables")
+def test_a_language_model_names_no_further_files(tmp_path: Path) -> None:
+    content = {"model_type": "llama", "checkpoint_path": "w.pth"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="names further files to load"):
+        BaseModel(str(tmp_path)).load()
+
+
 @pytest.mark.parametrize("from_scratch", [True, False])
 @pytest.mark.usefixtures("hub_variables")
 def test_a_model_of_any_size_is_not_loaded(from_scratch: bool, tmp_path: Path) -> None:
@@ -153,6 +175,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "model/tokenizer.json": lambda folder: saved_encoding(folder, hub=False),
     "model/tokenizer_config.json": lambda folder: HubModel("text", str(folder / "model")).check(),
     "model/config.json": lambda folder: saved_state(folder),
+    "base/tokenizer.json": lambda folder: BaseModel(str(folder / "base")).load_tokenizer(),
+    "base/model.safetensors": lambda folder: BaseModel(str(folder / "base")).load(),
     "model.onnx": lambda folder: OnnxNetwork(folder / "model.onnx", ["ids"]),
     "train.csv": lambda folder: texts.load_texts(TextOptions(data=str(folder / "train.csv"))),
     "images": lambda folder: idx._array(folder / "images", 3),

@@ -135,14 +135,40 @@ class HubModel:
                 + (", but a file" if path.exists() else ""),
                 remedy="give the folder of a saved model, or the id of one on the hub: USER/NAME",
             )
-        try:
-            for file in (*path.glob("*"), *path.glob("*/*")) if path.is_dir() else ():
-                if file.exists() and not file.is_dir():
-                    is_limited = file.suffix in _DESCRIPTIONS
-                    limit = files.MAX_DESCRIPTION_BYTES if is_limited else sys.maxsize
-                    files.check_regular(file, limit)
-        except OSError as error:
-            raise DataError(f"--model {self.name} could not be loaded", found=str(error)) from None
+        check_folder(path, self.name)
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Raises DataError for a folder with a pipe, a device or an endless description.
+
+    Args:
+        path: A folder, or anything else, which is not checked.
+        name: The model, as typed.
+    """
+    try:
+        for file in (*path.glob("*"), *path.glob("*/*")) if path.is_dir() else ():
+            if file.exists() and not file.is_dir():
+                is_limited = file.suffix in _DESCRIPTIONS
+                limit = files.MAX_DESCRIPTION_BYTES if is_limited else sys.maxsize
+                files.check_regular(file, limit)
+    except OSError as error:
+        raise DataError(f"--model {name} could not be loaded", found=str(error)) from None
+
+
+def check_adapters(config_file: str | None, name: str) -> None:
+    """Raises DataError for adapters: their configuration names a model and modules to load.
+
+    Args:
+        config_file: What transformers takes for their configuration, if it finds one.
+        name: The model, as typed.
+    """
+    if config_file:
+        raise DataError(
+            f"--model {name} has adapters, which are not loaded",
+            found="its adapter_config.json names another model and modules to load",
+            remedy="merge them into their model first (merge_and_unload of peft), or remove"
+            " adapter_config.json",
+        )
 
 
 def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, Origin]:
@@ -161,6 +187,12 @@ def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, 
     }
 
     location = {"local_files_only": hub_model.local, **_NO_CODE}
+    find_adapters = transformers.utils.find_adapter_config_file
+    adapters = fetch(
+        f"--model {hub_model.name}",
+        lambda: find_adapters(hub_model.source, local_files_only=hub_model.local),
+    )
+    check_adapters(adapters, hub_model.name)
     load_config = transformers.AutoConfig.from_pretrained
 
     def get() -> tuple[Any, dict[str, Any], tuple[str, ...]]:
@@ -176,7 +208,7 @@ def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, 
     config = fetch(
         f"--model {hub_model.name}", lambda: load_config(hub_model.source, **location, **names)
     )
-    _check_config(config)
+    check_config(config)
     check_size(lambda: kind.from_config(copy.deepcopy(config), **_NO_CODE))
     model, report, old_classes = fetch(f"--model {hub_model.name}", get)
     if not isinstance(model, nn.Module):
@@ -211,12 +243,12 @@ def build_from_description(kind: Kind, description: dict[str, Any]) -> nn.Module
     count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
     kind_of_config = type(transformers.AutoConfig.for_model(description["model_type"]))
     config = kind_of_config.from_dict(dict(description), **count)
-    _check_config(config)
+    check_config(config)
     model: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config, **_NO_CODE)
     return model.float()
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Raises DataError if timm or a part of the model would load further files.
 
     timm unpickles the file ``checkpoint_path``, and takes an ``architecture`` with a prefix

@@ -15,6 +15,7 @@ from torch import nn
 from paceline.program import library
 from paceline.recipes.data import local_path
 from paceline.recipes.data.hub import explain_error, fetch, prepare_environment
+from paceline.recipes.pretrained import check_adapters, check_config, check_folder
 from paceline.spec.errors import DataError
 from paceline.train.elastic.replica_check import checksums
 
@@ -41,9 +42,20 @@ class BaseModel:
         """Loads the model, by default in the precision in which it is saved.
 
         Raises:
-            DataError: It is not found, or is no causal language model.
+            DataError: It is not found, is no causal language model, or names further files to load.
         """
         transformers, arguments = self._prepare()
+        if "gguf_file" not in arguments:
+            find_adapters = transformers.utils.find_adapter_config_file
+            source, local = (
+                arguments["pretrained_model_name_or_path"],
+                arguments["local_files_only"],
+            )
+            label = f"--model {self.name}"
+            adapters = self._get(label, lambda: find_adapters(source, local_files_only=local))
+            check_adapters(adapters, self.name)
+            load_config = transformers.AutoConfig.from_pretrained
+            check_config(self._get(label, lambda: load_config(**arguments)))
         load = transformers.AutoModelForCausalLM.from_pretrained
         model = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
         if not isinstance(model, nn.Module):
@@ -80,6 +92,7 @@ class BaseModel:
     def _prepare(self) -> tuple[Any, dict[str, Any]]:
         """Returns the library, and the arguments of its loaders."""
         path = self.path
+        check_folder(path, self.name)
         if path.is_file():  # its tensors have a progress bar that cannot be turned off otherwise
             os.environ.setdefault("TQDM_DISABLE", "1")
         prepare_environment(self.offline, path.exists())

@@ -51,6 +51,58 @@ def outcome(text: str) -> Outcome:
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
+def test_blank_lines_have_a_prefix_too(nesting: str) -> None:
+    prefix, *_ = NESTINGS[nesting]
+    chain = f"{TRACEBACK}\n\nThe above exception was the direct cause:\n\n{TRACEBACK}\n"
+    (failure,) = outcome("\n".join(map(prefix, chain.split("\n")))).failures
+    assert len(failure.errors) == 2
+
+
+@pytest.mark.parametrize("label", ["INFO [gpu-3/train]", "(pod-1/main)"])
+def test_a_label_with_a_path_is_a_prefix(label: str) -> None:
+    lines = strip_prefixes([f"2026-11-26 10:00:01,123 {label} {line}" for line in "abc"])
+    assert [line.text for line in lines] == ["a", "b", "c"]
+
+
+def test_lines_that_begin_with_their_rank_belong_to_it() -> None:
+    """MPICH's launcher adds no labels: the traceback of one rank stands between others' lines."""
+    steps = [f"rank {rank} step {step} loss 0.5" for step in range(9) for rank in (0, 1)]
+    text = "\n".join([*steps[:6], TRACEBACK, *steps[6::2]])
+    assert [unit.text for unit in outcome(text).failures] == ["KeyError: 'names'"]
+
+
+@pytest.mark.parametrize("report", [
+    "srun: error: n1: task 3: Segmentation fault (core dumped)",
+    "srun: error: n1: task 3: Exited with exit code 1",
+])  # fmt: skip
+def test_other_ranks_go_on_for_a_while_after_one_ended(report: str) -> None:
+    steps = [f"{rank}: step {step} loss 0.5" for step in range(9) for rank in range(4)]
+    alive = [line for line in steps[16:] if not line.startswith("3")]
+    assert outcome("\n".join([*steps[:16], report, *alive])).failures
+    assert not outcome("\n".join([*steps[:16], report, *steps[16:]])).failures
+
+
+def test_messages_of_the_kernel_concern_their_host() -> None:
+    xid = "kernel: [100.30] NVRM: Xid (PCI:0000:b3:00): 94, pid=4412, Contained: SM (0x1)"
+    steps = [f"gpu-{host} | step {step} loss 0.5" for step in range(9) for host in "ab"]
+    others = [f"gpu-b | {line}" for line in TRACEBACK.splitlines()]
+    log = [*steps[:6], f"gpu-b | {xid}", *others, *steps[6::2]]
+    assert [unit.kind for unit in outcome("\n".join(log)).context] == ["kernel"]
+    assert not outcome("\n".join([*steps[:6], f"gpu-b | {xid}", *steps[6:]])).has_failed
+
+
+def test_an_abort_by_the_watchdog_follows_from_its_time_out() -> None:
+    watchdog = (
+        "[rank1]:[E1122 06:40:01.6 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective"
+        " operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, Timeout(ms)=600000) ran for"
+        " 600079 milliseconds before timing out.\n"
+    )
+    end = "failed (exitcode: -6) local_rank: 1 (pid: 222) of binary: /usr/bin/python3"
+    assert not outcome(f"{watchdog}{end}").failures
+    assert outcome(end).failures
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
 def test_prefixes_in_any_nesting(nesting: str) -> None:
     prefix, host, rank = NESTINGS[nesting]
     lines = strip_prefixes([prefix(line) for line in f"{STEPS}\n{TRACEBACK}".splitlines()])
@@ -206,9 +258,18 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
     TRACEBACK.replace("/w/train.py", "/v/site-packages/flask/app.py"),
     f"{STEPS}\nsaved model.pt\n[rank1]:[W1101 09:31:03.2 TCPStore.cpp:125] [c10d] recvValue failed:"
     " Connection reset by peer",
+    "text: \"RuntimeError: CUDA out of memory\" -> oom\ntext: \"killed by signal 9\" -> crash",
+    "\"Segmentation fault (core dumped)\", crash\n\"CUDA error: an illegal memory access\", gpu",
+    '{"text": "RuntimeError: CUDA out of memory", "label": "oom"}\nwrote 1 row',
 ])  # fmt: skip
 def test_what_a_job_survives_is_no_failure(text: str) -> None:
     assert not outcome(text).has_failed
+
+
+def test_a_message_ends_with_a_list() -> None:
+    log = TRACEBACK.replace("'names'", "no match.") + "\ntensor at 8:\nsaved: 2\nrecomputed: 3\n"
+    (failure,) = outcome(log).failures
+    assert failure.text.endswith("recomputed: 3")
 
 
 def test_a_summary_of_wandb_is_no_sign_of_life() -> None:

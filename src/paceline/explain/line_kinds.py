@@ -64,7 +64,8 @@ _ERROR_PHRASES = (
     "too long", "too many", "closed by", "reset by", "no route", "not available", "no space",
     "out of memory", "is your shell clean", "waiting for clients", "not compatible",
     "has changed", "no components", "bad termination", "required but", "not permitted",
-    "low on resource", "nodes are available", "oom_kill", "oom-kill",
+    "low on resource", "nodes are available", "oom_kill", "oom-kill", "spot instance interruption",
+    "preempted",
 )  # fmt: skip
 # A program that continues without what it lacks, such as one that only describes the machine
 _GOES_ON = re.compile(
@@ -74,8 +75,14 @@ _GOES_ON = re.compile(
 _LAUNCHER = re.compile(
     r"(?:slurmstepd(?:-[\w.-]{1,253})?|srun|sbatch|salloc|(?:mpirun|mpiexec)(?:\.openmpi)?|prterun"
     r"|orterun|orted|prted): "
-    r"|(?:Warning|Normal) {2}\w{2,40} {2}"  # events of Kubernetes
+    r"|\s{0,9}(?:Warning|Normal) {2,9}\w{2,40} {2}"  # events of Kubernetes
+    r"|(?:docker: )?Error response from daemon: (?:could not select device driver|failed to create "
+    r"|OCI runtime|pull access denied|manifest )"
     r"|\[(?:mpiexec|proxy|prterun|mpirun)[@:][^\]]{1,300}\] "
+)
+# A row of data, or a quoted text with what a program found about it
+_DATA = re.compile(
+    r'\[?\{?"[^"]{1,300}"\s{0,3}(?:->|=>|[,:|;\t])|\w{1,20}[:=] ?"[^"]{1,300}"\s{0,3}(?:->|=>|\t)'
 )
 # How other kinds of programs write: none of their lines is a failure of a training job
 _FOREIGN = re.compile(
@@ -120,6 +127,8 @@ def classify(line: str) -> tuple[Kind, str]:
             is_evaluation = all(map(_EVALUATION.search, heads))
             return ("progress", "") if is_evaluation else ("numeric", "error")
     if _FOREIGN.match(short):
+        return "foreign", ""
+    if '"' in short and _DATA.match(short):
         return "foreign", ""
     level = level_of(short)
     if _WARNING.match(short) or level.startswith("W"):

@@ -14,6 +14,7 @@ from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR, Failure
 
 SURVIVED = 3  # signs of life after an error that the job survived
 RESTARTED = 7  # the same, if a process ended and all were started again, up to a good end
+REQUEUED = 60  # the same, of a job that its scheduler ended and that has no good end
 MAX_RANKS = 100_000
 MAX_LAST_WORDS = 12
 MAX_UNITS = 400  # of one role; of more, the first and the last
@@ -41,7 +42,14 @@ _CONSEQUENCE = re.compile(
     r"Stack trace of the failed collective|preparing to dump|HeartbeatMonitor|closing signal SIG|"
     r"operation was aborted|communicator was aborted|Could not acquire GIL"
 )
+_WATCHDOG_ABORT = re.compile(
+    r"taking the entire process down|watchdog thread terminated with exception|"
+    r"Watchdog caught collective operation timeout"
+)
 _EXITED_WELL = re.compile(r"(?P<host>[\w.-]{1,253}) exited with code 0$")
+_MISMATCH = re.compile(r"collective mismatch error|Mismatched collective")
+_CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) [\d.]{1,20} ON .{0,300} CANCELLED AT ")
+_ANNOUNCED = re.compile(r"(?i:spot instance interruption|\b(?:is|was|be|being) preempted)")
 _STAGE_END = re.compile(r"(?i:\bsav(?:ed|ing)\b|^\W{0,4}done \(t=)")  # training may go on
 _WAITED = re.compile(  # in vain, for another process that did not end
     rf"{COLLECTIVE_TIMEOUT.pattern}|(?i:trying to connect|connect(?:ion)? (?:to \S{{1,300}} )?:? ?"
@@ -68,6 +76,7 @@ class Outcome:
         consequences: Errors of processes that lost a peer or were stopped.
         exits: Reported ends of processes, those that the launcher stopped left out.
         ranks: All ranks that the log knows of.
+        running: Those that went on after the first error that ended a process.
     """
 
     failures: tuple[Unit, ...] = ()
@@ -75,6 +84,7 @@ class Outcome:
     consequences: tuple[Unit, ...] = ()
     exits: tuple[Exit, ...] = ()
     ranks: frozenset[int] = frozenset()
+    running: frozenset[int] = frozenset()
 
     @property
     def first(self) -> Unit | None:
@@ -118,10 +128,21 @@ def judge(
     if any(map(_names_error, survivors)):  # tracebacks that others interrupt say nothing more
         survivors = [unit for unit in survivors if unit.kind != "traceback" or _names_error(unit)]
     root = _root(failure, survivors)
-    primary = [unit for unit in survivors if not is_consequence(unit)]
-    consequences = [unit for unit in survivors if is_consequence(unit)]
+    aborted = any(unit.kind in ("library", "crash") and _WATCHDOG_ABORT.search(unit.text)
+                  for unit in units)  # fmt: skip
+
+    def follows(unit: Unit) -> bool:
+        return is_consequence(unit) or (aborted and _is_abort(unit))
+
+    primary = [unit for unit in survivors if not follows(unit)]
+    consequences = [unit for unit in survivors if follows(unit)]
     primary.sort(key=lambda unit: (not _concerns(unit, root), unit.kind == "exit"))
-    weak = [unit for unit in units if _is_weak(unit) and not life.continued_after(unit)]
+    weak = [
+        unit
+        for unit in units
+        if _is_weak(unit)
+        and (not life.continued_after(unit) or (survivors and _ANNOUNCED.search(unit.text)))
+    ]
     if survivors:
         weak = _admissible(weak, primary) + _last_words(units, primary or consequences)
     else:
@@ -135,6 +156,7 @@ def judge(
             end for unit in survivors for end in unit.exits if end.signal != signal.SIGTERM
         ),
         ranks=_known_ranks(units),
+        running=_running_ranks(units, min((unit.number for unit in survivors), default=0)),
     )
 
 
@@ -151,9 +173,16 @@ def is_consequence(unit: Unit) -> bool:
         return True
     if _CONSEQUENCE.search(unit.text) and unit.kind != "traceback":
         return True
-    if unit.kind in ("traceback", "crash", "library"):
+    if unit.kind in ("traceback", "crash", "library") and not _MISMATCH.search(unit.text):
         return bool(COLLECTIVE_TIMEOUT.search(unit.text) or SECONDARY_ERROR.search(unit.text))
     return False
+
+
+def _is_abort(unit: Unit) -> bool:
+    """Whether it reports nothing but processes that aborted, as torch's watchdog makes them."""
+    return unit.kind == "exit" and all(
+        end.signal in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT) for end in unit.exits
+    )
 
 
 class _Life:
@@ -161,10 +190,14 @@ class _Life:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._after: dict[int, tuple[int, int, int, int, bool]] = {}
+        self._job_ended_after: set[int] = set()
+        self._own_after: dict[int, tuple[int, int]] = {}
         self._ended_well: set[int] = set()
         by_stream: dict[tuple[str, int | None], int] = defaultdict(int)
+        by_rank: dict[int | None, int] = defaultdict(int)
+        by_host: dict[str, int] = defaultdict(int)
         everywhere = progress = 0
-        finished = False
+        finished = has_job_ended = False
         ended_well: set[str] = set()
         for unit in reversed(units):
             stream = (unit.host, unit.rank)
@@ -174,11 +207,19 @@ class _Life:
                 self._ended_well.add(id(unit))
             self._after[id(unit)] = (by_stream[stream], by_stream[_UNLABELED], everywhere, progress,
                                      finished)  # fmt: skip
+            if has_job_ended:
+                self._job_ended_after.add(id(unit))
+            self._own_after[id(unit)] = (by_rank[unit.rank], by_host[unit.host] + by_host[""])
             by_stream[stream] += unit.sign_of_life
+            by_rank[unit.rank] += unit.sign_of_life
+            by_host[unit.host] += unit.sign_of_life
             everywhere += unit.sign_of_life * (unit.kind != "text")
             progress += unit.kind == "progress"
             finished |= unit.kind == "finish"
+            has_job_ended |= unit.kind == "finish" and not _STAGE_END.search(unit.text)
         self.was_seen = everywhere > 0
+        self._ranks = {rank for rank, signs in by_rank.items() if rank is not None and signs}
+        self._hosts = {host for host, signs in by_host.items() if host and signs}
         self._ended_before = _ended_before(units)
 
     def had_ended(self, unit: Unit) -> bool:
@@ -196,9 +237,24 @@ class _Life:
             return in_stream >= needed or (finished and everywhere >= RESTARTED)
         if unit.kind in ("text", "warning") and (unit.host or unit.rank is not None):
             return in_stream >= SURVIVED
-        is_rank = unit.kind == "library" and unit.rank is not None
-        signs = in_stream + unlabeled if is_rank else everywhere
+        if unit.kind == "library" and _CANCELLED.search(unit.text):
+            return everywhere >= (RESTARTED if id(unit) in self._job_ended_after else REQUEUED)
+        signs = everywhere
+        if unit.kind == "library" and unit.rank is not None:
+            signs = in_stream + unlabeled
+        elif unit.kind in ("exit", "kernel", "library"):
+            signs = self._signs_of_own(unit, everywhere)
         return signs >= SURVIVED - (unit.level != "error")
+
+    def _signs_of_own(self, unit: Unit, everywhere: int) -> int:
+        """Signs of the process or host that the unit is about, as far as the log tells them apart.
+
+        Others go on for a while after one process ended.
+        """
+        of_rank, of_host = self._own_after[id(unit)]
+        if unit.rank in self._ranks:
+            return of_rank
+        return of_host if unit.host in self._hosts else everywhere
 
 
 def _ended_before(units: Sequence[Unit]) -> set[int]:
@@ -288,6 +344,12 @@ def _known_ranks(units: Sequence[Unit]) -> frozenset[int]:
     sizes = [min(int(match["size"]), MAX_RANKS) for match in matches]
     ranks = {unit.rank for unit in units if unit.rank is not None}
     return frozenset(ranks | set(range(max(sizes, default=0))))
+
+
+def _running_ranks(units: Sequence[Unit], number: int) -> frozenset[int]:
+    """The ranks with a sign of life behind a line of the log."""
+    later = (unit for unit in units if unit.number > number and unit.sign_of_life > 1)
+    return frozenset(unit.rank for unit in later if unit.rank is not None)
 
 
 def _communicator(unit: Unit) -> re.Match[str] | None:

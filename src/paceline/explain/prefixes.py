@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from paceline.explain.line_kinds import SYSTEM_DAEMONS
@@ -33,20 +33,20 @@ _BY_START = {
         r"\[1,(?P<rank>\d{1,9})\]<(?:stdout|stderr|stddiag)>: ?",  # mpirun --tag-output
         r"\[rank ?(?P<rank>\d{1,9})\]:?(?:\[[A-Za-z0-9][\w.-]{0,252}\])? ?",  # torch
         r"\[default(?P<rank>\d{1,9})\]: ?",  # torchrun --tee
-        r"\[pod/(?P<host>[\w.-]{1,253})/[\w.-]{1,253}\] ",  # kubectl logs --prefix
-        rf"\[{_TIME}\](?: |(?=\[))",
+        r"\[pod/(?P<host>[\w.-]{1,253})/[\w.-]{1,253}\](?: |$)",  # kubectl logs --prefix
+        rf"\[{_TIME}\](?: |$|(?=\[))",
     ),
     "(": (
         r"\((?P<label>[\w.:<>-]{1,100}(?: rank=(?P<rank>\d{1,9}))?(?:,? pid=\d{1,9})"
         r"(?:, ip=(?P<host>[\w.:]{1,100}))?)\) ?",  # Ray
     ),
     "0123456789": (
-        rf"{_TIME} std(?:out|err) [FP] ",  # a container runtime's log file
-        rf"{_TIME}(?:: | - | |\t)(?!\s{{0,9}}$)",
+        rf"{_TIME} std(?:out|err) [FP](?: |$)",  # a container runtime's log file
+        rf"{_TIME}(?:: | - | |\t|$)",
     ),
     "JFMASOND": (
         rf"{_MONTH} [ \d]\d {_CLOCK} (?P<host>[\w.-]{{1,253}}) "
-        rf"(?!kernel|(?:{SYSTEM_DAEMONS})\b)[\w./@-]{{1,100}}(?:\[\d{{1,9}}\])?: ",  # syslog
+        rf"(?!kernel|(?:{SYSTEM_DAEMONS})\b)[\w./@-]{{1,100}}(?:\[\d{{1,9}}\])?:(?: |$)",  # syslog
     ),
 }
 _UNAMBIGUOUS = {
@@ -73,10 +73,13 @@ _ANCHOR = re.compile(
     r"|terminate called after|Fatal Python error: "
 )
 _RANK_WORD = re.compile(r"\b(?:rank|task)[ =_:-]?(\d{1,9})\b")
+_RANK_HEAD = re.compile(r"\W{0,3}rank[ =:_-]?(?P<rank>\d{1,9})\b", re.IGNORECASE)
 _VARYING = re.compile(r"\d\w*")
 _SECONDS = re.compile(r"^\d+\.\d+$")  # the clock of the kernel
 _NAME = re.compile(r"^(?=[\w.-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")
-_JSON_TEXT = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "data")
+_PATH_NAME = re.compile(r"^(?=[\w./-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")  # pod/container
+_JSON_TEXT = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "data",
+              "event")  # fmt: skip
 _JSON_STACK = (
     "exc_info", "exc_text", "exception", "traceback", "stack_trace", "error.stack_trace", "stack",
     "stack_info",
@@ -118,8 +121,9 @@ def strip_prefixes(texts: Sequence[str]) -> list[Line]:
         layer = _credible_layer(lines)
         if layer is None:
             break
-        lines = [_strip(line, layer) for line in lines]
-    return _attribute_continuations(lines)
+        heads = {match[0].rstrip() for line in lines if (match := layer.match(line.text))}
+        lines = [_strip(line, layer, heads) for line in lines]
+    return _attribute_continuations(_attribute_rank_heads(lines))
 
 
 def _strip_unambiguous(line: Line) -> Line:
@@ -133,8 +137,10 @@ def _strip_unambiguous(line: Line) -> Line:
     return line
 
 
-def _strip(line: Line, form: re.Pattern[str]) -> Line:
-    return _strip_match(line, form) or line
+def _strip(line: Line, form: re.Pattern[str], heads: Set[str]) -> Line:
+    """Strips one layer; a blank line may have lost the space at the end of its prefix."""
+    blank = replace(line, text=f"{line.text} ") if line.text in heads else line
+    return _strip_match(blank, form) or line
 
 
 def _strip_match(line: Line, form: re.Pattern[str]) -> Line | None:
@@ -211,7 +217,7 @@ def _are_labels(matches: Sequence[re.Match[str]], num_lines: int) -> bool:
     }
     if len(values) > max(2, num_lines // 2):
         return False
-    names = [value for value in values if _NAME.match(value) or _RANK_WORD.search(value)]
+    names = [value for value in values if _PATH_NAME.match(value) or _RANK_WORD.search(value)]
     return len(names) == len(values) and not any(map(_SECONDS.match, values))
 
 
@@ -239,6 +245,16 @@ def _decode_line(line: Line) -> Line:
     stacks = {**record, **(error if isinstance(error, dict) else {})}
     parts = [text, *(stacks[key] for key in _JSON_STACK if isinstance(stacks.get(key), str))]
     return replace(line, text="\n".join(part.rstrip("\n") for part in parts), host=host[:255])
+
+
+def _attribute_rank_heads(lines: list[Line]) -> list[Line]:
+    """Gives lines their rank if most lines of the script begin with it, as in ``rank 3 step 5``."""
+    heads = {line.number: int(match["rank"]) for line in lines
+             if line.rank is None and (match := _RANK_HEAD.match(line.text))}  # fmt: skip
+    num_lines = sum(line.rank is None and bool(line.text.strip()) for line in lines)
+    if len(set(heads.values())) < 2 or len(heads) < MIN_LABELED_SHARE * num_lines:
+        return lines
+    return [replace(line, rank=heads.get(line.number, line.rank)) for line in lines]
 
 
 def _attribute_continuations(lines: list[Line]) -> list[Line]:

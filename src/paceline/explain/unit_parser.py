@@ -30,6 +30,7 @@ _ANY_EXCEPTION = re.compile(
 _CHAINED = re.compile(
     r"(?:The above exception was the direct cause|During handling of the above exception)"
 )
+_OPENS_LIST = re.compile(r"[^:]{1,200}:$")  # without a program's name before it
 _NESTED = re.compile(r"(?:Original |\(?.{0,80}?)Traceback \(most recent call last\):")
 _NCCL = re.compile(
     r"(?P<host>[\w.-]{1,253}):(?P<pid>\d{1,9}):\d{1,9} \[\d{1,4}\] (?:.{0,200}? )?"
@@ -282,7 +283,8 @@ def _message_end(cursor: _Cursor, start: int) -> int:
             end += 1
             continue
         is_direct = last == end - 1
-        is_open = not was_logged and (last > start or lines[start].endswith((":", ",", "(", "[")))
+        is_open = not was_logged and (last > start or lines[start].endswith((":", ",", "(", "["))
+                                      or _OPENS_LIST.match(line) is not None)  # fmt: skip
         if (_NESTED.match(line) or _CHAINED.match(line) or _STARTS_UNIT.match(line) or levels[end]
                 or level_of(line) or classify(line)[0] in _OTHER_KINDS
                 or end - last > 2):  # fmt: skip

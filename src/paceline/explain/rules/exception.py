@@ -49,12 +49,22 @@ def _describe(unit: Unit, where: str, hosts: tuple[str, ...], rank: int | None) 
     frame = error.script_frame
     place = f" ({frame.location})" if frame is not None else ""
     message = " ".join(error.message.split())[:200]
+    message += _root_cause(unit.errors)
     reason = _reason(error)
     confidence = LIBRARY if reason else SCRIPT
     if not reason and error.type in PROGRAMMING_ERRORS:
         confidence = PROGRAMMING
     match = match_unit(unit, f"{where} raised {message}{place}", confidence)
     return replace(match, hosts=hosts, rank=rank, reason=reason)
+
+
+def _root_cause(errors: tuple[PythonError, ...]) -> str:
+    """What began a chain of exceptions, unless the last one repeats it."""
+    first, last = errors[0], errors[-1]
+    words = " ".join(first.message.removeprefix(f"{first.type}:").split())
+    if first is last or not words or words[:60] in last.message:
+        return ""
+    return f", after {first.type}: {words[:200]}"
 
 
 def _reason(error: PythonError) -> str:

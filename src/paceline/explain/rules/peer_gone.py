@@ -8,13 +8,16 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_unit
 from paceline.spec.failure import PEER_LOST
 
-_LOST = re.compile(f"{PEER_LOST.pattern}|Connection closed by remote peer")
+_LOST = re.compile(
+    f"{PEER_LOST.pattern}|Connection closed by remote peer|remote process exited"
+    r"|detected by watchdog at work"
+)
 
 
 def match(evidence: Evidence) -> Match | None:
-    """Names the only rank that does not complain; with none or several, nothing."""
+    """Names the only rank that neither complains nor goes on; with none or several, nothing."""
     lost = [unit for unit, _ in evidence.search(_LOST) if unit.rank is not None]
-    silent = evidence.outcome.ranks - {unit.rank for unit in lost}
+    silent = evidence.outcome.ranks - evidence.outcome.running - {unit.rank for unit in lost}
     if not lost or len(silent) != 1 or evidence.events:
         return None
     rank = min(silent)

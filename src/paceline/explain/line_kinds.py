@@ -27,6 +27,7 @@ _PROGRESS = re.compile(
     r"|(?i:\b(?:acc|accuracy|top-?[15]|f1|bleu|ppl|perplexity|auc)\b[ =:@]{1,3}\d)"
     r"|\bTotal optimization steps|\bresum(?:ing|ed) (?:at|from)|\bloss=\d"
 )
+_DIGIT = re.compile(r"\d")
 _PROGRESS_WORDS = (
     "epoch", "step", "iter", "batch", "%|", "it/", "/it", "s/", "/s", "loss", "acc", "top", "f1",
     "bleu", "ppl", "perplexity", "auc", "resum", "trial", "round", "fold", "episode",
@@ -145,20 +146,22 @@ def classify(line: str) -> tuple[Kind, str]:
 
 def _states_error(lowered: str) -> bool:
     """Whether a line has words of an error."""
-    if any(phrase in lowered for phrase in _ERROR_PHRASES):
+    if any(map(lowered.__contains__, _ERROR_PHRASES)):
         return True
     return not _ERROR_WORDS.isdisjoint(_WORD.findall(lowered))
 
 
 def _shows_end(line: str, lowered: str) -> bool:
-    if not any(word in lowered for word in _FINISH_WORDS) or _SOME_FAILED.search(lowered):
+    if not any(map(lowered.__contains__, _FINISH_WORDS)) or _SOME_FAILED.search(lowered):
         return False
     return _FINISH.search(line) is not None
 
 
 def _shows_progress(line: str, lowered: str) -> bool:
-    is_candidate = any(word in lowered for word in _PROGRESS_WORDS)
-    return is_candidate and _PROGRESS.search(line) is not None
+    if not any(map(lowered.__contains__, _PROGRESS_WORDS)):
+        return False
+    is_counted = _DIGIT.search(line) or "resum" in lowered or "optimization" in lowered
+    return bool(is_counted) and _PROGRESS.search(line) is not None
 
 
 def level_of(line: str) -> str:

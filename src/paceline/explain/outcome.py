@@ -200,23 +200,26 @@ class _Life:
         finished = has_job_ended = False
         ended_well: set[str] = set()
         for unit in reversed(units):
-            stream = (unit.host, unit.rank)
-            if unit.kind == "finish" and (exit_report := _EXITED_WELL.match(unit.text)):
-                ended_well.add(exit_report["host"])
-            if unit.host in ended_well:
-                self._ended_well.add(id(unit))
-            self._after[id(unit)] = (by_stream[stream], by_stream[_UNLABELED], everywhere, progress,
-                                     finished)  # fmt: skip
-            if has_job_ended:
-                self._job_ended_after.add(id(unit))
-            self._own_after[id(unit)] = (by_rank[unit.rank], by_host[unit.host] + by_host[""])
-            by_stream[stream] += unit.sign_of_life
-            by_rank[unit.rank] += unit.sign_of_life
-            by_host[unit.host] += unit.sign_of_life
-            everywhere += unit.sign_of_life * (unit.kind != "text")
+            stream, sign = (unit.host, unit.rank), unit.sign_of_life
+            if not sign:  # signs of life are never asked about
+                self._after[id(unit)] = (by_stream[stream], by_stream[_UNLABELED], everywhere,
+                                         progress, finished)  # fmt: skip
+                self._own_after[id(unit)] = (by_rank[unit.rank], by_host[unit.host] + by_host[""])
+                if has_job_ended:
+                    self._job_ended_after.add(id(unit))
+                if unit.host in ended_well:
+                    self._ended_well.add(id(unit))
+                continue
+            if unit.kind == "finish":
+                finished = True
+                has_job_ended |= not _STAGE_END.search(unit.text)
+                if exit_report := _EXITED_WELL.match(unit.text):
+                    ended_well.add(exit_report["host"])
+            by_stream[stream] += sign
+            by_rank[unit.rank] += sign
+            by_host[unit.host] += sign
+            everywhere += sign * (unit.kind != "text")
             progress += unit.kind == "progress"
-            finished |= unit.kind == "finish"
-            has_job_ended |= unit.kind == "finish" and not _STAGE_END.search(unit.text)
         self.was_seen = everywhere > 0
         self._ranks = {rank for rank, signs in by_rank.items() if rank is not None and signs}
         self._hosts = {host for host, signs in by_host.items() if host and signs}
@@ -348,8 +351,8 @@ def _known_ranks(units: Sequence[Unit]) -> frozenset[int]:
 
 def _running_ranks(units: Sequence[Unit], number: int) -> frozenset[int]:
     """The ranks with a sign of life behind a line of the log."""
-    later = (unit for unit in units if unit.number > number and unit.sign_of_life > 1)
-    return frozenset(unit.rank for unit in later if unit.rank is not None)
+    later = (unit for unit in units if unit.rank is not None and unit.number > number)
+    return frozenset(unit.rank for unit in later if unit.rank is not None and unit.sign_of_life > 1)
 
 
 def _communicator(unit: Unit) -> re.Match[str] | None:
@@ -401,6 +404,8 @@ def _located(unit: Unit, ranks: dict[tuple[str, str], int], hosts: dict[int, str
         named = _RANK_IN_TEXT.search(unit.text)
         if rank is None and named is not None:
             rank = int(named["rank"])
+    if unit.kind == "exit" and rank is None and host and len(unit.exits) == 1:
+        rank = unit.exits[0].rank  # the host is the launcher's
     is_error = unit.kind in _STRONG or (unit.kind == "text" and unit.level == "error")
     if is_error and rank is None and not host:
         own = next(iter(unit.exits), None)

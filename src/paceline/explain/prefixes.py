@@ -39,6 +39,7 @@ _BY_START = {
     "(": (
         r"\((?P<label>[\w.:<>-]{1,100}(?: rank=(?P<rank>\d{1,9}))?(?:,? pid=\d{1,9})"
         r"(?:, ip=(?P<host>[\w.:]{1,100}))?)\) ?",  # Ray
+        r"\((?:raylet|autoscaler|gcs_server)(?:, ip=(?P<host>[\w.:]{1,100}))?\) ",
     ),
     "0123456789": (
         rf"{_TIME} std(?:out|err) [FP](?: |$)",  # a container runtime's log file

@@ -41,6 +41,7 @@ _LIBRARY = re.compile(
     r"|\S{0,80}\|CCL_(?P<ccl>[A-Z]{4,6})\||libfabric:\d{1,9}:.{0,200}?<(?P<fabric>\w{1,10})>"
     r"|\[(?:gloo|\S{0,200}gloo/\S{1,200}:\d{1,6})\] (?P<gloo>WARN|ERROR|INFO)"
     r"|\[\d{1,9}\] MPI startup\(\): "
+    r"|\[[\d-]{10} [\d:]{8},\d{1,6} (?P<ray>[IWEF]) \d{1,9} \d{1,9}\] "
 )
 _ERROR_LEVELS = ("E", "F", "WARN", "ERROR", "FATAL")
 _KERNEL = re.compile(
@@ -53,6 +54,7 @@ _MESSAGE_LINE = re.compile(
     r"|Please |Make sure |Cannot access|(?:Repository|Entry|Revision) Not Found|Access to |Check "
     r"|Retry |Url: |\d{3} |https?://|Set TORCH|Note:|See |Try |\*|- |\(\d\)|Missing key"
     r"|Unexpected key|size mismatch|Stack trace:|To |This |The following |In addition"
+    r"|Memory on the node \(IP"
 )
 _PYTEST_START = re.compile(r"=+ test session starts =+")
 _PYTEST_END = re.compile(
@@ -155,7 +157,7 @@ def parse_units(lines: Sequence[str], numbers: Sequence[int] = (), host: str = "
         line = cursor.lines[cursor.index]
         if not line or line.isspace():
             cursor.index += 1
-        elif cursor.index < tests_end or _PYTEST_START.search(line):
+        elif cursor.index < tests_end or ("= test session" in line and _PYTEST_START.search(line)):
             units.append(_test_report(cursor, tests_end))
         else:
             units.append(_mark_logged(_next_unit(cursor, line), units))

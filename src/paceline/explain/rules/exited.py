@@ -13,15 +13,20 @@ MAX_WORDS = 200
 def match(evidence: Evidence) -> Match | None:
     """Names the first process that ended by itself, by its launcher's report.
 
-    Without a message of its own, or of ranks that missed it, the cause remains unknown.
+    Without a message of its own, or of ranks that missed it, the cause remains unknown. Python ends
+    with status 1 after an exception: if another rank's is there, the log has lost this one.
     """
     outcome = evidence.outcome
+    has_exception = any(unit.kind == "traceback" and unit.error and unit.error.type
+                        for unit in outcome.failures)  # fmt: skip
     raised = {unit.rank for unit in (*outcome.failures, *outcome.consequences)
               if unit.kind in ("traceback", "crash")}  # fmt: skip
     if evidence.events or None in raised:
         return None
     for unit in outcome.failures:
         for end in unit.exits:
+            if end.code == 1 and has_exception:
+                return None
             if end.code and end.rank is not None and end.rank not in raised:
                 where = format_location(end.host, end.rank)
                 words = _last_complaint(evidence, unit, end)

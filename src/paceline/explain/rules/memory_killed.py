@@ -17,9 +17,12 @@ _OOM_KILL = re.compile(
     rf"|Killed process \d{{1,12}} {_JOB}|oom-kill:.{{0,300}}task=(?:python|pt_|torchrun|ray)"
     r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled|: Out Of Memory$"
     r"|worker.{0,200}\bkilled\b.{0,200}out of memory|Exceeded (?:job|step) memory limit"
-    r"|due to the node running low on memory|exceeded memory limit .{0,80} being killed",
+    r"|due to the node running low on memory|[1-9]\d* Workers .{0,40}killed due to memory pressure"
+    r"|exceeded memory limit .{0,80} being killed",
     re.MULTILINE,
 )
+
+_BY_RAY = re.compile(r"node running low on memory|memory pressure")
 
 
 def match(evidence: Evidence) -> Match | None:
@@ -31,7 +34,8 @@ def match(evidence: Evidence) -> Match | None:
         return Match(first.describe(), (first.host,), None, 0.99)
     for unit, _ in evidence.search(_OOM_KILL):
         line = unit.text.strip().splitlines()[0]
-        cause = f"{unit.label}: the kernel killed a process for its memory: {line}"
+        killer = "Ray" if _BY_RAY.search(line) else "the kernel"
+        cause = f"{unit.label}: {killer} killed a process for its memory: {line}"
         return match_unit(unit, cause[:300], 0.97)
     return None
 

@@ -1,4 +1,4 @@
-"""The end summary, the report and ``paceline explain`` name one cause for a run, in one sentence.
+"""The end of a run, status, notifications, report and ``paceline explain`` name its cause alike.
 
 Each recorded run that failed is ended as the launcher ends it, then explained and reported from its
 files.
@@ -15,13 +15,17 @@ from pathlib import Path
 
 from each_case import each_case
 from paceline.cli.runs.explanation import SHOWN_IN_LOG_TAIL, explain_failure
+from paceline.cli.runs.state import read_state
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
+from paceline.launch.notify import RunEnd
 from paceline.launch.results.summary import RunOutcome, report_failure
 from paceline.report.writer import write_at_end
+from paceline.rundir.records import recorded_cause
 from paceline.spec import rundir as names
+from paceline.spec.terminal import clean_line
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "rules"
 # without a result there is no summary
@@ -42,6 +46,10 @@ def test_all_say_the_same(recorded: Path, tmp_path: Path) -> None:
     (first, *_) = json.loads((run / names.FINDINGS).read_text())["findings"]
     assert (first["check"], first["outcome"]) == (f"explain/{rule.code}", "fail")
     assert first["message"] == conclusion.text
+    if evidence.first_failure is not None:
+        ended = RunEnd(run, "", evidence.result, 1.0, cause=recorded_cause(run))
+        assert read_state(run).failure == conclusion.text
+        assert ended.problem == clean_line(conclusion.text)
     assert write_at_end(run) == ""
     page = html.unescape(re.sub(r"<[^>]+>", "", (run / names.REPORT).read_text()))
     assert " ".join(conclusion.text.split()) in " ".join(page.split())

@@ -168,6 +168,7 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
     The caller puts the outcome into the list; without one the job was not started.
     """
     from paceline.launch import notify
+    from paceline.rundir.records import recorded_cause
 
     start = time.monotonic()
     outcomes: list[RunOutcome] = []
@@ -186,7 +187,8 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
     finally:
         for outcome in outcomes:
             ended = notify.RunEnd(run_dir, job.name, outcome.result, outcome.seconds,
-                                 outcome.metrics, outcome.resumable, secrets)  # fmt: skip
+                                 outcome.metrics, outcome.resumable, secrets,
+                                 recorded_cause(outcome.path))  # fmt: skip
         if ended is not None:
             notify.notify_all(job.notify, ended, screen.note)
             screen.close()

@@ -50,6 +50,7 @@ class RunEnd:
         seconds: From the call to the end.
         metrics: The last value of every metric.
         resumable: Whether it was asked to stop and has a checkpoint.
+        cause: Of a failure, as `paceline explain` words it; empty if it is not known.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class RunEnd:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     resumable: bool = False
     secrets: Sequence[str] = field(default=(), repr=False)
+    cause: str = ""
 
     @property
     def outcome(self) -> Outcome:
@@ -70,10 +72,11 @@ class RunEnd:
 
     @property
     def problem(self) -> str:
-        """The first failure, or why it was not started, in one line; empty if all went well."""
+        """What failed first, or why it was not started, in one line; empty if all went well."""
         if self.result.error:
             return clean_line(self.result.error.splitlines()[0].removeprefix("paceline: "))
-        return clean_line(self.result.failure.describe()) if self.result.failure else ""
+        failure = self.result.failure
+        return clean_line(self.cause or failure.describe()) if failure else ""
 
     def sentence(self) -> str:
         """Returns one line for people."""

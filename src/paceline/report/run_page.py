@@ -13,7 +13,7 @@ from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Sectio
 from paceline.report.record import Record
 from paceline.report.run import Run
 from paceline.report.timeline import ACTIVITY_LABELS, Row, Timeline
-from paceline.rundir.records import as_float, as_text, object_in, objects_in
+from paceline.rundir.records import as_float, as_text, cause_in, object_in, objects_in
 from paceline.spec import rundir as names
 from paceline.spec.events import PART_NAMES, PARTS, Event
 from paceline.spec.failure import UNKNOWN, format_location, signal_name
@@ -66,7 +66,7 @@ def outcome_of(run: Run) -> tuple[Status, str]:
         verb = "Stopped" if result.interrupted else "Failed"
         later = pluralize(result.num_other_failures, "other")
         echoes = f"; {later} failed after it" if result.num_other_failures else ""
-        cause = _cause(record) or result.failure.describe()
+        cause = cause_in(record.findings).rstrip(".") or result.failure.describe()
         return "bad", f"{verb} after {duration}: {cause}{echoes}."
     if result.interrupted is not None:
         name, step_text = signal_name(result.interrupted), f" at step {step}" if step else ""
@@ -79,12 +79,6 @@ def outcome_of(run: Run) -> tuple[Status, str]:
     steps = f" trained {step:,} step{'s' * (step != 1)}" if step else ""
     sentence = "; ".join(filter(None, (f"{size}{steps} in {duration}", _describe_troubles(run))))
     return "good", f"Finished: {sentence}."
-
-
-def _cause(record: Record) -> str:
-    causes = (finding for finding in record.findings if finding.get("outcome") == "fail"
-              and as_text(finding.get("check"), 100).startswith("explain/"))  # fmt: skip
-    return next((as_text(finding.get("message")).rstrip(".") for finding in causes), "")
 
 
 def _describe_saved(stopped: Event | None) -> str:
@@ -304,7 +298,7 @@ def _findings(run: Run) -> Iterator[Part]:
         yield Paragraph(f"{scope} was found wrong{checks}.")
     if failure is None:
         return
-    if _cause(run.record):
+    if cause_in(run.record.findings):
         yield Paragraph(f"Failed first: {failure.describe()}", "small")
     if failure.traceback:
         is_short = failure.traceback.count("\n") < MAX_EXPANDED_LINES

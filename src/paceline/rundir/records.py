@@ -11,9 +11,11 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from paceline.spec import rundir
 
 MAX_OBJECT_BYTES = 8 << 20  # of a .json file
 RECORDS_BYTES = 4 << 20  # read of the beginning, and of the end, of a .jsonl file
@@ -154,6 +156,20 @@ def objects_in(value: Any, limit: int = 10_000) -> list[Mapping[str, Any]]:
     if not isinstance(value, list):
         return []
     return [entry for entry in value[:limit] if isinstance(entry, dict)]
+
+
+def cause_in(findings: Iterable[Mapping[str, Any]]) -> str:
+    """The cause of a failed run by its findings, as `paceline explain` words it; empty if none."""
+    causes = (as_text(finding.get("message")) for finding in findings
+              if finding.get("outcome") == "fail"
+              and as_text(finding.get("check"), 100).startswith("explain/"))  # fmt: skip
+    return next(causes, "")
+
+
+def recorded_cause(run: Path) -> str:
+    """:func:`cause_in` of the findings of a run directory."""
+    findings = (read_object(run / rundir.FINDINGS) or {}).get("findings")
+    return cause_in(objects_in(findings))
 
 
 def object_in(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:

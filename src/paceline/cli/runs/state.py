@@ -100,7 +100,7 @@ def read_state(path: Path) -> RunState:
     owner = read_owner(path)
     record = records.read_object(path / names.RESULT)
     result = Result.from_json(record or {})
-    text = result.failure.describe() if result.failure else ""
+    text = (records.recorded_cause(path) or result.failure.describe()) if result.failure else ""
     file = path / names.METRICS
     last_record = records.last_record(file, TAIL_BYTES, lambda line: line.get("split") != "pace")
     job = read_submission(path)

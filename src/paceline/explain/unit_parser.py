@@ -22,7 +22,7 @@ _CPP_FRAME = re.compile(r"frame #\d{1,4}: |#\d{1,3} \S{1,200} from /|<omitting p
 _EXCEPTION = re.compile(
     r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}_?[A-Z]\w{0,80}"
     r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Refused|Fault|Warning)"
-    r"|(?:[a-z_]\w{0,60}\.){1,8}(?:\w{0,60}error|timeout))(?::(?: |$)|$)"
+    r"|(?:[a-z_]\w{0,60}\.){1,8}(?:\w{0,60}error|timeout|Unsupported))(?::(?: |$)|$)"
 )
 _ANY_EXCEPTION = re.compile(
     r"(?P<type>[A-Za-z_][\w.]{0,200}(?:<locals>\.[\w.]{1,200}){0,4})(?::(?: |$)|$)"

@@ -17,7 +17,8 @@ _OOM_KILL = re.compile(
     rf"|Killed process \d{{1,12}} {_JOB}|oom-kill:.{{0,300}}task=(?:python|pt_|torchrun|ray)"
     r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled|: Out Of Memory$"
     r"|worker.{0,200}\bkilled\b.{0,200}out of memory|Exceeded (?:job|step) memory limit"
-    r"|TERM_MEMLIMIT|due to the node running low on memory|[1-9]\d* Workers .{0,40}killed due to memory pressure"
+    r"|TERM_MEMLIMIT|due to the node running low on memory"
+    r"|[1-9]\d* Workers .{0,40}killed due to memory pressure"
     r"|exceeded memory limit .{0,80} being killed",
     re.MULTILINE,
 )

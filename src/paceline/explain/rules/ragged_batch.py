@@ -1,4 +1,4 @@
-"""A DataLoader stacks samples of different sizes; a model that stacks its own tensors is no case."""
+"""A DataLoader stacks samples of different sizes. A model may stack tensors of its own, too."""
 
 from __future__ import annotations
 

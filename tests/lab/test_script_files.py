@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,15 +135,37 @@ def test_rejoin_is_refused_where_no_node_can_come_back(site: Site) -> None:
     assert "--rejoin now needs --nnodes MIN:MAX" in ended.err
 
 
-def test_a_detached_run_brings_its_files_when_it_is_over(site: Site) -> None:
-    """Into the run directory: its records come from a host, which may not choose other places."""
+def test_files_of_a_detached_run_come_when_somebody_asks_and_go_back_to_resume(site: Site) -> None:
+    """By ``status`` and ``attach``, while it runs, and to where the script wrote them."""
     directory = site.fresh()
-    words = ["--detach", "--run-dir", str(directory), "resume_own.py", "60", "10", "0.02"]
-    started = paceline("run", *on(site.lab), *words, cwd=site.project)
-    assert started.returncode == 0, started.stderr
-    ended = paceline("attach", str(directory), cwd=site.project)
-    assert ended.returncode == 0, ended.stderr
-    steps = {path.name for path in directory.glob("files/n1/out/ckpt_*.pt")}
-    assert steps == {f"ckpt_{step}.pt" for step in range(10, 70, 10)}
-    assert not (site.project / "out").exists()
-    assert not (directory / "outputs.jsonl").exists()
+
+    def detach(steps: int, pause: float) -> None:
+        words = ["resume_own.py", str(steps), "10", str(pause)]
+        options = ["--detach", "--run-dir", str(directory)]
+        started = paceline("run", *on(site.lab), *options, *words, cwd=site.project)
+        assert started.returncode == 0, started.stderr
+
+    def look() -> bool:
+        asked = paceline("status", str(directory), cwd=site.project)
+        assert asked.returncode == 0, asked.stderr
+        return newest(site) > 0
+
+    detach(160, 0.1)
+    assert eventually(look)
+    (site.project / "out/ckpt_10.pt").write_bytes(b"edited")
+    argv = [sys.executable, "-m", "paceline", "attach", str(directory)]
+    come = newest(site)
+    with Launch(site, argv, directory) as attached:
+        attached.until(lambda: newest(site) > come, "a newer checkpoint here")
+        ended = attached.end()
+    assert ended.code == 0, ended.err
+    assert (site.project / "out/ckpt_10.pt").read_bytes() == b"edited"
+    assert newest(site) == 160
+    assert "newest checkpoint of the script: out/ckpt_160.pt" in ended.err
+    assert not list(directory.glob("files/*"))
+    detach(170, 0.0)
+    ended_well = paceline("attach", str(directory), cwd=site.project)
+    assert ended_well.returncode == 0, ended_well.stderr
+    logs = "".join(log.read_text() for log in directory.glob("logs/n*/?.log"))
+    assert begins(logs)["0"][-1] == begins(logs)["1"][-1] == 160
+    assert newest(site) == 170

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from paceline.spec.errors import NodeError
 from paceline.spec.rundir import is_growing
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import follow
+from paceline.transfer.detached_outputs import adopt_outputs, with_outputs
 from paceline.transfer.follow import Follower, RunState, is_remote
+from paceline.transfer.outputs import RUN_PREFIX, OutputStore
+from paceline.transfer.tree import Tree
 
 RUN_ID = "ab" * 6
 
@@ -375,3 +379,78 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:
     assert (is_growing(path), is_remote(path)) == (added, comes)
+
+
+def written(remote: Path, path: str, text: str, place: str, **more: Any) -> None:
+    """A file of the script, and the line about it in the supervisor's journal."""
+    fill(remote, {place: text})
+    line = {"path": path, "size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "host": "n1", "place": place, "mtime_us": 5_000_000, "time": 1.0,
+            "local_mtime_us": 5_000_000, **more}  # fmt: skip
+    with (remote / "outputs.jsonl").open("a") as journal:
+        journal.write(json.dumps(line) + "\n")
+
+
+def test_files_of_the_script_come_to_the_project_and_what_may_not_be_there_does_not(
+    cache: Path, tmp_path: Path
+) -> None:
+    """Each version once, no code, none that the journal announces too early or wrongly."""
+    remote, path, project = there(cache), home(tmp_path), tmp_path / "project"
+    fill(project, {"train.py": "mine", "data.csv": "mine"})
+    written(remote, "out/1.pt", "one", "files/n1/out/1.pt")
+    written(remote, "out/2.pt", "two", "files/n1/out/2.pt", sha256="0" * 64)
+    written(remote, "train.py", "theirs", "files/n1/train.py")
+    written(remote, "data.csv", "theirs", "files/n1/data.csv")
+    written(remote, "$PACELINE_RUN_DIR/3.pt", "three", "3.pt")
+
+    async def work(follower: Follower, served: Served) -> None:
+        follower = Follower(served.node.channel, RUN_ID, path, project)
+        await follower.refresh()
+        await follower.sync_outputs()
+        assert (project / "out/1.pt").read_text() == "one"
+        assert (project / "out/1.pt").stat().st_mtime == 5.0
+        assert not (project / "out/2.pt").exists()
+        assert {(project / name).read_text() for name in ("train.py", "data.csv")} == {"mine"}
+        assert (path / "files/n1/data.csv").read_text() == "theirs"
+        assert (path / "3.pt").read_text() == "three"
+        written(remote, "out/2.pt", "new", "files/n1/out/2.pt")
+        await follower.refresh()
+        await asyncio.gather(follower.sync_outputs(), other(served).sync_outputs())
+        await follower.sync_outputs()
+        assert (project / "out/2.pt").read_text() == "new"
+        there(cache, pid=1 << 22, ended=9.0, exit_code=0)
+        await follower.finish()
+        assert sorted(str(file.relative_to(path)) for file in path.rglob("files/n1/**/*.*")) == [
+            "files/n1/data.csv", "files/n1/train.py",
+        ]  # fmt: skip
+
+    def other(served: Served) -> Follower:
+        return Follower(served.node.channel, RUN_ID, path, project)
+
+    run(path, work)
+
+
+def test_files_of_earlier_starts_go_to_the_next_supervisor(cache: Path, tmp_path: Path) -> None:
+    remote, path, project = there(cache), home(tmp_path), tmp_path / "project"
+    project.mkdir()
+    written(remote, "out/1.pt", "one", "files/n1/out/1.pt")
+    written(remote, "$PACELINE_RUN_DIR/2.pt", "two", "2.pt")
+    written(remote, "out/gone.pt", "gone", "files/n1/out/gone.pt")
+
+    async def work(_: Follower, served: Served) -> None:
+        follower = Follower(served.node.channel, RUN_ID, path, project)
+        await follower.refresh()
+        await follower.sync_outputs()
+        (project / "out/gone.pt").unlink()
+
+    run(path, work)
+    tree, outputs = with_outputs(Tree(path, []), project)
+    following = tmp_path / "following"
+    for entry in tree.manifest:
+        fill(following, {str(entry[0]): tree.file(str(entry[0])).read_text()})
+    adopt_outputs(following, [asdict(output) for output in outputs])
+    store = OutputStore(following, print)
+    for prefix, names in (("", {"out/1.pt"}), (RUN_PREFIX, {RUN_PREFIX + "2.pt"})):
+        _, paths = store.sendable(prefix)
+        assert paths.keys() == names
+        assert {time_us for _, time_us in paths.values()} == {5_000_000}

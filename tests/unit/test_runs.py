@@ -238,7 +238,7 @@ def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
 def test_status_without_the_host_of_a_detached_run_says_how_to_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def unreachable(path: Path) -> None:
+    def unreachable(path: Path, show: object) -> None:
         raise ConnectError("n2 cannot be reached")
 
     monkeypatch.setattr("paceline.cli.runs.sync.sync_run", unreachable)

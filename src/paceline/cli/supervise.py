@@ -41,6 +41,7 @@ from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, Show
 from paceline.spec.serialization import from_jsonable
 from paceline.transfer.data import DataFolder
+from paceline.transfer.detached_outputs import adopt_outputs
 from paceline.transfer.tree import Tree
 
 MARK = b"\xf5PLleave "
@@ -218,6 +219,7 @@ def main() -> int:
     if not is_launching_machine:
         os.chdir(folder)
         set_display_path(run, order["shown"])
+        adopt_outputs(run, order["outputs"])
     record = DetachedRecord(
         order["run_id"], job.name, tuple(order["command"]),
         tuple(host.name for host in choose_hosts(job, cluster)), time.time(), order["launched_by"],

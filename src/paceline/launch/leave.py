@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import getpass
-import importlib.util
 import json
 import random
 import secrets
@@ -20,15 +19,16 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.agent import caller
+from paceline.launch.installation import installation
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.jobs import finished_result, request_of, secrets_of, write_result
-from paceline.launch.nodes.survey import package_tree, read_and_keep
+from paceline.launch.nodes.survey import read_and_keep
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Package, Request
 from paceline.launch.terminal.screen import Screen
@@ -51,6 +51,7 @@ from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
 from paceline.rundir import detached_file
 from paceline.rundir.directory import Redactor, RunDirectory, short
+from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.records import parse_json
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, RUN_FOLDER, SupervisorLocation
@@ -75,6 +76,7 @@ from paceline.spec.settings import Source
 from paceline.transfer import data
 from paceline.transfer.checkpoints import CheckpointFetcher, local_sizes
 from paceline.transfer.data import DataFolder
+from paceline.transfer.detached_outputs import DetachedOutputs, with_outputs
 from paceline.transfer.files import send_tree
 from paceline.transfer.follow import is_remote
 from paceline.transfer.links import reject_outward
@@ -83,14 +85,11 @@ from paceline.transfer.tree import Manifest, Tree, read_parts
 
 MARK = b"\xf5PLleave "
 MAX_MESSAGE_BYTES = 8 << 20
-SUPERVISOR_LIBRARIES = ("click",)  # pure Python
 CALLER_TIMEOUT_S = 15.0  # for a caller to connect to its supervisor
 FIRST_REPLY_S = 30.0  # for a login's first message
 REFUSALS_S = 1.0  # to collect other refusals after the first
 DETACH_TIMEOUT_S = 15.0  # for callers to detach
 SUPERVISOR_GRACE_S = 20.0  # for a supervisor to end an abandoned job
-IGNORED_FOLDERS = ("__pycache__",)
-
 
 _TEXT = text(MAX_MESSAGE_BYTES)
 MESSAGES: dict[str, Schema] = {
@@ -201,6 +200,8 @@ class _DetachedStart:
         self._hosts_without_container: dict[str, str] = {}  # with the reason
         self._callers: dict[str, Login] = {}
         self._sent_manifest: Manifest = []
+        self._project: Path | None = None
+        self._outputs: list[Output] = []  # of earlier starts
         self._data: dict[str, str] | None = None  # where the supervisor finds the folder of --data
         self._caller_tasks: list[asyncio.Task[None]] = []
         self._gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
@@ -240,8 +241,10 @@ class _DetachedStart:
         try:
             self._screen.starting("connecting", 0, 1)
             await self._check_containers()
+            journal = OutputJournal(directory.path, detached_file.LineSeals(directory.path))
             supplies, channel = await asyncio.gather(
-                asyncio.to_thread(read_and_keep, self._request), self._log_in(host)
+                asyncio.to_thread(read_and_keep, self._request, journal.outputs),
+                self._log_in(host),
             )
             try:
                 self._screen.starting("connecting", 1, 1)
@@ -324,6 +327,9 @@ class _DetachedStart:
         checkpoints = await asyncio.to_thread(local_sizes, directory.path / names.CHECKPOINTS)
         own_files = [names.KEY, names.METRICS, *(f"{names.CHECKPOINTS}/{p}" for p in checkpoints)]
         run = await asyncio.to_thread(read_parts, directory.path, own_files)
+        code = trees["code"]
+        self._project = None if code is None else code.root
+        run, self._outputs = await asyncio.to_thread(with_outputs, run, self._project)
         self._sent_manifest = run.manifest
         folders[RUN_FOLDER] = await send_tree(channel, run.manifest, run.file, name, RUN_FOLDER)
         return descriptions, folders
@@ -386,6 +392,7 @@ class _DetachedStart:
             "containers": None if run.containers is None else run.containers.to_json(),
             "trees": None if is_local else dict(trees or {}),
             "data": self._data,
+            "outputs": [asdict(output) for output in self._outputs],
             "run": str(run.run_dir.absolute()) if is_local else None,
             "shown": short(run.run_dir.absolute()),
             "command": [redactor.text(argument) for argument in run.command],
@@ -441,9 +448,14 @@ class _DetachedStart:
         """Fetches the files of a run that was over before it was detached."""
         note = self._screen.note
         fetcher = Fetcher(directory.path, note)
+        outputs = DetachedOutputs(channel, self._request.run_id, directory.path, self._project)
+        sizes = await fetcher.list_files(channel, root, None)
+        await outputs.sync(root, sizes.get(names.OUTPUTS, 0), note, share=1.0, waits=True)
+        known = outputs.known_places()
         await CheckpointFetcher(channel, root, directory.path, fetcher, note=note).sync()
         await fetcher.fetch(channel, root, self._sent_manifest, directory.path,
-                            skip=lambda path: not is_remote(path), supervisor=True)  # fmt: skip
+                            skip=lambda path: path in known or not is_remote(path),
+                            supervisor=True)  # fmt: skip
 
     async def _next_message(self, login: Login) -> dict[str, Any] | None:
         """Returns the supervisor's next message; raises if a caller fails first."""
@@ -473,6 +485,7 @@ class _DetachedStart:
         location = SupervisorLocation(
             self._request.run_id, host.name, host.address, folder, time.time(), host.user,
             host.port, host.identity_file, self._python(host), config,
+            None if self._project is None else str(self._project),
         )  # fmt: skip
         detached_file.write(directory.path, location)
 
@@ -576,24 +589,6 @@ def _caller_message(stderr: str) -> str:
     """Returns the last lines that a caller printed."""
     lines = [line.removeprefix("paceline-call: ") for line in stderr.strip().splitlines()]
     return "\n".join(lines[-3:]) or "it ended without a message"
-
-
-def installation() -> tuple[Manifest, dict[str, Path]]:
-    """Returns manifest and files of this installation and of the libraries a supervisor needs."""
-    tree = package_tree(True)
-    manifest = list(tree.manifest)
-    files = {str(entry[0]): tree.file(str(entry[0])) for entry in manifest}
-    for name in SUPERVISOR_LIBRARIES:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        folder = Path(spec.origin).parent
-        library = read_parts(folder.parent, [folder.name])
-        for entry in library.manifest:
-            if not set(str(entry[0]).split("/")) & set(IGNORED_FOLDERS):
-                manifest.append(entry)
-                files[str(entry[0])] = library.file(str(entry[0]))
-    return manifest, files
 
 
 # --- logins

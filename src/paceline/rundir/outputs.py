@@ -80,7 +80,46 @@ def local_version(path: Path) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns // 1000
 
 
-class OutputJournal:
+class OutputRecords:
+    """What the lines of a journal say.
+
+    Attributes:
+        outputs: The latest version of each file that the script has not removed, by path.
+        folders: Folders that these runs made in the project.
+        versions: Path and SHA-256 of each version that has arrived, by the place where it did.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Output] = {}
+        self.folders: set[str] = set()
+        self.versions: dict[str, tuple[str, str]] = {}
+        self._local_start_us: int | None = None
+
+    def read(self, line: bytes) -> None:
+        """Takes a line into account; ignores damaged ones."""
+        value = records.parse_json(line.decode("utf-8", "replace"))
+        if not isinstance(value, dict) or not self._accepts(value):
+            return
+        if isinstance(folder := value.get("folder"), str):
+            self.folders.add(folder)
+        elif type(start := value.get("local_start_us")) is int:
+            self._local_start_us = start
+        elif isinstance(path := value.get("removed"), str):
+            self.outputs.pop(path, None)
+        elif (output := Output.read(value)) is not None:
+            self._include([output])
+
+    def _accepts(self, value: dict[str, Any]) -> bool:
+        """Whether a line counts."""
+        return True
+
+    def _include(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            self.outputs[output.path] = output
+            self.versions[output.place or output.path] = output.path, output.sha256
+
+
+class OutputJournal(OutputRecords):
     """The files that scripts wrote in all runs of a run directory.
 
     Args:
@@ -88,19 +127,13 @@ class OutputJournal:
             of a huge file the last ones; for display only.
 
     Attributes:
-        outputs: The latest version of each file that the script has not removed, by path.
-        folders: Folders that these runs made in the project.
-        is_written: Whether changes are recorded for later starts.
         num_foreign: Lines without a valid seal.
     """
 
     def __init__(self, run: Path, seals: LineSeals | None = None) -> None:
+        super().__init__()
         self._run, self._seals = run, seals
-        self.is_written = True
-        self.outputs: dict[str, Output] = {}
-        self.folders: set[str] = set()
         self.num_foreign = 0
-        self._local_start_us: int | None = None
         self._num_lines = 0
         size = MAX_SHOWN_BYTES if seals is None else MAX_JOURNAL_BYTES
         try:
@@ -109,21 +142,13 @@ class OutputJournal:
             return
         lines = (head or tail).split(b"\n")
         for line in lines[:-1]:  # the last is empty, or cut off
-            value = records.parse_json(line.decode("utf-8", "replace"))
-            if not isinstance(value, dict):
-                continue
-            if seals is not None and not seals.is_valid(value):
-                self.num_foreign += 1
-            elif isinstance(folder := value.get("folder"), str):
-                self.folders.add(folder)
-            elif type(start := value.get("local_start_us")) is int:
-                self._local_start_us = start
-            elif isinstance(path := value.get("removed"), str):
-                self.outputs.pop(path, None)
-            elif (output := Output.read(value)) is not None:
-                self.outputs[output.path] = output
-
+            self.read(line)
         self._num_lines = len(lines)
+
+    def _accepts(self, value: dict[str, Any]) -> bool:
+        is_valid = self._seals is None or self._seals.is_valid(value)
+        self.num_foreign += not is_valid
+        return is_valid
 
     def compact(self) -> None:
         """Rewrites a journal that consists mostly of versions that were replaced."""
@@ -137,7 +162,7 @@ class OutputJournal:
     def add(self, outputs: Sequence[Output]) -> None:
         """Records files that are complete only together, at once."""
         self._append([asdict(output) for output in outputs])
-        self.outputs |= {output.path: output for output in outputs}
+        self._include(outputs)
 
     def add_folder(self, folder: str) -> None:
         """Records a folder that the run makes in the project, or found empty there."""
@@ -159,7 +184,7 @@ class OutputJournal:
             del self.outputs[path]
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        if not lines or not self.is_written:
+        if not lines:
             return
         data = self._encode(lines)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND

@@ -105,6 +105,7 @@ class SupervisorLocation:
         user, port, identity_file: As in :class:`paceline.spec.hosts.Host`.
         python: Interpreter for an agent there.
         ssh_config: ssh config file; ``None`` for the user's own.
+        project: The project on this machine; ``None`` on one that did not start the run.
     """
 
     run_id: str
@@ -117,6 +118,7 @@ class SupervisorLocation:
     identity_file: str | None = None
     python: str = "python3"
     ssh_config: str | None = None
+    project: str | None = None
 
     def to_host(self) -> Host:
         """The supervisor's host, for a login."""
@@ -126,6 +128,8 @@ class SupervisorLocation:
     def to_json(self) -> dict[str, Any]:
         """The content of ``detached.json``; ssh's settings are in a table of their own."""
         flat = asdict(self)
+        if self.project is None:  # a location that has none keeps its seal
+            del flat["project"]
         ssh = {"config": flat.pop("ssh_config"), "identity_file": flat.pop("identity_file")}
         return {**flat, "ssh": ssh}
 
@@ -149,6 +153,7 @@ class SupervisorLocation:
             identity_file=_text(ssh.get("identity_file")) or None,
             python=_text(record.get("python")) or "python3",
             ssh_config=_text(ssh.get("config")) or None,
+            project=_text(record.get("project")) or None,
         )
 
 

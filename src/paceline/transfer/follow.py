@@ -34,6 +34,7 @@ from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import read_events
 from paceline.spec.formatting import shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
+from paceline.transfer.detached_outputs import DetachedOutputs
 from paceline.transfer.results import (
     RESULT_LIMIT,
     Fetcher,
@@ -88,13 +89,16 @@ class Follower:
 
     Args:
         path: The local folder, private to this user; links in it are not followed.
+        project: The project of the script on this machine, if the run was started here.
 
     Attributes:
         has_report: The run has a page, which is made here anew: that host could put anything in it.
         note: Shows a line to the user.
     """
 
-    def __init__(self, channel: Channel, run_id: str, path: Path) -> None:
+    def __init__(
+        self, channel: Channel, run_id: str, path: Path, project: Path | None = None
+    ) -> None:
         self.note: Callable[[str], None] = lambda text: None
         self.channel, self.run_id, self._path = channel, run_id, path
         self.has_report = False
@@ -107,6 +111,8 @@ class Follower:
         self._excess = ""  # why some files are not fetched
         self._inodes: dict[str, str] = {}  # remote inodes of verified growing files
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
+        self._journal_bytes = 0  # of the list of files that the script wrote
+        self._outputs = DetachedOutputs(channel, run_id, path, project)
 
     @property
     def behind(self) -> bool:
@@ -133,6 +139,7 @@ class Follower:
         afresh, self._afresh, self._root = self._afresh, False, str(answer["root"])
         files = {file["path"]: (file["mark"], file["size"]) for file in answer["files"]}
         self.has_report = self.has_report or names.REPORT in files
+        self._journal_bytes = files.get(names.OUTPUTS, ("", self._journal_bytes))[1]
         changed = {**self._missing, **files}
         for path in answer["gone"]:
             changed.pop(path, None)
@@ -262,6 +269,16 @@ class Follower:
         data = await self._read(path, offset - count, count)
         return data == os.pread(fd, count, offset - count)
 
+    async def sync_outputs(self, *, share: float = 1.0, waits: bool = False) -> None:
+        """Fetches files that the script wrote and that were complete at the last refresh.
+
+        Args:
+            share: Part of the time in which files are transferred.
+            waits: Waits for another follower that does the same, instead of leaving it to it.
+        """
+        await self._outputs.sync(self._root, self._journal_bytes, self.note, share=share,
+                                 waits=waits)  # fmt: skip
+
     async def finish(self, state: str = "ended",
                      note: Callable[[str], None] = lambda text: None) -> bool:  # fmt: skip
         """Fetches all remaining files after the end, and records that with the run's state.
@@ -271,6 +288,8 @@ class Follower:
         """
         self._afresh = True
         await self.refresh()
+        await self.sync_outputs(waits=True)
+        known = await asyncio.to_thread(self._outputs.known_places)
         fetcher = Fetcher(self._path, note)
         events = read_events(records.read_records(self._path / names.EVENTS))
         first_attempt = takewhile(lambda event: event.kind != "ended", events)
@@ -281,8 +300,8 @@ class Follower:
         ).sync()
         await fetcher.fetch(
             self.channel, self._root, None, self._path,
-            skip=lambda path: path in _LOCAL_FILES or names.is_fetched_separately(path)
-            or names.is_growing(path) or names.is_backup(path),
+            skip=lambda path: path in known or path in _LOCAL_FILES or names.is_growing(path)
+            or names.is_fetched_separately(path) or names.is_backup(path),
             rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip
@@ -342,4 +361,5 @@ async def follow(path: Path, detached: SupervisorLocation) -> Follower:
             found=error.found,
             remedy=f"{error.remedy}\nwhat came before is in {shell_text([str(path)])}",
         ) from None
-    return Follower(channel, detached.run_id, path)
+    project = None if detached.project is None else Path(detached.project)
+    return Follower(channel, detached.run_id, path, project)

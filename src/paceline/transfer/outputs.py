@@ -106,6 +106,7 @@ class OutputStore:
     Attributes:
         project: The project on this machine; ``None`` if it is on another one.
         kept_out: Files that did not arrive in the project: where they are, by path.
+        noted: Files and folders of which a line has said that there is no room for them.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
@@ -117,17 +118,14 @@ class OutputStore:
                  " did not write in this folder: their files are not sent to hosts")  # fmt: skip
         self.journal.compact()
         self._run, self._note = run, note
-        self._noted = set[str]()
+        self.noted = set[str]()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
     def set_code(self, project: Path | None, manifest: Manifest) -> None:
-        """Sets the project and the files that were sent from it.
-
-        Without a project here (in a detached run) nothing is recorded for a later start.
-        """
-        self.project, self.journal.is_written = project, project is not None
+        """Sets the project, which is not here in a detached run, and the files sent from it."""
+        self.project = project
         self._code = frozenset(fold_name(str(entry[0])) for entry in manifest)
 
     def _was_sent(self, path: str) -> bool:
@@ -162,13 +160,14 @@ class OutputStore:
             return [
                 file
                 for file in files
-                if self._travels(file.path)
+                if self.travels(file.path)
                 and (not is_mixed or file.age_s < age_s or _parent(file.path) in known)
             ]
 
         return await asyncio.to_thread(select)
 
-    def _travels(self, path: str) -> bool:
+    def travels(self, path: str) -> bool:
+        """Whether a file may come from a node that wrote it, or go to one, by its path."""
         if path.startswith(RUN_PREFIX):
             name = path.removeprefix(RUN_PREFIX)
             return not _is_of_run(name) and not name_refusal(name, in_own_folder=True)
@@ -220,9 +219,9 @@ class OutputStore:
         """Fetches groups of files to their places; returns those that have arrived."""
         received: dict[str, dict[str, str]] = {}
         for unit, group in batch.items():
-            if self._has_room(folder, unit, group):
+            if self.has_room(folder.host, unit, group):
                 with contextlib.suppress(AgentRefusal):  # it has changed or gone
-                    received[unit] = await self._receive(folder, group, share)
+                    received[unit] = await self.receive(folder, group, share)
         files = [] if has_ended else await self.list_files(folder)
         current = {file.path: file.version for file in files}
         fetched: Groups = {}
@@ -231,7 +230,7 @@ class OutputStore:
             has_changed = any(current.get(file.path) != file.version for file in group)
             if (has_ended or not has_changed
                     or await asyncio.to_thread(self._is_intact, group)):  # fmt: skip
-                await asyncio.to_thread(self._place_unit, folder.host, unit, group, hashes)
+                await asyncio.to_thread(self.place_unit, folder.host, group, hashes)
                 fetched[unit] = group
         return fetched
 
@@ -240,16 +239,17 @@ class OutputStore:
         self.journal.remove(sorted(folder.seen - paths))
         folder.seen = paths
 
-    def _has_room(self, folder: OutputFolder, unit: str, group: Sequence[WrittenFile]) -> bool:
+    def has_room(self, host: str, unit: str, group: Sequence[WrittenFile]) -> bool:
+        """Whether files fit on the disks here; notes the first that do not, with the reason."""
         size = sum(file.size for file in group)
         problem = room_problem(self._run, size)
         if not problem and self.project is not None:
             problem = room_problem(self.project, size)
         if size > RESULT_LIMIT:
             problem = f"more than {RESULT_LIMIT >> 30} GiB"
-        if problem and unit not in self._noted and len(self._noted) < MAX_NAMED:
-            self._noted.add(unit)
-            self._note(f"paceline: {unit:.100} stays on {folder.host} for now: {problem}")
+        if problem and unit not in self.noted and len(self.noted) < MAX_NAMED:
+            self.noted.add(unit)
+            self._note(f"paceline: {unit:.100} stays on {host} for now: {problem}")
         return not problem
 
     def _record_local(self, folder: OutputFolder, batch: Groups) -> None:
@@ -280,9 +280,9 @@ class OutputStore:
         except Exception:  # of a hostile file: encrypted, of another version, cut off
             return False
 
-    async def _receive(self, folder: OutputFolder, group: Sequence[WrittenFile],
+    async def receive(self, folder: OutputFolder, group: Sequence[WrittenFile],
                      share: float) -> dict[str, str]:  # fmt: skip
-        """Fetches files into the run directory, where they have no place yet."""
+        """Fetches files into the run directory, where they have no place yet; returns SHA-256."""
         hashes = {}
         for file in group:
             path = f"{UNPLACED}/{file.path}"
@@ -301,8 +301,8 @@ class OutputStore:
 
     # --- to its place ------------------------------------------------------------------------
 
-    def _place_unit(self, host: str, unit: str, group: Sequence[WrittenFile],
-                    hashes: Mapping[str, str]) -> None:  # fmt: skip
+    def place_unit(self, host: str, group: Sequence[WrittenFile],
+                   hashes: Mapping[str, str]) -> None:  # fmt: skip
         """Records received files and moves them to their places; a folder goes to one place."""
         states = {file.path: self._state(file.path) for file in group}
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
@@ -390,8 +390,19 @@ class OutputStore:
         self._arrivals.set_aside(output.place, str(self._run / unplaced))
         safe_paths.rename(str(self._run), unplaced, output.place, durable=False)
         self._arrivals.record(output.place)
-        if not output.path.startswith(RUN_PREFIX):
+        if self.project is not None and not output.path.startswith(RUN_PREFIX):
             self.kept_out[output.path] = output.place
+
+    def note_kept_out(self) -> None:
+        """Names the files that did not arrive in the project."""
+        if kept_out := self.kept_out:
+            examples = ", ".join(
+                short(self._run / place) for place in [*kept_out.values()][:MAX_NAMED]
+            )
+            more = ", …" if len(kept_out) > MAX_NAMED else ""
+            self._note(f"paceline: {pluralize(len(kept_out), 'file')} of the script did not replace"
+                       f" files of yours: {examples}{more}")  # fmt: skip
+            kept_out.clear()
 
     # --- to other nodes ----------------------------------------------------------------------
 
@@ -401,7 +412,7 @@ class OutputStore:
         Args:
             is_source: It is the node that wrote them: only files that are cut off are hidden.
         """
-        manifest, paths = await asyncio.to_thread(self._sendable, folder)
+        manifest, paths = await asyncio.to_thread(self.sendable, folder.prefix)
         files = await self.list_files(folder)
         hidden = [unit for unit, group in group_files(files).items()
                   if is_checkpoint(unit, map(_path, group))
@@ -440,14 +451,17 @@ class OutputStore:
                 remedy=f"Make room on {folder.host}, or remove old checkpoints here",
             ) from None
 
-    def _sendable(self, folder: OutputFolder) -> tuple[Manifest, dict[str, tuple[Path, int]]]:
+    def sendable(self, prefix: str) -> tuple[Manifest, dict[str, tuple[Path, int]]]:
         """Entries of the outputs that are here, and their local paths and times, by path.
 
         A checkpoint folder of which a file is missing is left out.
+
+        Args:
+            prefix: ``RUN_PREFIX`` for files of the run, empty for those of the project.
         """
         versions = {}
         for output in self.journal.outputs.values():
-            if output.path.startswith(RUN_PREFIX) != bool(folder.prefix):
+            if output.path.startswith(RUN_PREFIX) != bool(prefix):
                 continue
             local = output.local_path(self._run, self.project)
             versions[output.path] = local, None if local is None else local_version(local)
@@ -459,7 +473,7 @@ class OutputStore:
                 continue
             output = self.journal.outputs[path]
             is_same = version == (output.size, output.local_mtime_us)
-            if self._travels(path):
+            if self.travels(path):
                 with contextlib.suppress(OSError):
                     sha256 = output.sha256 if is_same else hash_file(local)
                     manifest.append([path, sha256, 0o644, version[0]])

@@ -20,6 +20,7 @@ from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import read_state, started_at
 from paceline.cli.verb import say
 from paceline.launch.interrupts import EchoFilter
+from paceline.launch.results.outputs import LINK_SHARE, POLL_S
 from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.launch.terminal.keys import Keys
 from paceline.launch.terminal.run_state import RunState
@@ -109,6 +110,8 @@ class _AttachedTerminal:
     async def _watch(self, keys: Keys) -> bool:
         """Follows the run to its end, or until the user leaves; returns whether it is over."""
         shown_error, is_first = "", True
+        fetching = asyncio.ensure_future(self._fetch_outputs())
+        self._tasks.add(fetching)
         while True:
             status = await self._unless_left(self._client.look())
             if status is None:
@@ -123,6 +126,8 @@ class _AttachedTerminal:
             self._feed.update()
             if status.over and not shown_error:
                 self._screen.stop_live()
+                fetching.cancel()
+                await asyncio.wait([fetching])
                 if await self._unless_left(self._fetch_results()) is None:
                     return False
                 self._feed.update()
@@ -142,6 +147,12 @@ class _AttachedTerminal:
             for task in (working, leaving):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def _fetch_outputs(self) -> None:
+        """Fetches files that the script writes while it runs, at the pace of a launcher."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._client.fetch_outputs(share=LINK_SHARE)
 
     async def _fetch_results(self) -> bool:
         await self._client.fetch_results()

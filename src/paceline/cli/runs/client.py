@@ -63,6 +63,9 @@ class LocalLauncher:
         except NodeError:  # it does not listen
             end_run(read_state(self.path), immediately)
 
+    async def fetch_outputs(self, *, share: float = 1.0) -> None:
+        """Does nothing: they are here."""
+
     async def fetch_results(self) -> None:
         """Does nothing: all results are here."""
 
@@ -82,7 +85,7 @@ class RemoteLauncher:
     def __init__(self, path: Path, detached: SupervisorLocation) -> None:
         self.path, self.last_error = path, ""
         self.note: Callable[[str], None] = _print_note
-        self._has_noted_delay = False
+        self._has_noted_delay, self._output_problem = False, ""
         self._detached = detached
         self._follower: Follower | None = None
         self._status: RunState | None = None
@@ -152,6 +155,24 @@ class RemoteLauncher:
                 await self._follower.signal(2 if immediately else 1)
             except UNREACHABLE as problem:
                 raise self._connection_lost(problem) from None
+
+    async def fetch_outputs(self, *, share: float = 1.0) -> None:
+        """Fetches files that the script wrote and that were complete at the last look.
+
+        Args:
+            share: Part of the time in which files are transferred.
+        """
+        if self._follower is None:
+            return
+        try:
+            await self._follower.sync_outputs(share=share)
+        except UNREACHABLE:
+            pass  # the next look says so
+        except (PacelineError, OSError) as problem:
+            text = str(problem).partition("\n")[0]
+            if text != self._output_problem:
+                self._output_problem = text
+                self.note(f"paceline: new files of the script do not arrive: {text}")
 
     async def fetch_results(self) -> None:
         """Fetches all results; after the last follower, the host removes the run's folder."""

@@ -22,8 +22,12 @@ JOIN_TIMEOUT_S = 10.0  # the host may never answer
 MAX_EXTRA_POLLS = 3  # of who looks once only, at files that change every second
 
 
-def sync_run(path: Path) -> None:
+def sync_run(path: Path, show: Callable[[], None] | None = None) -> None:
     """Updates the folder of a run that goes on, or has ended, on another host.
+
+    Args:
+        show: Called when records and logs are up to date; then files that the script wrote while
+            the run goes on are fetched, which may take long.
 
     Raises:
         ConnectError: The host cannot be asked.
@@ -31,10 +35,12 @@ def sync_run(path: Path) -> None:
     """
     client = client_for(path)
     if isinstance(client, RemoteLauncher):
-        asyncio.run(_sync_once(client))
+        asyncio.run(_sync_once(client, show))
+    elif show is not None:
+        show()
 
 
-async def _sync_once(client: RemoteLauncher) -> None:
+async def _sync_once(client: RemoteLauncher, show: Callable[[], None] | None) -> None:
     try:
         status = await client.look()
         for _ in range(MAX_EXTRA_POLLS):
@@ -43,6 +49,10 @@ async def _sync_once(client: RemoteLauncher) -> None:
             status = await client.look()
         if status.over:
             await client.fetch_results()
+        if show is not None:
+            show()
+            if not status.over:
+                await client.fetch_outputs()
     finally:
         await client.close()
 

@@ -26,23 +26,31 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
 
     With -H, also find runs that were started from another machine.
 
+    Of a detached run, also fetch the files that its script has completed.
+
     For a batch, the scheduler's message is shown.
     """
     from paceline.cli.runs.lost import describe_abandon
     from paceline.cli.runs.run_lookup import resolve_run
     from paceline.cli.runs.sync import sync_run
 
-    path, problem = resolve_run(ctx, allow_ended=True), None
+    path, is_shown = resolve_run(ctx, allow_ended=True), False
+
+    def show() -> None:
+        nonlocal is_shown
+        is_shown = True
+        state = read_state(path)
+        if as_json:
+            click.echo(json.dumps(state.to_json(), indent=2))
+        else:
+            say(format_for(describe_run(state), sys.stdout))
+
     try:
-        sync_run(path)
-    except PacelineError as error:  # what came before is shown first
-        problem = error
-    state = read_state(path)
-    if as_json:
-        click.echo(json.dumps(state.to_json(), indent=2))
-    else:
-        say(format_for(describe_run(state), sys.stdout))
-        for line in describe_abandon(path) if isinstance(problem, ConnectError) else ():
-            say(f"  {line}")
-    if problem is not None:
-        raise problem
+        sync_run(path, show)
+    except PacelineError as problem:
+        if not is_shown:  # what came before
+            show()
+            for line in describe_abandon(path) if isinstance(problem, ConnectError) else ():
+                if not as_json:
+                    say(f"  {line}")
+        raise

@@ -108,7 +108,7 @@ class ResultCollector:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
-        self._outputs.note_kept_out()
+        self._outputs.store.note_kept_out()
         await self._fetch_model([node for node in fleet.nodes if node not in silent])
 
     async def _fetch_model(self, nodes: Sequence[Node]) -> None:

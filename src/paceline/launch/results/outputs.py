@@ -10,15 +10,12 @@ from typing import Any
 
 from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning.planner import Supplies
-from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError
-from paceline.spec.formatting import pluralize
 from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore
 from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
-MAX_NAMED = 3
 
 
 class OutputSync:
@@ -151,14 +148,3 @@ class OutputSync:
             if folder.root == root and not folder.is_local:
                 known |= await self.store.known_paths(folder)
         return known
-
-    def note_kept_out(self) -> None:
-        """Names the files that did not arrive in the project."""
-        if kept_out := self.store.kept_out:
-            examples = ", ".join(
-                short(self._run / place) for place in [*kept_out.values()][:MAX_NAMED]
-            )
-            more = ", …" if len(kept_out) > MAX_NAMED else ""
-            self._note(f"paceline: {pluralize(len(kept_out), 'file')} of the script did not replace"
-                       f" files of yours: {examples}{more}")  # fmt: skip
-            kept_out.clear()

@@ -1,0 +1,188 @@
+"""Copies files of a detached run's script between its supervisor's host and this machine.
+
+While somebody is attached, they come to where the script wrote them; for the next start they go
+back. The supervisor's journal says which files are complete. Its host is not trusted: the rules of
+:class:`OutputStore` decide what arrives, and where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.agent.files.snapshot import BLOCK_BYTES
+from paceline.remote.channel import AgentRefusal, Channel
+from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.detached_file import LineSeals
+from paceline.rundir.output_rules import WrittenFile, group_files, order_of_arrival
+from paceline.rundir.outputs import MAX_JOURNAL_BYTES, Output, OutputJournal, OutputRecords
+from paceline.spec.errors import NodeError
+from paceline.spec.rundir import FETCHED, OUTPUTS
+from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore
+from paceline.transfer.tree import Tree
+
+LOCK_RETRY_S = 0.2
+EARLIER = f"{FETCHED}/earlier"  # in the supervisor's run directory: files of earlier starts
+
+
+@dataclass(slots=True, eq=False)
+class _SupervisorFolder(OutputFolder):
+    """The run directory of a supervisor, with the place of each file in it."""
+
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def on_node(self, path: str) -> str:
+        return self.places[path]
+
+
+class DetachedOutputs:
+    """Brings what the script of a detached run writes to this machine.
+
+    Args:
+        channel: To an agent on the supervisor's host.
+        run: The run directory here.
+        project: The project here; ``None`` on a machine that did not start the run.
+    """
+
+    def __init__(self, channel: Channel, run_id: str, run: Path, project: Path | None) -> None:
+        self._channel, self._run_id, self._run = channel, run_id, run
+        self._project = project if project is not None and project.is_dir() else None
+        self._remote = OutputRecords()
+        self._offset, self._partial = 0, b""
+        self._arrived = dict[str, str]()  # SHA-256 of the version that is here, by path
+        self._removed, self._noted = set[str](), set[str]()
+
+    async def sync(self, root: str, journal_bytes: int, note: Callable[[str], None], *,
+                   share: float, waits: bool = False) -> None:  # fmt: skip
+        """Fetches new versions of files, the newest first.
+
+        Args:
+            root: The supervisor's run directory.
+            journal_bytes: Size of the journal there.
+            note: Shows a line to the user.
+            share: Part of the time in which files are transferred.
+            waits: Waits for another terminal that does the same, instead of leaving it to it.
+        """
+        await self._read_journal(min(journal_bytes, MAX_JOURNAL_BYTES))
+        removed = {path for path, _ in self._remote.versions.values()} - self._remote.outputs.keys()
+        if removed <= self._removed and all(map(self._is_here, self._remote.outputs.values())):
+            return
+        with contextlib.ExitStack() as stack:
+            while not stack.enter_context(_locked(self._run)):
+                if not waits:
+                    return
+                await asyncio.sleep(LOCK_RETRY_S)
+            store = OutputStore(self._run, note)
+            store.noted = self._noted
+            store.set_code(self._project, [])
+            store.journal.remove(sorted(removed))
+            self._removed = removed
+            try:
+                await self._fetch(store, root, share)
+            finally:
+                store.note_kept_out()
+
+    async def _read_journal(self, size: int) -> None:
+        while self._offset < size:
+            count = min(BLOCK_BYTES, size - self._offset)
+            _, data = await self._channel.request_with_blob(
+                "read_part", run_id=self._run_id, path=OUTPUTS, offset=self._offset, count=count,
+                whole=False,
+            )  # fmt: skip
+            self._offset += count
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                self._remote.read(line)
+
+    def _is_here(self, output: Output) -> bool:
+        return self._arrived.get(output.path) == output.sha256
+
+    async def _fetch(self, store: OutputStore, root: str, share: float) -> None:
+        outputs = {path: output for path, output in self._remote.outputs.items()
+                   if store.travels(path)}  # fmt: skip
+        self._arrived = {path: output.sha256 for path, output in store.journal.outputs.items()}
+        self._arrived |= {path: output.sha256 for path, output in self._remote.outputs.items()
+                          if path not in outputs}  # fmt: skip
+        places = {path: output.place for path, output in outputs.items() if output.place}
+        groups = group_files(WrittenFile(path, outputs[path].size, outputs[path].mtime_us)
+                             for path in places)  # fmt: skip
+        for unit in order_of_arrival(groups):
+            group = groups[unit]
+            expected = {file.path: outputs[file.path].sha256 for file in group}
+            host = outputs[group[0].path].host
+            is_here = all(self._is_here(outputs[file.path]) for file in group)
+            if is_here or not store.has_room(host, unit, group):
+                continue
+            folder = _SupervisorFolder(self._channel.host.name, self._channel, root, places=places)
+            try:
+                hashes = await store.receive(folder, group, share)
+            except (AgentRefusal, NodeError):  # a newer version replaces it just now
+                continue
+            if hashes == expected:
+                await asyncio.to_thread(store.place_unit, host, group, hashes)
+                self._arrived |= expected
+
+    def known_places(self) -> set[str]:
+        """Paths in the supervisor's run directory of versions that have arrived here."""
+        local = set(OutputJournal(self._run, LineSeals(self._run)).versions.values())
+        return {place for place, version in self._remote.versions.items() if version in local}
+
+
+# --- for the next start ---------------------------------------------------------------------------
+
+
+def with_outputs(run: Tree, project: Path | None) -> tuple[Tree, list[Output]]:
+    """Adds the outputs of earlier starts that are here to the files of a supervisor's run.
+
+    Blocking. Also returns what its journal will say about them.
+    """
+    store = OutputStore(run.root, lambda text: None)
+    store.set_code(project, [])
+    manifest, files, outputs = [*run.manifest], dict[str, Path](), list[Output]()
+    for prefix in ("", RUN_PREFIX):
+        entries, paths = store.sendable(prefix)
+        for entry in entries:
+            path, sha256, mode, size = entry
+            local, mtime_us = paths[str(path)]
+            place = str(path).removeprefix(prefix) if prefix else f"{EARLIER}/{path}"
+            manifest.append([place, sha256, mode, size])
+            files[place] = local
+            outputs.append(replace(
+                store.journal.outputs[str(path)], size=int(str(size)), sha256=str(sha256),
+                place=place, mtime_us=mtime_us, local_mtime_us=mtime_us,
+            ))  # fmt: skip
+    return replace(run, manifest=manifest, cached=files), outputs
+
+
+def adopt_outputs(run: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Records the files that :func:`with_outputs` has added, in a supervisor's run directory."""
+    outputs = [output for output in map(Output.read, lines) if output is not None]
+    if not outputs:
+        return
+    arrivals = Arrivals(run)
+    for output in outputs:
+        os.utime(run / output.place, ns=(output.mtime_us * 1000,) * 2, follow_symlinks=False)
+        arrivals.record(output.place)
+    OutputJournal(run, LineSeals(run)).add(outputs)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Yields whether no other process has locked the folder, which is locked meanwhile."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a disk without locks
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+        yield True
+    finally:
+        os.close(fd)

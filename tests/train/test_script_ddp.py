@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from paceline.launch.health import replicas, script_timings
 from paceline.spec.events import Event
+from paceline.train.ddp import scripts
 
 SCRIPT = str(Path(__file__).with_name("hooking.py"))
 # how far parameters may be from those of exact averages, as a part of their size
@@ -112,3 +116,16 @@ def test_what_exchanges_by_itself_is_refused(installed: dict[str, Any], name: st
     assert installed[name].startswith("--communication int8: ")
     reason = "a communication hook of its own" if "hook" in name else "gradients by itself"
     assert reason in installed[name]
+
+
+def test_a_spawned_process_compresses_too_though_the_package_was_sent() -> None:
+    """It unpickles what installs the hook before it has the parent's ``sys.path``."""
+    pickled = pickle.dumps(scripts._InSpawned("int8")).hex()
+    packages = Path(torch.__file__).parents[1]
+    text = f"""import pickle, sys; sys.path.append({str(packages)!r})
+pickle.loads(bytes.fromhex({pickled!r}))
+from torch.nn.parallel import DistributedDataParallel
+print(DistributedDataParallel.__init__.__wrapped__.__name__)"""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", text], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.stdout == "__init__\n", done.stderr

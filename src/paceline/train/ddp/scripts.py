@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -96,10 +97,16 @@ def _install_in_spawned(method: str, module: Any) -> None:
 
 
 class _InSpawned:
-    """Pickled into a spawned process, it installs there."""
+    """Pickled into a spawned process, it installs there.
+
+    The process unpickles it before it has the folders of ``sys.path``, of which one may have been
+    sent by the launcher.
+    """
 
     def __init__(self, method: str) -> None:
         self._method = method
 
     def __reduce__(self) -> Any:
-        return install, (self._method,)
+        folder = str(Path(__file__).resolve().parents[3])
+        text = f"import sys; sys.path.append({folder!r}); from {__name__} import install"
+        return exec, (f"{text}; install({self._method!r})", {})

@@ -10,7 +10,7 @@ tests="e2fsprogs:mkfs.ext4 samba:smbd samba-common-bin:smbpasswd cifs-utils:moun
 launchers="mpich:mpiexec.hydra openmpi-bin:mpiexec.openmpi slurm-wlm:/usr/sbin/slurmctld munge:/usr/sbin/munged docker.io:/usr/sbin/dockerd"
 # what comes from PyPI and must not get into the environment that is tested
 extra=${PACELINE_TEST_PARTS:-/opt/paceline-test}
-frameworks="accelerate lightning pytorch-lightning lightning-utilities torchmetrics transformers huggingface_hub tokenizers regex tqdm psutil packaging requests httpx httpcore h11 anyio idna certifi sniffio urllib3 charset-normalizer hf-xet typer shellingham fsspec tensorboardX"
+frameworks="accelerate lightning pytorch-lightning lightning-utilities torchmetrics trl transformers huggingface_hub tokenizers regex tqdm psutil packaging requests httpx httpcore h11 anyio idna certifi sniffio urllib3 charset-normalizer hf-xet typer shellingham fsspec tensorboardX"
 torchvision="torchvision==0.28.0"  # the release for the torch of constraints.txt
 # somebody else's scripts, which the pages name: NAME REPOSITORY COMMIT FOLDER
 scripts="pytorch-examples https://github.com/pytorch/examples 77f55b912142e11fcfdf5b530231fb9c52f181e8 imagenet
@@ -77,7 +77,7 @@ if [ "${1:-lab}" = all ]; then
     pip_parts || echo "not installed: what comes from PyPI for the launchers' tests" >&2
     other_scripts
   else
-    echo "not installed (may not write to $extra): Intel MPI, Accelerate, Lightning, Transformers, torchvision" >&2
+    echo "not installed (may not write to $extra): Intel MPI, Accelerate, Lightning, trl, Transformers, torchvision" >&2
   fi
 fi
 [ -n "$missing" ] || exit 0

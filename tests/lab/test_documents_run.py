@@ -58,6 +58,7 @@ ELSEWHERE = {
 PAGES_ELSEWHERE = {
     "first-run.md": "tests/lab/test_first_run.py, in its order",
     "coming-from.md": "tests/lab/test_coming_from.py",
+    "trainers.md": "tests/lab/test_trainers.py, with packages that the environment lacks",
     "options.md": "the help of every command, whose examples have placeholders",
 }
 

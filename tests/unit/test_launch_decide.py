@@ -654,3 +654,11 @@ def test_the_option_for_the_local_rank_is_spelt_as_in_the_script(
     script.write_text(text)
     assert local_rank_flag(str(script)) == flag
     assert local_rank_flag("a.module") == "--local_rank"
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_accelerate_forms_a_group_on_cpus(gpus: int) -> None:
+    env = planner.node_env(job(), Host("n1"), facts(gpus=gpus), 1, None)
+    assert ("ACCELERATE_USE_CPU" in env) == (gpus == 0)
+    typed = job(environment=Environment({"ACCELERATE_USE_CPU": "false"}))
+    assert "ACCELERATE_USE_CPU" not in planner.node_env(typed, Host("n1"), facts(), 1, None)

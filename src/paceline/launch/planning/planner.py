@@ -239,6 +239,9 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         # torch's own launcher sets it: a failed NCCL collective ends the process
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
     }
+    if not usable_gpus(job, host, facts):
+        # without it accelerate, and the Trainer on it, form no group of ranks on CPUs
+        env["ACCELERATE_USE_CPU"] = Setting("true", Source.FOUND, "no GPU")
     if job.communication.value != "exact":
         env[jobenv.COMMUNICATION] = replace(job.communication, detail="--communication")
     if job.debug.value:

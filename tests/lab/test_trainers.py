@@ -1,0 +1,60 @@
+"""The scripts of the page on trainers: on two hosts without a shared disk, and once more."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Ended, Site, paceline
+from transports import PARTS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import tiny_language_model
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+PAGE = Path(__file__).parents[2] / "docs/how-to/trainers.md"
+FRAMEWORKS = PARTS / "frameworks"
+SCRIPTS = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text("utf-8"),
+                          re.MULTILINE | re.DOTALL))  # fmt: skip
+# by script: a package that the environment lacks, its last checkpoint, and what ranks say that
+# resume
+CASES = {
+    "trainer.py": ("", "out/trainer/checkpoint-{}/model.safetensors", "resumes from out"),
+    "sft.py": ("trl", "out/sft/checkpoint-{}/adapter_model.safetensors", "resumes from out"),
+    "with_lightning.py": ("lightning", "out/lightning/epoch=0-step={}.ckpt", "Restored all states"),
+    "with_accelerate.py": ("", "out/accelerate/step_{}/model.safetensors", "starts at step 20"),
+}
+
+
+@pytest.fixture(scope="module")
+def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    project = tmp_path_factory.mktemp("trainers") / "project"
+    tiny_language_model.save(project / "HuggingFaceTB/SmolLM2-135M-Instruct")
+    tiny_language_model.write_jsonl(project / "chat.jsonl", tiny_language_model.chats(24))
+    return Site(new_lab(hosts=2), project)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_one_and_resumes_on_both_hosts(site: Site, name: str) -> None:
+    package, checkpoint, resumed = CASES[name]
+    if package and not (FRAMEWORKS / package).is_dir():
+        pytest.skip(f"{package} is not in {FRAMEWORKS}: tools/system-parts.sh all")
+    script, directory = site.project / name, site.fresh()
+    typed = ["run", "-H", "n1,n2", "--ssh-config", str(site.lab.ssh_config), "--run-dir",
+             str(directory), "--communication", "int8", "--env", "HF_HUB_OFFLINE=1",
+             *(["--env", f"PYTHONPATH={FRAMEWORKS}"] if package else []), name]  # fmt: skip
+    for step in (20, 30):
+        text = SCRIPTS[name].replace("max_steps=20", f"max_steps={step}")
+        script.write_text(text.replace("step == 20", f"step == {step}"))
+        done = paceline(*typed, cwd=site.project)
+        ended = Ended(done.returncode, done.stdout, done.stderr, directory)
+        assert ended.code == 0, ended.out + ended.err
+        assert len(ended.events("world joined")) % 2 == 0
+        assert "exchanged nothing" not in ended.err
+        assert (site.project / checkpoint.format(step)).is_file(), ended.err
+        assert (resumed in ended.out + ended.err) == (step == 30), ended.out + ended.err
+    if "resumes" in resumed or "starts" in resumed:
+        assert ended.out.count(resumed) == 2

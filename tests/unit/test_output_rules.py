@@ -109,6 +109,8 @@ def test_what_stops_changing_is_complete(
     unit: str, group: list[WrittenFile], complete: bool
 ) -> None:
     assert is_complete(unit, group) is complete
+    has_last = any("trainer_state" in file.path or ".metadata" in file.path for file in group)
+    assert is_complete(unit, group, has_ended=True) is (complete or has_last)
 
 
 def test_the_newest_arrives_first_and_checkpoints_are_told_by_name() -> None:

@@ -22,7 +22,7 @@ from paceline.agent.files import snapshot
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.output_rules import WrittenFile
-from paceline.rundir.outputs import OutputJournal, newest_checkpoint, script_checkpoint
+from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
 from paceline.transfer import outputs, results
 from paceline.transfer.outputs import OutputFolder, OutputStore
 
@@ -272,6 +272,8 @@ def test_a_node_cannot_write_outside_its_job(place: Place) -> None:
     ("a.pt", b"", "cut off"),
     ("a.txt", b"", "unknown"),
     ("a.pkl", b"\x80", "unknown"),
+    ("trainer_state.json", b"{}\n", "whole"),
+    ("trainer_state.json", b'{"a": ', "cut off"),
     ("a.safetensors", b"\x02\0\0\0\0\0\0\0{}", "whole"),
     ("a.safetensors", b"\x03\0\0\0\0\0\0\0{}", "cut off"),
     ("a.safetensors", b"\xff" * 8, "cut off"),
@@ -302,6 +304,10 @@ def test_a_damaged_or_hostile_journal_is_no_error(tmp_path: Path) -> None:
     journal = OutputJournal(tmp_path)
     assert not journal.outputs
     assert newest_checkpoint([]) is None
+    names = ("out/ckpt_1.pt", "out/model.safetensors", "out/training_args.bin")
+    written = [Output(name, 1, "", "n1", "", number, 0.0, 0) for number, name in enumerate(names)]
+    assert newest_checkpoint(written) == ("out/ckpt_1.pt", written[:1])
+    assert newest_checkpoint(written[1:]) == ("out/model.safetensors", written[1:2])
     journal.add_folder("more")
     assert OutputJournal(tmp_path).folders == {"out", "more"}
 

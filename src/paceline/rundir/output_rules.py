@@ -184,8 +184,12 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def is_complete(unit: str, files: Sequence[WrittenFile]) -> bool:
-    """Whether a file, or all files of a checkpoint folder, have been written to their end."""
+def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = False) -> bool:
+    """Whether a file, or all files of a checkpoint folder, have been written to their end.
+
+    Args:
+        has_ended: No process writes any more: a file that is written last proves it.
+    """
     if not all(file.is_whole for file in files):
         return False
     age_s = min(file.age_s for file in files)
@@ -193,6 +197,8 @@ def is_complete(unit: str, files: Sequence[WrittenFile]) -> bool:
     if is_file and files[0].state == "whole":
         return True  # even if the script replaces it again and again
     has_last = any(file.path.rpartition("/")[2] in _LAST_FILES for file in files)
+    if has_ended and has_last:
+        return True
     return age_s >= (SETTLE_S if is_file or has_last else FOLDER_SETTLE_S)
 
 

@@ -25,6 +25,8 @@ from paceline.spec.rundir import OUTPUTS
 MAX_JOURNAL_BYTES = 64 << 20
 MAX_SHOWN_BYTES = 2 << 20  # read by others than launchers
 MIN_COMPACTED_LINES = 1000
+# of a trained model of transformers or peft, outside of checkpoint folders
+_MODEL_FILES = frozenset({"adapter_model.safetensors", "model.safetensors", "pytorch_model.bin"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,11 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
     for output in outputs:
         units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
     checkpoints = {unit: files for unit, files in units.items()
-                   if is_checkpoint(unit, [file.path for file in files])}  # fmt: skip
+                   if unit.rpartition("/")[2] != "training_args.bin"
+                   and is_checkpoint(unit, [file.path for file in files])}  # fmt: skip
+    resumable = {unit: files for unit, files in checkpoints.items()
+                 if unit.rpartition("/")[2] not in _MODEL_FILES}  # fmt: skip
+    checkpoints = resumable or checkpoints  # a trained model is one if there is no other
     if not checkpoints:
         return None
     newest = max(checkpoints, key=lambda unit: max(file.mtime_us for file in checkpoints[unit]))

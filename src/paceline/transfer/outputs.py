@@ -558,7 +558,7 @@ def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool) -> b
     """Whether a group is complete after the ranks have ended, perhaps while they saved."""
     if has_succeeded or not is_checkpoint(unit, map(_path, group)):
         return all(file.is_whole for file in group)
-    return is_complete(unit, group)
+    return is_complete(unit, group, has_ended=True)
 
 
 def _is_of_run(path: str) -> bool:

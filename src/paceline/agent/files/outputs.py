@@ -85,7 +85,7 @@ def _state(path: str, status: os.stat_result) -> str:
 
 
 def file_state(path: str, size: int) -> str:
-    """Returns whether a file of torch.save or safetensors has its end, as far as it shows.
+    """Returns whether a file of torch.save, safetensors or the Trainer has its end.
 
     ``whole`` if it has, ``cut off`` if it has not, ``unknown`` for all other formats.
     """
@@ -93,6 +93,9 @@ def file_state(path: str, size: int) -> str:
         return "cut off" if path.endswith(_CHECKPOINT_SUFFIXES) else "unknown"
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        if path.endswith("/trainer_state.json"):  # of the Trainer, which writes it last
+            end = os.pread(fd, _ZIP_TAIL_BYTES, max(0, size - _ZIP_TAIL_BYTES))
+            return "whole" if end.rstrip().endswith(b"}") else "cut off"
         head = os.read(fd, 8)
         if head.startswith(b"PK\3\4"):
             tail = os.pread(fd, _ZIP_TAIL_BYTES, max(0, size - _ZIP_TAIL_BYTES))

@@ -11,6 +11,7 @@ import pytest
 from paceline.cli.runs.describe import describe_loads, describe_ranks
 from paceline.launch.terminal.live import LiveScreen
 from paceline.launch.terminal.run_state import MAX_POINTS, Curve, NodeWait, RunState, format_time
+from paceline.launch.terminal.script_progress import ScriptProgress, find_progress
 from paceline.spec.events import PARTS, Event
 
 
@@ -202,3 +203,35 @@ def test_a_checkpoint_is_offered_where_the_script_keeps_some() -> None:
     told(board, "keeps checkpoints", "n1", 0, keep=3)
     live._on_key("?")
     assert any("save a checkpoint" in line for line in live._page)
+
+
+def test_equal_lines_of_ranks_are_one_and_a_bar_stands_at_the_top() -> None:
+    board = training(1)
+    for rank in (0, 1):
+        told(board, "rank started", f"n{rank + 1}", rank, pid=5)
+    live = LiveScreen(board, cast(Any, io.StringIO()))
+    bar = "\repoch 3:  45%|####      | 9/20 [00:04<00:05,  3.31it/s, loss=0.12]"
+    live.watch_bar(1, bar.replace("3.31", "1.00").encode())
+    for rank in (0, 1):
+        live.log(rank, ["warning", f"mine {rank}", bar[1:]], f"[n{rank + 1}/{rank}]")
+    live.watch_bar(0, bar.encode())
+    live.watch_bar(1, bar.replace("3.31", "2.00").encode())
+    view = live._view()
+    assert [*view.log] == ["[all] warning", "[n1/0] mine 0", "[n2/1] mine 1"]
+    assert view.script == ScriptProgress("epoch 3", 9, 20, "3.31it/s", "00:05", "loss=0.12")
+    live.log(0, ["warning"], "[n1/0]")  # once more
+    assert live._view().log[-1] == "[n1/0] warning"
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("  0%|          | 0/150 [00:00<?, ?it/s]", ScriptProgress("", 0, 150, "?it/s", "?", "")),
+    ("a: 12%|#2 | 1.2k/3M [00:10<01:02, 2.1s/it]",
+     ScriptProgress("a", 1200, 3_000_000, "2.1s/it", "01:02", "")),
+    ("Epoch 1/-2 ━━━━ 20/30 0:00:00 • 0:00:10 41.43it/s v_num: 1",
+     ScriptProgress("Epoch 1/-2", 20, 30, "41.43it/s", "0:00:10", "v_num: 1")),
+    ("50%| of it", None),
+    ("a • b", None),
+])  # fmt: skip
+def test_bars_of_scripts_are_read(text: str, found: ScriptProgress | None) -> None:
+    assert find_progress(text.encode()) == found
+    assert find_progress(f"other\r{text}".encode()) == found

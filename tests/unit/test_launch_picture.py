@@ -26,6 +26,7 @@ from paceline.launch.terminal.render import (
     truncate,
 )
 from paceline.launch.terminal.run_state import NodeWait, RunState
+from paceline.launch.terminal.script_progress import ScriptProgress
 from paceline.spec.events import PARTS, Event
 
 EVEN = [0.02, 0.6, 0.3, 0.08, 0.0, 0.0]
@@ -312,3 +313,17 @@ def test_nothing_that_a_terminal_obeys_gets_into_it() -> None:
         lines = frame(board, replace(around, page=page), 120, 40)
         assert "".join(line.plain for line in lines).isprintable()
         assert "evil" in "".join(line.plain for line in lines)
+
+
+@pytest.mark.parametrize("signs", [UNICODE, ASCII])
+def test_a_scripts_own_bar_stands_where_that_of_a_session_would(signs: SymbolSet) -> None:
+    board = RunState()
+    told(board, "rank started", "n1", 0, pid=5)
+    script = ScriptProgress("epoch 3", 9, 20, "3.31it/s", "00:05", "loss=0.12")
+    second = drawn(board, signs=signs, script=script).splitlines()[1]
+    assert second.startswith(" epoch 3  step 9/20  3.31it/s  loss=0.12  ")
+    assert second.endswith("45%  00:05 left")
+    narrow = drawn(board, 30, signs=signs, script=script).splitlines()[1]
+    assert narrow.startswith(" epoch 3  ")
+    assert narrow.endswith("00:05 left")
+    assert "9/20" not in drawn(trained(), script=script)

@@ -13,10 +13,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from paceline.launch.terminal.keys import Keys, in_foreground
 from paceline.launch.terminal.run_state import RunState
+from paceline.launch.terminal.script_progress import ScriptProgress, find_progress
 from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import format_location
@@ -32,6 +34,7 @@ MAX_BUFFERED_LINES = 10_000  # written when the screen closes
 MAX_LOG_LINES, MAX_RANK_LINES = 500, 200  # of the log
 FLUSH_TIMEOUT_S = 2.0  # to write buffered lines
 PAGE_LINES = 10  # scrolled by Page Up and Page Down
+FOLD_WINDOW_S = 10.0  # in which equal lines of several ranks become one
 RATE_WINDOW_S = 120.0  # for the estimate of the remaining time
 MIN_COLUMNS, MIN_LINES = 60, 16
 
@@ -68,6 +71,24 @@ def supports_live(target: BackgroundWriter) -> bool:
     return size.columns >= MIN_COLUMNS and size.lines >= MIN_LINES
 
 
+@dataclass(slots=True)
+class _LogLine:
+    """A line of the log, which several ranks may have written."""
+
+    text: str
+    label: str
+    time: float
+    ranks: set[int]
+
+    def labelled(self, num_ranks: int) -> str:
+        """Returns the line as the log shows it."""
+        more = len(self.ranks) - 1
+        label = self.label if more < 1 else f"{self.label} +{more}"
+        if more > 0 and len(self.ranks) == num_ranks:
+            label = "[all]"
+        return f"{label} {self.text}" if label else self.text
+
+
 class LiveScreen:
     """The live screen of one run, visible while the process is in the terminal's foreground.
 
@@ -100,7 +121,9 @@ class LiveScreen:
         self._rich_live: Any = None  # rich's Live, while visible
         self._buffer: deque[tuple[str, int]] = deque()
         self._num_buffered = self._num_dropped = 0
-        self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._log: deque[_LogLine] = deque(maxlen=MAX_LOG_LINES)
+        self._script: ScriptProgress | None = None
+        self._script_rank: int | None = None
         self._rank_logs: dict[int, deque[str]] = {}
         self._step_times: deque[tuple[float, int]] = deque()
         self._selected: int | None = None
@@ -144,8 +167,29 @@ class LiveScreen:
         if rank is not None:
             rank_lines = self._rank_logs.setdefault(rank, deque(maxlen=MAX_RANK_LINES))
             rank_lines.extend(lines)
-        if is_listed:
-            self._log.extend(f"{label} {line}" if label else line for line in lines)
+        now = time.monotonic()
+        for line in lines if is_listed else ():
+            if rank is not None and find_progress(line.encode(errors="replace")) is not None:
+                continue  # it is at the top
+            if rank is None or not self._fold(rank, line, now):
+                self._log.append(_LogLine(line, label, now, set() if rank is None else {rank}))
+
+    def _fold(self, rank: int, text: str, now: float) -> bool:
+        """Adds a rank to an equal line of others; returns False if there is no recent one."""
+        for line in reversed(self._log):
+            if now - line.time > FOLD_WINDOW_S:
+                return False
+            if line.text == text and line.ranks and rank not in line.ranks:
+                line.ranks.add(rank)
+                return True
+        return False
+
+    def watch_bar(self, rank: int, output: bytes) -> None:
+        """Takes the state of a script's own progress bar from a rank's output, if it has one."""
+        if (progress := find_progress(output)) is None:
+            return
+        if self._script_rank is None or rank <= self._script_rank:
+            self._script, self._script_rank = progress, rank
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -244,7 +288,8 @@ class LiveScreen:
 
         now = time.monotonic()
         rank = self._state.ranks.get(-1 if self._selected is None else self._selected)
-        log: Sequence[str] = self._log
+        num_ranks = len(self._state.ranks)
+        log: Sequence[str] = [line.labelled(num_ranks) for line in self._log]
         title = "log"
         if self._selected is not None:
             log = self._rank_logs.get(self._selected, ())
@@ -257,7 +302,7 @@ class LiveScreen:
         notice = self._notice if now < self._notice_expires_at else ""
         return View(
             self._title, now - self._started_at, now, self._remaining_s(now), self._selected,
-            [*log], title, self._page[self._page_offset :], self._footer(), notice,
+            [*log], title, self._page[self._page_offset :], self._footer(), notice, self._script,
         )  # fmt: skip
 
     def _remaining_s(self, now: float) -> float | None:

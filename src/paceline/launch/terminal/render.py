@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from paceline.launch.terminal.run_state import TRAINING, HostState, RankState, RunState, format_time
+from paceline.launch.terminal.script_progress import ScriptProgress
 from paceline.rundir.records import as_float, as_int
 from paceline.spec.events import PART_NAMES
 from paceline.spec.formatting import format_bit_rate, format_epoch, pluralize
@@ -79,6 +80,7 @@ class View:
         page: Shown instead of the log unless empty.
         keys: The last line.
         notice: Shown instead of the keys unless empty.
+        script: The script's own progress bar, shown if no rank reports steps.
     """
 
     title: str = ""
@@ -91,6 +93,7 @@ class View:
     page: Sequence[str] = ()
     keys: str = ""
     notice: str = ""
+    script: ScriptProgress | None = None
 
 
 def frame(state: RunState, view: View, columns: int, lines: int,
@@ -145,10 +148,11 @@ class _Frame:
 
     def _progress(self) -> Text | None:
         """Renders the training's progress; ``None`` if no rank reports it."""
-        progress, symbols = self._state.progress, self._symbols
+        progress = self._state.progress
         step, steps = as_int(progress.get("step")), as_int(progress.get("steps"))
         if step is None:
-            return None
+            script = self._view.script
+            return None if script is None else self._script_progress(script)
         parts = []
         if (epoch := as_int(progress.get("epoch"))) is not None:
             parts.append(format_epoch(epoch, as_int(progress.get("epochs"))))
@@ -168,8 +172,22 @@ class _Frame:
         remaining_s = self._view.remaining_s
         remaining = "" if remaining_s is None else f"{format_clock(remaining_s)} left"
         right = "  ".join(part for part in (percentage, remaining) if part)
+        return self._progress_line(parts, right, step, steps)
+
+    def _script_progress(self, script: ScriptProgress) -> Text:
+        """Renders the script's own progress bar."""
+        title = [abbreviate(script.title, 24, self._symbols.ellipsis)] if script.title else []
+        parts = [*title, f"step {script.step:,}/{script.steps:,}", script.rate]
+        parts += [script.more] if script.more else []
+        share = f"{script.step / script.steps:.0%}" if script.steps else ""
+        right = "  ".join(part for part in (share, f"{script.left} left") if part)
+        return self._progress_line(parts, right, script.step, script.steps)
+
+    def _progress_line(self, parts: list[str], right: str, step: int, steps: int | None) -> Text:
+        """Renders texts, a bar and further text, without the last texts if the line is short."""
+        symbols = self._symbols
         while len(parts) > 1 and len("  ".join([*parts, right])) + 1 > self._columns:
-            parts.pop()  # first the checkpoint, then the rate
+            parts.pop()
         line = Text(" " + "  ".join(parts))
         width = self._columns - line.cell_len - len(right) - 4
         if steps and width >= 8:

@@ -128,6 +128,8 @@ class Screen:
         """Shows output of a rank as labelled lines."""
         if not self._is_selected(rank) and self._live is None:
             return
+        if self._live is not None:
+            self._live.watch_bar(rank, data)
         lines = self._lines.setdefault((host, rank, stream), LineSplitter())
         self._print_labelled(host, rank, stream, lines.feed(data, time.monotonic()))
 

@@ -9,11 +9,12 @@ from paceline.launch.health.script_timings import ScriptTimings
 from paceline.spec.events import Event
 
 
-def described(*stalls_s: float, step_s: float = 1.0, method: str = "exact") -> list[str]:
+def described(*stalls_s: float, step_s: float = 1.0, method: str = "exact",
+              size: int = 10_000_000) -> list[str]:  # fmt: skip
     timings = ScriptTimings()
     for rank, stall_s in enumerate(stalls_s):
         fields = {
-            "replica": 0, "step": 6, "members": [*range(len(stalls_s))], "bytes": 10_000_000,
+            "replica": 0, "step": 6, "members": [*range(len(stalls_s))], "bytes": size,
             "seconds": step_s, "moving_s": min(stalls_s) + 0.1, "stall_s": stall_s,
         }  # fmt: skip
         timings.add(Event(script_timings.REPORT, f"n{rank + 1}", rank, 0.0, fields))
@@ -49,6 +50,10 @@ def test_a_slow_rank() -> None:
 def test_nothing_to_say(stalls_s: tuple[float, ...]) -> None:
     """Little of a step, a rank that has not reported, or one that the attempt does not have."""
     assert described(*stalls_s) == []
+
+
+def test_few_bytes_take_as_long_in_any_form() -> None:
+    assert described(0.7, 0.7, size=60_000) == []
 
 
 def test_short_steps() -> None:

@@ -10,6 +10,7 @@ from paceline.spec.training.step_time import BYTES_SENT
 
 REPORT = "replica timings"
 MIN_SHARE, MIN_S = 0.2, 0.01  # of a step, before sending or waiting is worth a line
+MIN_BYTES = 1 << 16  # of gradients; fewer take the time of a message, however they are sent
 ADVISED_METHOD = "int8"
 
 
@@ -48,7 +49,8 @@ class ScriptTimings:
                 f"rank {slowest} on {ranks[slowest].host} is the slowest: the others wait up to"
                 f" {format_duration(waiting_s)} of each {format_duration(step_s)} step for it"
             )
-        if moving_s >= max(MIN_S, MIN_SHARE * step_s):
+        is_worthwhile = ranks[slowest]["bytes"] >= MIN_BYTES
+        if is_worthwhile and moving_s >= max(MIN_S, MIN_SHARE * step_s):
             yield _describe_moving(ranks[slowest], moving_s, step_s, ranks, method)
 
 

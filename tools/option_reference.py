@@ -55,8 +55,8 @@ RECIPE_TEXT = """\
 ## Recipes
 
 Give these options after the recipe's name, or put them into `paceline.toml` under `[train.image]`,
-`[train.text]`, `[train.translation]` or `[train.sft]`. Write a key with underscores or dashes:
-`global_batch = 64`. These options have no environment variables.
+`[train.text]`, `[train.translation]`, `[train.language]` or `[train.sft]`. Write a key with
+underscores or dashes: `global_batch = 64`. These options have no environment variables.
 """
 
 

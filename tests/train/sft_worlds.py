@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import forking
 
@@ -18,11 +15,10 @@ import peft  # noqa: F401 - imported once for all worlds
 import tiny_language_model
 import torch
 import transformers  # noqa: F401
-from safetensors.torch import load_file
+from recipe_worlds import killed_after, result
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 from paceline.recipes.language.sft import main
-from paceline.train import Session
 
 FOLDER = Path(sys.argv[1])
 FLAGS = (
@@ -44,34 +40,6 @@ def run(name: str, *flags: str) -> None:
         raise SystemExit(status)
 
 
-def killed_after(steps: int, body: Callable[[], None]) -> None:
-    """Runs the body in a process that is killed after so many steps."""
-    original, count = Session.step, 0
-
-    def step(self: Session, *losses: Any, **values: Any) -> bool:
-        nonlocal count
-        has_stepped = original(self, *losses, **values)
-        count += has_stepped
-        if count == steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return has_stepped
-
-    Session.step = step  # type: ignore[method-assign]
-    body()
-
-
-def result(name: str) -> dict[str, Any]:
-    folder = FOLDER / name
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    state = load_file(folder / "model/model.safetensors")
-    losses: dict[str, dict[int, float]] = {"train": {}, "val": {}}
-    for line in lines:
-        if line["split"] in losses:
-            losses[line["split"]][line["step"]] = line["loss"]
-    values = torch.cat([state[key].flatten() for key in sorted(state)])
-    return {**losses, "parameters": values.tolist()}
-
-
 if __name__ == "__main__":
     forking.run_ok(1, make_files)
     for size in (1, 2, 3):
@@ -83,4 +51,4 @@ if __name__ == "__main__":
     assert statuses[0] == -signal.SIGKILL, statuses
     forking.run_ok(2, partial(run, "killed", *every))
     names = ("world1", "world2", "world3", "single_rows", "recomputed", "killed")
-    print(json.dumps({name: result(name) for name in names}))
+    print(json.dumps({name: result(FOLDER / name) for name in names}))

@@ -44,6 +44,7 @@ def hub_variables(
         monkeypatch.setenv(name, "1" if name.endswith(("OFFLINE", "TELEMETRY")) else "false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def records(folder: Path, split: str) -> list[dict[str, Any]]:

@@ -44,14 +44,21 @@ EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("translation", "data_dir"): (["--data-dir=x"], ["--data=a.tsv"]),
     ("sft", "lora_rank"): (["--method=full", "--lora-rank=4"], ["--method=dora"]),
     ("sft", "lora_alpha"): (["--method=full", "--lora-alpha=4"], ["--method=lora"]),
-    ("sft", "data_config"): (["--data=a.jsonl", "--data-config=x"], [HUB]),
-    ("sft", "val_fraction"): (["--test-data=a", "--val-fraction=0.2"], ["--test-data="]),
+    **{
+        (name, option): example
+        for name in ("sft", "language")
+        for option, example in {
+            "data_config": (["--data=a.jsonl", "--data-config=x"], [HUB]),
+            "val_fraction": (["--test-data=a", "--val-fraction=0.2"], ["--test-data="]),
+        }.items()
+    },
     ("translation", "mirror"): (["--mirror=http://a"], ["--data=multi30k"]),
     **{
         (name, option): example
         for name in RECIPES
         for option, example in {
             "milestones": (["--milestones", "0.3"], ["--schedule=step"]),
+            "cool_down": (["--schedule=linear", "--cool-down=0.3"], ["--schedule=stable"]),
             "nesterov": (["--nesterov"], ["--optimizer=sgd"]),
             "ema_start": (["--ema-start=5"], ["--ema=0.9"]),
         }.items()

@@ -16,8 +16,10 @@ import pytest
 from recipe_tools import hub_variables, one_thread, records  # noqa: F401 - fixtures
 
 from overriding import overridden
+from paceline.recipes import RECIPES
 
 GOLDEN = Path(__file__).parents[1] / "golden/recipes"
+REPOSITORY = Path(__file__).parents[2]
 COMMON = ("--steps=20", "--log-every=1", "--dtype=float64", "--device=cpu", "--seed=1")
 FLAGS: dict[str, tuple[str, ...]] = {
     "image": (*COMMON, "--augment", "flip", "crop", "rotate", "zoom"),
@@ -25,6 +27,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "translation": (
         *(*COMMON, "--dropout=0", "--model=tiny", "--data=reverse"),
         *("--samples=0", "--seq-len=9", "--global-batch=32"),
+    ),
+    "language": (
+        *(*COMMON, "--depth=2", "--vocab-size=300", "--max-length=32", "--lr=0.01"),
+        *(f"--data={REPOSITORY}/LICENSE", "--global-batch=8"),
     ),
 }
 
@@ -36,7 +42,7 @@ def losses(folder: Path) -> list[float]:
 
 def run(recipe: str, folder: Path, *more: str) -> list[float]:
     """Trains in this process; the loss of every step."""
-    module = importlib.import_module(f"paceline.recipes.{recipe}")
+    module = importlib.import_module(RECIPES[recipe].module)
     usual = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=never"]
     assert module.main(overridden(usual, more)) == 0
     return losses(folder)
@@ -75,6 +81,7 @@ def test_ends_as_soon_as_it_is_good_enough(
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FLAGS:
+        flags = [flag.replace(f"{REPOSITORY}/", "") for flag in FLAGS[name]]
         with tempfile.TemporaryDirectory() as temporary:
-            made = {"flags": FLAGS[name], "losses": run(name, Path(temporary))}
+            made = {"flags": flags, "losses": run(name, Path(temporary))}
         (GOLDEN / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")

@@ -188,7 +188,7 @@ def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
     assert figures["loss"] == records(tmp_path, "val")[-1]["loss"]
     assert (figures["split"], figures["samples"]) == ("val", 2)
     assert export.main([f"--run={tmp_path}"]) == 2
-    assert "adapters/last" in capsys.readouterr().err
+    assert "holds a language model" in capsys.readouterr().err
     assert predict.main(["text", f"--run={tmp_path}"]) == 2
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.recipes.argv import check_known, explicit_fields, parse, split_option
 from paceline.recipes.effect import drop_ineffective
-from paceline.recipes.language.options import SftOptions
+from paceline.recipes.language.options import LanguageOptions, SftOptions
 from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
 from paceline.spec.errors import DataError, SettingError
 
@@ -42,6 +42,9 @@ RECIPES: dict[str, Recipe] = {
                "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones"),
         Recipe("translation", TranslationOptions,
                "translate: an encoder-decoder transformer from scratch on a parallel corpus"),
+        Recipe("language", LanguageOptions,
+               "train a language model from scratch on texts, by one dial: --depth",
+               f"{__name__}.language"),
         Recipe("sft", SftOptions,
                "fine-tune a language model on conversations or texts, by default with LoRA",
                f"{__name__}.language"),

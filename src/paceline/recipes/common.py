@@ -109,7 +109,13 @@ def make_loader(
 def make_curve(options: Options, loader: train.Loader) -> Curve:
     """Creates the learning-rate curve of the whole training."""
     steps = options.steps or options.epochs * len(loader)
-    return Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
+    return Curve(
+        options.schedule,
+        steps,
+        options.warm_up,
+        milestones=options.milestones,
+        cool_down=options.cool_down,
+    )
 
 
 def prepare(
@@ -164,7 +170,17 @@ def run_trials(
 
 
 _TRAINING_FIELDS = (
-    *("epochs", "lr", "schedule", "milestones", "warm_up", "unfreeze_every", "ema", "ema_start"),
+    *(
+        "epochs",
+        "lr",
+        "schedule",
+        "milestones",
+        "cool_down",
+        "warm_up",
+        "unfreeze_every",
+        "ema",
+        "ema_start",
+    ),
     *("evaluate_every", "patience", "stop_at", "beam", "score_every", "samples"),
     *("checkpoint_every", "keep", "resume", "checkpoint_copies", "when_full", "check_every"),
     *("log_every", "watch"),
@@ -196,10 +212,13 @@ def stop_early(
     session: train.Session, options: Options, best: Best, metric: str, value: float
 ) -> None:
     """Stops the training once the metric reaches --stop-at or stops improving (--patience)."""
-    if 0 < options.stop_at <= value:
-        session.stop(f"{metric} {value:.4f} is at least --stop-at {options.stop_at:g}")
+    is_reached = value >= options.stop_at if best.higher else value <= options.stop_at
+    if options.stop_at and is_reached:
+        relation = "at least" if best.higher else "at most"
+        session.stop(f"{metric} {value:.4f} is {relation} --stop-at {options.stop_at:g}")
     elif best.stop:
-        session.stop(f"no better {metric} in {best.stale} evaluations")
+        change = "better" if best.higher else "lower"
+        session.stop(f"no {change} {metric} in {best.stale} evaluations")
 
 
 def configure_checkpoints(

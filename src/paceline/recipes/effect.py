@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from paceline.recipes.argv import as_flags
 from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TABLE_SUFFIXES, TEXT_SETS
-from paceline.recipes.language.options import SftOptions
+from paceline.recipes.language.options import LanguageOptions, SftOptions
 from paceline.recipes.options import (
     GENERATED_PAIRS,
     GENERATED_TEXTS,
@@ -58,9 +58,17 @@ _DOWNLOADED = ", ".join(name for name, dataset in IMAGE_SETS.items() if dataset.
 _COMMON_RULES = (
     Rule("milestones", "schedule", lambda o: o.schedule == "step",
          "only the schedule step divides the rate at milestones", "--schedule step"),
+    Rule("cool_down", "schedule", lambda o: o.schedule == "stable",
+         "only the schedule stable has a cool-down of its own", "--schedule stable"),
     Rule("nesterov", "optimizer", lambda o: o.optimizer == "sgd",
          "only sgd has Nesterov's momentum", "--optimizer sgd"),
     Rule("ema_start", "ema", lambda o: o.ema > 0, "there is no moving average", "--ema 0.999"),
+)  # fmt: skip
+_FILE_RULES = (
+    Rule("data_config", "data", lambda o: not o.data.lower().endswith(TABLE_SUFFIXES),
+         "it has no configurations", _HUB_DATA),
+    Rule("val_fraction", "test_data", lambda o: not o.test_data,
+         "the held-out part is given", "data without a held-out part"),
 )  # fmt: skip
 RULES: dict[type[Options], tuple[Rule, ...]] = {
     ImageOptions: (
@@ -114,11 +122,9 @@ RULES: dict[type[Options], tuple[Rule, ...]] = {
         *(Rule(option, "method", lambda o: o.method != "full",
                "the whole model is trained, without adapters", "--method lora")
           for option in ("lora_rank", "lora_alpha")),
-        Rule("data_config", "data", lambda o: not o.data.lower().endswith(TABLE_SUFFIXES),
-             "it has no configurations", _HUB_DATA),
-        Rule("val_fraction", "test_data", lambda o: not o.test_data,
-             "the held-out part is given", "data without a held-out part"),
+        *_FILE_RULES,
     ),
+    LanguageOptions: (*_COMMON_RULES, *_FILE_RULES),
 }  # fmt: skip
 """Rules of each recipe; options without a rule always have an effect."""
 

@@ -7,7 +7,7 @@ process the global batch grows with the world size, and the learning rate may gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -68,9 +68,16 @@ def compute_batching(ranks: int, options: Options) -> Batching:
     return Batching(batch, ranks, limit, options.lr * factor, factor)
 
 
-def make_optimizer(options: Options, module: nn.Module, lr: float) -> Optimizer:
-    """Creates the optimizer over the trainable parameters of a network, already on its device."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def make_optimizer(
+    options: Options, module: nn.Module, lr: float, excluded: Collection[nn.Parameter] = ()
+) -> Optimizer:
+    """Creates the optimizer over the trainable parameters of a network, already on its device.
+
+    Args:
+        excluded: Parameters for which there is another optimizer.
+    """
+    others = {id(parameter) for parameter in excluded}
+    parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in others]
     # Six times faster on a CPU than torch's default loop.
     fused = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
     momentum, decay = options.momentum, options.weight_decay
@@ -88,14 +95,19 @@ class Curve:
     that a resumed run may have more steps.
 
     Args:
-        name: ``cosine``, ``linear``, ``inverse-sqrt``, ``constant``, ``step`` or ``plateau``.
+        name: ``cosine``, ``linear``, ``inverse-sqrt``, ``constant``, ``step``, ``plateau`` or
+            ``stable``.
         steps: Global steps of the training.
         warm_up: Fraction of the steps over which the rate rises from zero.
         patience: Evaluations without a lower loss after which ``plateau`` divides by ten.
         milestones: Fractions of the training after which ``step`` divides by ten.
+        cool_down: Fraction of the steps over which ``stable`` falls to zero.
     """
 
-    __slots__ = ("__dict__", "milestones", "name", "patience", "steps", "warm_up_steps")
+    __slots__ = (
+        *("__dict__", "cool_down_steps", "milestones", "name", "patience", "steps"),
+        "warm_up_steps",
+    )
 
     def __init__(
         self,
@@ -104,10 +116,11 @@ class Curve:
         warm_up: float,
         patience: int = 3,
         milestones: Sequence[float] = (0.5, 0.75),
+        cool_down: float = 0.2,
     ) -> None:
         self.name, self.steps, self.patience = name, steps, patience
         self.milestones = tuple(milestones)
-        self.warm_up_steps = round(steps * warm_up)
+        self.warm_up_steps, self.cool_down_steps = round(steps * warm_up), round(steps * cool_down)
         self.scale, self.best, self.stale = 1.0, math.inf, 0
 
     def __call__(self, step: int) -> float:
@@ -121,6 +134,8 @@ class Curve:
             return 0.5 * (1 + math.cos(math.pi * progress))
         if self.name == "linear":
             return 1 - progress
+        if self.name == "stable":
+            return min(1.0, max(0, self.steps - step) / max(1, self.cool_down_steps))
         if self.name == "step":
             return float(
                 _STEP_FACTOR ** sum(progress >= milestone for milestone in self.milestones)

@@ -46,6 +46,8 @@ class Options:
     presets: ClassVar[Mapping[str, Sequence[str]]] = {}
     required: ClassVar[tuple[str, ...]] = ()
     """Fields that have no default."""
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Fields whose 0 stands for a value that the recipe derives."""
 
     model: str = ""
     """Model to train, by name."""
@@ -83,8 +85,12 @@ class Options:
     """Instead of training, find how many samples a process can compute at once in its memory."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """How to scale --lr when --batch-per-process makes the batch grow."""
-    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
-    """Learning-rate schedule, over all steps."""
+    schedule: Literal[
+        "cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"
+    ] = "cosine"
+    """Learning-rate schedule, over all steps. With stable the rate falls only at the end."""
+    cool_down: float = 0.2
+    """With --schedule stable: fraction of training over which the rate falls to zero."""
     milestones: tuple[float, ...] = (0.5, 0.75)
     """With --schedule step: fractions of training at which the rate is divided by 10."""
     warm_up: float = 0.05
@@ -221,16 +227,19 @@ class Options:
 
     def _validate_numbers(self) -> None:
         for name in ("epochs", "global_batch", "check_every"):
-            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+            minimum = int(name not in self.derived)
+            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), minimum)
         for name in (
             *("steps", "seed", "log_every", "keep", "batch_per_process", "weight_decay"),
             *("clip_norm", "ema_start", "watch", "evaluate_every", "patience", "stop_at"),
         ):
             check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 0)
-        if not 0 < self.lr < float("inf"):
+        is_derived = "lr" in self.derived and self.lr == 0
+        if not (0 < self.lr < float("inf") or is_derived):
             raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
         check_fraction("--ema", self.ema)
         check_fraction("--warm-up", self.warm_up)
+        check_fraction("--cool-down", self.cool_down)
         check_fraction("--momentum", self.momentum)
         for milestone in self.milestones:
             check_fraction("--milestones", milestone)

@@ -70,9 +70,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Training": (
         "epochs", "steps", "global_batch", "batch_per_process", "micro_batch", "lr", "find_lr",
         "find_batch", "scale_lr",
-        "schedule", "milestones", "warm_up", "optimizer", "nesterov", "momentum", "weight_decay",
-        "clip_norm", "ema", "ema_start", "label_smoothing", "evaluate_every", "patience", "stop_at",
-        "seed",
+        "schedule", "milestones", "cool_down", "warm_up", "optimizer", "nesterov", "momentum",
+        "weight_decay", "clip_norm", "ema", "ema_start", "label_smoothing", "evaluate_every",
+        "patience", "stop_at", "seed",
     ),
     "Computing": ("device", "dtype", "fast", "compile", "shard", "backend", "communication",
                   "overlap", "balance", "drop_slow", "workers"),

@@ -11,6 +11,91 @@ from paceline.spec.errors import SettingError
 
 
 @dataclass(frozen=True)
+class LanguageOptions(Options):
+    """Train a language model from scratch on texts."""
+
+    required = ("data",)
+    derived = ("epochs", "global_batch", "lr")
+
+    depth: int = 4
+    """Number of layers. Width, vocabulary, batch, learning rate and length of the training follow
+    from it and from the data, unless they are set."""
+    vocab_size: int = 0
+    """Largest number of tokens (0: 1024 for each layer, at most 32768)."""
+    max_length: int = 512
+    """Number of tokens that the model can read at once."""
+
+    data: str = ""
+    """A text file; a jsonl or parquet file with a text in each row; a folder of such files, also
+    with train and val parts; or a Hugging Face data set by id or folder."""
+    test_data: str = ""
+    """Held-out file of the same form (default: a part of --data)."""
+    data_config: str = ""
+    """Configuration of a Hugging Face data set."""
+    text_column: str = ""
+    """Name of the column with texts (default: text)."""
+    offline: bool = False
+    """Use only the cache, never the network."""
+    val_fraction: float = 0.05
+    """Part of the text to hold out, if the data have no such part: every twentieth piece of 16
+    kilobytes, for example."""
+
+    epochs: int = 0
+    """Passes through the training data (0: as many as show the model twenty tokens for each of its
+    parameters, but at most four)."""
+    global_batch: int = 0
+    """Rows of --max-length tokens of one step over all processes; the same at any number of
+    processes (0: by size and length of the training)."""
+    micro_batch: str = "0"
+    """Largest number of rows that a process computes at once; gradients of more are accumulated. A
+    number, a number for some hosts, such as n2=8, or auto (each process tries what fits into its
+    memory). 0: as many as have 8192 tokens."""
+    lr: float = 0.0
+    """Highest learning rate of the schedule (0: by size and length of the training)."""
+    schedule: Literal[
+        "cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"
+    ] = "stable"
+    """Learning-rate schedule, over all steps. With stable the rate falls only at the end."""
+    cool_down: float = 0.4
+    """With --schedule stable: fraction of training over which the rate falls to zero."""
+    warm_up: float = 0.02
+    """Fraction of training over which the learning rate rises."""
+    muon: bool = True
+    """Train matrices with Muon, and only the other parameters with --optimizer."""
+    weight_decay: float = 0.1
+    """Weight decay."""
+    clip_norm: float = 1.0
+    """Largest norm of the whole gradient (0: no limit)."""
+    evaluate_every: int = 0
+    """Evaluate every N steps, in addition to the end of each epoch (0: so often that it takes a
+    twentieth of the time)."""
+    stop_at: float = 0.0
+    """Stop as soon as an evaluation has at most so many bits per byte (0: never)."""
+
+    def validate(self) -> None:
+        super().validate()
+        check_at_least("--depth", self.depth, 1)
+        check_at_least("--max-length", self.max_length, 2)
+        if self.vocab_size:
+            check_at_least("--vocab-size", self.vocab_size, 257)
+        check_part("--val-fraction", self.val_fraction)
+        refuse_unused(self, "mirror", "language has no named data sets")
+        refuse_unused(self, "model", "the model is trained from scratch, with --depth layers")
+        if self.shard and self.muon:
+            raise SettingError(
+                "--shard does not go with --muon",
+                found="Muon needs whole matrices on every process",
+                remedy="--no-muon",
+            )
+
+
+def refuse_unused(options: Options, field: str, reason: str) -> None:
+    """Raises SettingError if an option is set that the recipe does not use."""
+    if getattr(options, field):
+        raise SettingError(f"--{field} has no effect", found=reason, remedy="leave it out")
+
+
+@dataclass(frozen=True)
 class SftOptions(Options):
     """Fine-tune a causal language model on conversations or texts."""
 
@@ -67,8 +152,10 @@ class SftOptions(Options):
     fits into its memory). 0: as many as have 8192 tokens at the length of the longest."""
     lr: float = 2e-4
     """Highest learning rate of the schedule; 2e-5 suits --method full."""
-    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "linear"
-    """Learning-rate schedule, over all steps."""
+    schedule: Literal[
+        "cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"
+    ] = "linear"
+    """Learning-rate schedule, over all steps. With stable the rate falls only at the end."""
     warm_up: float = 0.03
     """Fraction of training over which the learning rate rises."""
     weight_decay: float = 0.0
@@ -98,7 +185,4 @@ class SftOptions(Options):
                 found="every process holds the whole model; only what is trained is exchanged",
                 remedy="leave --shard out",
             )
-        if self.mirror:
-            raise SettingError(
-                "--mirror has no effect", found="sft has no named data sets", remedy="leave it out"
-            )
+        refuse_unused(self, "mirror", "sft has no named data sets")

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.recipes.language.chat_templates import Example
+from paceline.recipes.options import Options
 
 IGNORED = -100
 """Label of tokens that are not trained on."""
+MICRO_BATCH_TOKENS = 8192
+"""Tokens that a process computes at once, unless --micro-batch says otherwise."""
+R = TypeVar("R", bound=Options)
+
+
+def with_micro_batch(options: R, longest: int) -> R:
+    """Returns the options with a limit of examples computed at once, by the longest."""
+    if options.micro_batch != "0":
+        return options
+    return replace(options, micro_batch=str(max(1, MICRO_BATCH_TOKENS // longest)))
 
 
 class Rows(NamedTuple):

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from paceline.recipes.language.examples import Encoder, ExampleSet, parse_record
 from paceline.recipes.language.losses import example_losses, target_weight
 from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.records import read_file, read_splits
+from paceline.recipes.language.rows import with_micro_batch
 from paceline.recipes.optimization import make_optimizer
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
@@ -50,8 +51,6 @@ whole model is trained."""
 SAMPLES = "samples.jsonl"
 """Latest generated answers: prompt, expected, generated."""
 EVALUATION_BATCH = 8
-MICRO_BATCH_TOKENS = 8192
-"""Tokens that a process computes at once, unless --micro-batch says otherwise."""
 
 
 def train_sft(options: SftOptions) -> None:
@@ -131,7 +130,7 @@ def train_sft(options: SftOptions) -> None:
                     save_adapter(session, network, "best")
                 answer(session, network, tokenizer, prompts, options.sample_tokens)
             curve.report(figures["loss"])
-            stop_early(session, options, best, figures["loss"])
+            common.stop_early(session, options, best, "held-out loss", figures["loss"])
 
         with session.averaged():  # a resumed run that had finished has no evaluation yet
             figures = figures or evaluate(session, network, held_out)
@@ -277,13 +276,6 @@ def save_tokenizer(session: train.Session, tokenizer: Any, options: SftOptions) 
     )
 
 
-def with_micro_batch(options: SftOptions, longest: int) -> SftOptions:
-    """Returns the options with a limit of examples computed at once, by the longest."""
-    if options.micro_batch != "0":
-        return options
-    return replace(options, micro_batch=str(max(1, MICRO_BATCH_TOKENS // longest)))
-
-
 def describe_training(network: TrainedPart) -> str:
     """Describes in a line what is trained, and what crosses the network for it."""
     trained = sum(p.numel() for p in network.parameters())
@@ -421,14 +413,6 @@ def save_adapter(session: train.Session, network: TrainedPart, name: str) -> Non
     # A rank that becomes the first later writes the same again.
     state = {key: tensor.detach().cpu().clone() for key, tensor in network.named_parameters()}
     session.keep(f"{ADAPTERS}/{name}", lambda folder: network.save(folder / ADAPTERS / name, state))
-
-
-def stop_early(session: train.Session, options: SftOptions, best: Best, loss: float) -> None:
-    """Stops the training once the held-out loss reaches --stop-at or stops improving."""
-    if loss <= options.stop_at:
-        session.stop(f"the held-out loss {loss:.4f} is at most --stop-at {options.stop_at:g}")
-    elif best.stop:
-        session.stop(f"no lower held-out loss in {best.stale} evaluations")
 
 
 def describe(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.recipes.data.images import ImageData
     from paceline.recipes.data.pairs import PairData
     from paceline.recipes.data.texts import TextData
+    from paceline.recipes.language.corpus import Corpus
     from paceline.recipes.language.sft import ChatData
 
 
@@ -114,7 +115,7 @@ Measured = tuple[int, dict[str, float], str]
 def run_evaluation(
     options: EvaluateOptions,
     model: TrainedModel,
-    data: ImageData | TextData | PairData | ChatData,
+    data: ImageData | TextData | PairData | ChatData | Corpus,
     measure: Callable[[train.Session, nn.Module, str], Measured],
 ) -> None:
     """Evaluates on a part of the data, in the precision of the training, and reports.

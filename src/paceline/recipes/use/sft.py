@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -21,11 +20,13 @@ from paceline.recipes.language.sft import (
     make_encoder,
     summary,
 )
-from paceline.recipes.use import EvaluateOptions, PredictOptions
+from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
-from paceline.recipes.use.predict import Prediction
+from paceline.recipes.use.language_models import portable, predictions
 from paceline.spec import rundir
-from paceline.spec.errors import DataError, SettingError
+from paceline.spec.errors import DataError
+
+__all__ = ["evaluate_run", "portable", "predictions"]
 
 
 @dataclass(frozen=True)
@@ -97,20 +98,3 @@ def evaluate_run(options: EvaluateOptions) -> None:
         return len(examples), figures, f"{summary(figures)}  ({len(examples)} {split} examples)"
 
     run_evaluation(options, model, data, measure)
-
-
-def portable(run: str) -> NoReturn:
-    """Raises SettingError that names the files for other programs."""
-    raise SettingError(
-        f"{run} holds a fine-tuned language model, which this command cannot use",
-        found="other programs read what was trained from the run directory",
-        remedy=f"load {run}/adapters/last with peft or transformers",
-    )
-
-
-def predictions(options: PredictOptions) -> Iterator[Prediction]:
-    """Raises SettingError: a language model has no classes."""
-    raise SettingError(
-        f"{options.run} holds a language model, which predicts no classes",
-        remedy=f"load {options.run}/adapters/last with peft or transformers",
-    )

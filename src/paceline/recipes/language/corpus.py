@@ -1,0 +1,193 @@
+"""Texts to train a language model on: found, read piece by piece, and divided into parts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id
+from paceline.recipes.data.hub import is_saved, load_rows
+from paceline.recipes.language.options import LanguageOptions
+from paceline.recipes.language.records import read_file
+from paceline.spec.errors import DataError
+
+TABLES = (".jsonl", ".parquet")
+"""Suffixes of files with one text in each row; any other file is one text."""
+PIECE_CHARACTERS = 16 << 10
+"""Length of the pieces of which some are held out."""
+_BLOCK_CHARACTERS = 1 << 26  # of a file that is in memory
+_SAMPLE_BYTES = 1 << 13
+_Source = Path | Iterable[Mapping[str, Any]]
+
+
+class Corpus:
+    """Texts in parts: ``train``, and ``val`` or ``test``. Nothing of them stays in memory.
+
+    Attributes:
+        source: Name of the data, as typed.
+        fingerprint: Hash over texts and parts.
+        num_documents: Files or rows.
+        num_characters: Length of all texts.
+        num_skipped: Files that hold no text.
+        split: How the parts were made.
+
+    Args:
+        divides: Holds out a part of data that have none; otherwise all of them are held out.
+
+    Raises:
+        DataError: The data are not found, or cannot be read.
+    """
+
+    def __init__(self, options: LanguageOptions, *, divides: bool = True) -> None:
+        self.source, self._column = options.data, options.text_column
+        self.num_documents = self.num_characters = self.num_skipped = 0
+        self._sources = self._find(options)
+        self.split: dict[str, str | float] = {"method": "as in the files"}
+        self._interval = 0  # one piece of so many is held out
+        if set(self._sources) == {"train"} and not divides:
+            self._sources = {"test": self._sources["train"]}
+        elif set(self._sources) == {"train"}:
+            self._interval = round(1 / options.val_fraction)
+            self.split = {"method": "pieces", "val_fraction": options.val_fraction}
+        digest = hashlib.sha256(repr((self._interval, *self._sources)).encode())
+        for source in self._sources.values():
+            for text in self._documents(source):
+                digest.update(f"{len(text)} ".encode() + text.encode())
+                self.num_documents += 1
+                self.num_characters += len(text)
+        self.fingerprint = digest.hexdigest()[:16]
+        if not self.num_characters:
+            raise DataError(f"--data {self.source} holds no text")
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the parts."""
+        return ("train", "val") if self._interval else tuple(self._sources)
+
+    @property
+    def held_out(self) -> str:
+        """Name of the part for evaluation."""
+        return "val" if "val" in self.splits else "test"
+
+    def texts(self, part: str) -> Iterator[str]:
+        """Yields the texts of a part, in order; what is held out of a text divides it."""
+        if not self._interval:
+            yield from self._documents(self._sources[part])
+            return
+        size = max(1, min(PIECE_CHARACTERS, self.num_characters // (4 * self._interval)))
+        number = 0
+        for document in self._documents(self._sources["train"]):
+            pieces = []
+            for piece in cut(document, size):
+                number += 1
+                pieces.append((number % self._interval == 0, piece))
+            for is_held_out, group in groupby(pieces, key=lambda pair: pair[0]):
+                if is_held_out == (part != "train"):
+                    yield "".join(piece for _, piece in group)
+
+    def _find(self, options: LanguageOptions) -> dict[str, list[_Source]]:
+        path = find_data(self.source, options.data_dir)
+        found: dict[str, list[_Source]]
+        if path.is_file():
+            found = {"train": [path]}
+        elif path.is_dir() and not is_saved(path):
+            found = self._find_files(path)
+        elif path.is_dir() or is_hub_id(self.source):
+            rows = load_rows(self.source, options.data_config, options.offline)
+            found = {part: [content] for part, content in rows.items()}
+        else:
+            raise DataError(
+                f"--data {self.source}: no such file or folder",
+                found=f"no {path.absolute()}",
+                remedy="a text file, a jsonl or parquet file, a folder of such files, or an id of"
+                " Hugging Face",
+            )
+        if options.test_data:
+            found = {"train": found["train"]}
+            found["test"] = [find_data(options.test_data, options.data_dir)]
+        return found
+
+    def _find_files(self, folder: Path) -> dict[str, list[_Source]]:
+        """Returns the files of each part; all are for training if none is named so."""
+        files = []
+        for path in sorted(folder.rglob("*")):
+            is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+            if not is_hidden and path.is_file():
+                files.append(path)
+        texts = [path for path in files if path.suffix in TABLES or _is_text(path)]
+        self.num_skipped = len(files) - len(texts)
+        parts: dict[str, list[_Source]] = {}
+        for path in texts:
+            parts.setdefault(_part(path.relative_to(folder)), []).append(path)
+        if "train" not in parts:
+            return {"train": [*texts]}
+        return {part: parts[part] for part in SPLIT_NAMES if part in parts}
+
+    def _documents(self, sources: Iterable[_Source]) -> Iterator[str]:
+        """Yields the texts that are not empty, a very long one in several."""
+        for source in sources:
+            if not isinstance(source, Path):
+                rows = (self._cell(row, f"{self.source} row {n}") for n, row in enumerate(source))
+                yield from filter(None, rows)
+            elif source.suffix in TABLES:
+                for location, record in read_file(source):
+                    if isinstance(record, DataError):
+                        raise record
+                    if text := self._cell(record, location):
+                        yield text
+            else:
+                yield from filter(None, _read_text(source))
+
+    def _cell(self, row: Mapping[str, Any], location: str) -> str:
+        column = self._column or "text"
+        text = row.get(column)
+        if not isinstance(text, str):
+            raise DataError(
+                f"{location} has no text in the column {column}",
+                found=f"its columns are {', '.join(map(str, row))}",
+                remedy="--text-column NAME",
+            )
+        return text
+
+
+def cut(text: str, size: int) -> Iterator[str]:
+    """Yields a text in pieces of at least ``size`` characters, cut at a line's or word's end."""
+    start = 0
+    while len(text) - start > 2 * size:
+        earliest, latest = start + size, start + 2 * size
+        found = (text.find(mark, earliest, latest) + 1 for mark in "\n ")
+        stop = next(filter(None, found), earliest)
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _part(path: Path) -> str:
+    """Returns the part that the first folder, or the beginning of the file's name, names."""
+    for name in (path.parts[0], path.stem.split("-")[0]):
+        for part, spellings in SPLIT_NAMES.items():
+            if name in spellings:
+                return part
+    return ""
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        sample = file.read(_SAMPLE_BYTES)
+    try:
+        sample.decode()
+    except UnicodeDecodeError as error:
+        return error.start > len(sample) - 4  # a character that the sample cuts
+    return b"\0" not in sample
+
+
+def _read_text(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            while block := file.read(_BLOCK_CHARACTERS):
+                yield block
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as text", found=str(error)) from None

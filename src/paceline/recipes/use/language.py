@@ -1,0 +1,65 @@
+"""Loading and evaluation of language models that were trained from scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from paceline import train
+from paceline.recipes.language.corpus import Corpus
+from paceline.recipes.language.decoder import Decoder, Shape
+from paceline.recipes.language.language import evaluate, summary
+from paceline.recipes.language.options import LanguageOptions
+from paceline.recipes.language.token_files import encoded_rows
+from paceline.recipes.tokens import TOKENIZER, read_tokenizer
+from paceline.recipes.use import EvaluateOptions
+from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
+from paceline.recipes.use.language_models import portable, predictions
+from paceline.spec import rundir
+
+__all__ = ["evaluate_run", "portable", "predictions"]
+
+
+@dataclass(frozen=True)
+class TrainedDecoder(TrainedModel):
+    """A language model that was trained from scratch."""
+
+    def network(self) -> nn.Module:
+        config = self.config
+        return Decoder(Shape(config["depth"], config["vocab_size"], config["max_length"]))
+
+    def load_corpus(self, evaluation: EvaluateOptions) -> Corpus:
+        """Finds the data of the training, or all of others if they are named."""
+        recorded, is_other = self.config["data"], bool(evaluation.data)
+        options = LanguageOptions(
+            data=evaluation.data or recorded["source"],
+            data_dir=evaluation.data_dir,
+            data_config="" if is_other else recorded["config"],
+            test_data="" if is_other else recorded["test"],
+            text_column=recorded["column"],
+            val_fraction=recorded["split"].get("val_fraction", 0.05),
+        )
+        return Corpus(options, divides=not is_other)
+
+
+def load_trained(run: str) -> TrainedDecoder:
+    """Loads the description of a run's language model."""
+    with model_config(run, "language") as config:
+        return TrainedDecoder(Path(run), config)
+
+
+def evaluate_run(options: EvaluateOptions) -> None:
+    """Evaluates once, on every rank."""
+    model = load_trained(options.run)
+    with model_config(options.run, "language"):
+        corpus = model.load_corpus(options)
+    tokenizer = read_tokenizer(model.folder / rundir.MODEL / TOKENIZER)
+
+    def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
+        rows = encoded_rows(tokenizer, corpus.texts(split), model.config["max_length"])
+        figures = evaluate(session, network, rows)
+        return len(rows), figures, summary(figures, rows)
+
+    run_evaluation(options, model, corpus, measure)

@@ -1,0 +1,350 @@
+"""Training of a tiny language model from scratch: data, tokens, network, figures, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipe_tools import config, hub_variables, one_thread, records  # noqa: F401 - fixtures
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
+
+from overriding import overridden
+from paceline.recipes.language.corpus import PIECE_CHARACTERS, Corpus, cut
+from paceline.recipes.language.decoder import Decoder, Shape
+from paceline.recipes.language.language import derive, main
+from paceline.recipes.language.muon import MuonBeside, orthogonalize
+from paceline.recipes.language.options import LanguageOptions
+from paceline.recipes.language.token_files import (
+    TokenRows,
+    encode,
+    encoded_rows,
+    token_folder,
+    train_bpe,
+)
+from paceline.recipes.optimization import Curve
+from paceline.recipes.tokens import read_tokenizer
+from paceline.recipes.use import evaluate
+from paceline.spec.errors import DataError, SettingError
+
+BASE = (
+    *("--device=cpu", "--dtype=float64", "--log-every=1", "--depth=1", "--vocab-size=300"),
+    *("--max-length=16", "--global-batch=8", "--steps=6", "--evaluate-every=99"),
+)
+
+
+def lines(count: int, start: int = 0) -> str:
+    return "".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(start, start + count))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of some kilobytes."""
+    path = tmp_path_factory.mktemp("data") / "sums.txt"
+    path.write_text(lines(200))
+    return path
+
+
+def train(data: Path, run: Path, *flags: str) -> int:
+    return main(overridden([f"--data={data}", f"--run-dir={run}", *BASE], flags))
+
+
+def corpus(data: Path, **options: Any) -> Corpus:
+    return Corpus(LanguageOptions(data=str(data), **options))
+
+
+def texts(found: Corpus) -> dict[str, list[str]]:
+    return {part: [*found.texts(part)] for part in found.splits}
+
+
+def test_held_out_pieces_leave_the_rest_of_the_text(data: Path) -> None:
+    whole = data.read_text()
+    parts = texts(corpus(data, val_fraction=0.1))
+    joined = "".join(parts["train"])
+    held_out = "".join(parts["val"])
+    assert len(held_out) == pytest.approx(0.1 * len(whole), rel=0.3)
+    assert sorted(joined.splitlines() + held_out.splitlines()) == sorted(whole.splitlines())
+    assert len(parts["train"]) in (len(parts["val"]), len(parts["val"]) + 1)
+
+
+def test_pieces_are_cut_at_lines_words_or_anywhere() -> None:
+    assert [*cut("aaa bbb\nccc ddd\neee", 4)] == ["aaa bbb\n", "ccc ddd\n", "eee"]
+    assert [*cut("aaaaa bbbbb ccccc", 4)] == ["aaaaa ", "bbbbb ", "ccccc"]
+    assert [*cut("a" * 10, 4)] == ["aaaa", "aaaaaa"]
+    assert [*cut("a" * 5, PIECE_CHARACTERS)] == ["aaaaa"]
+
+
+def test_a_folder_is_read_with_all_texts_and_tables_in_it(tmp_path: Path) -> None:
+    (tmp_path / "deep/er").mkdir(parents=True)
+    (tmp_path / "deep/er/a.rst").write_text("first")
+    (tmp_path / "b.jsonl").write_text('{"text": "second"}\n{"text": "third"}\n')
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/config").write_text("hidden")
+    found = corpus(tmp_path)
+    assert found.num_skipped == 1
+    assert sorted("".join(map("".join, texts(found).values()))) == sorted("firstsecondthird")
+    assert found.num_documents == 3
+
+
+def test_named_parts_of_a_folder(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train").mkdir()
+    table = pyarrow.table({"body": ["one", "two"]})
+    parquet.write_table(table, tmp_path / "train/0.parquet")
+    parquet.write_table(table, tmp_path / "val-00000-of-00001.parquet")
+    found = corpus(tmp_path, text_column="body")
+    assert texts(found) == {"train": ["one", "two"], "val": ["one", "two"]}
+    assert found.split == {"method": "as in the files"}
+    with pytest.raises(DataError, match="row 1 has no text in the column text") as caught:
+        corpus(tmp_path)
+    assert "--text-column" in caught.value.remedy
+
+
+def test_a_code_folder_with_tests_is_all_for_training(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test/test_a.py").write_text("assert True\n" * 50)
+    (tmp_path / "a.py").write_text("pass\n" * 50)
+    assert corpus(tmp_path).splits == ("train", "val")
+
+
+def test_a_held_out_file(data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("other")
+    parts = texts(corpus(data, test_data=str(other)))
+    assert parts == {"train": [data.read_text()], "test": ["other"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "holds no text"),
+        (b"caf\xe9 au lait, more than four bytes", "cannot be read as text"),
+        (b"ab", "has no text|fewer|more ranks than training samples"),
+    ],
+)
+def test_data_that_cannot_be_used(
+    content: bytes, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    assert train(path, tmp_path / "run") == 1
+
+    assert re.search(problem, capsys.readouterr().err)
+
+
+def test_a_broken_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "a"}\n{\n')
+    with pytest.raises(DataError, match=r"bad.jsonl line 2 is no JSON"):
+        corpus(path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        corpus(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "text", ["Añejo  wine,\r\n\t12345 l \n\n\U0001f377 'tis.", " leading", "\x00\u2028", "x" * 999]
+)
+def test_tokens_hold_every_byte(text: str) -> None:
+    tokenizer = train_bpe([lines(50)], 280)
+    ((tokens, num_bytes),) = encode(tokenizer, [text])
+    assert tokens[0] == 0
+    assert Tokenizer.from_str(tokenizer.to_json()).decode(list(tokens[1:])) == text
+    assert num_bytes == len(text.encode())
+
+
+def test_rows_follow_each_other_and_no_held_out_token_is_lost() -> None:
+    tokens = np.arange(12, dtype=np.uint16)
+    training = TokenRows(tokens, 4, 99, is_whole=False)
+    held_out = TokenRows(tokens, 4, 99, is_whole=True)
+    assert (len(training), training.num_targets) == (2, 8)
+    assert (len(held_out), held_out.num_targets) == (3, 11)
+    inputs, labels = training.batch(np.array([1, 0]), None)
+    assert inputs.tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert labels.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    inputs, labels = held_out.batch(np.array([2]), None)
+    assert inputs.tolist() == [[8, 9, 10, 11]]
+    assert labels.tolist() == [[9, 10, 11, -100]]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_the_network_is_a_llama_of_transformers(depth: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = Shape(depth, 50, 24)
+    network = Decoder(shape)
+    for parameter in network.parameters():  # layers add nothing at the start
+        torch.nn.init.normal_(parameter, std=0.1)
+    assert sum(p.numel() for p in network.parameters()) == shape.parameters
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape.config(0)))
+    missing, unexpected = llama.load_state_dict(network.state_dict(), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    tokens = torch.arange(48).view(2, 24)
+    with torch.no_grad():
+        expected = llama.eval()(tokens).logits
+        torch.testing.assert_close(network(tokens), expected, rtol=1e-4, atol=1e-4)
+    assert shape.heads % shape.groups == 0
+
+
+def test_muon_is_that_of_torch_in_higher_precision() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, 24, 12)
+    matrix, other, theirs = (torch.nn.Parameter(value.clone()) for value in values)
+    theirs.data.copy_(matrix)
+    beside = torch.optim.AdamW([other], 0.01, weight_decay=0.1)
+    optimizer = MuonBeside([matrix], beside)
+    reference = torch.optim.Muon([theirs], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        gradient = torch.randn(24, 12)
+        matrix.grad, theirs.grad, other.grad = gradient, gradient.clone(), gradient.clone()
+        optimizer.step()
+        reference.step()
+    changed = (matrix - values[0]).norm()
+    assert (matrix - theirs).norm() < 0.02 * changed
+    singular = torch.linalg.svdvals(orthogonalize(values[2], (3.4445, -4.775, 2.0315)))
+    assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3
+
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in (matrix, other)]
+    again = MuonBeside([copies[0]], torch.optim.AdamW([copies[1]], 0.5))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for new, old in zip(copies, (matrix, other), strict=True):
+        new.grad = old.grad = torch.ones(24, 12)
+    optimizer.step()
+    again.step()
+    for new, old in zip(copies, (matrix, other), strict=True):
+        assert torch.equal(new, old)
+
+
+def rows(num_rows: int, length: int = 512) -> TokenRows:
+    tokens = np.zeros(num_rows * length + 1, dtype=np.uint16)
+    return TokenRows(tokens, length, 4 * num_rows * length, is_whole=False)
+
+
+def test_what_follows_from_depth_and_data() -> None:
+    shape = Shape(4, 4096, 512)
+    small = derive(LanguageOptions(data="a"), shape, rows(2_000), rows(100))
+    large = derive(LanguageOptions(data="a"), shape, rows(1_000_000), rows(1_000))
+    assert (small.epochs, large.epochs) == (4, 1)
+    assert small.global_batch < large.global_batch
+    assert math.log2(large.global_batch).is_integer()
+    assert small.lr > large.lr > 1e-3
+    assert small.micro_batch == "16"
+    steps = 4 * 2_000 // small.global_batch
+    assert steps / small.evaluate_every == pytest.approx(0.15 * 4 * 20, abs=1)
+    chosen = LanguageOptions(data="a", epochs=2, global_batch=8, lr=0.5, evaluate_every=7)
+    same = derive(chosen, shape, rows(2_000), rows(100))
+    assert (same.epochs, same.global_batch, same.lr, same.evaluate_every) == (2, 8, 0.5, 7)
+
+
+def test_the_rate_stays_and_falls_at_the_end() -> None:
+    curve = Curve("stable", 100, 0.1, cool_down=0.4)
+    assert [curve(step) for step in (4, 10, 59, 60, 80, 99, 100)] == [
+        0.5, 1, 1, 1, 0.5, pytest.approx(0.025), 0,
+    ]  # fmt: skip
+
+
+def test_figures_equal_a_recount(data: Path, tmp_path: Path) -> None:
+    assert train(data, tmp_path) == 0
+    assert len(records(tmp_path, "train")) == 6
+    (last,) = records(tmp_path, "val")
+    assert last["loss"] < records(tmp_path, "train")[0]["loss"]
+
+    # whole text, row after row, by the saved model
+    described = config(tmp_path)
+    network = Decoder(Shape(1, described["vocab_size"], 16)).double()
+    network.load_state_dict(load_file(tmp_path / "model/model.safetensors"))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
+    held_out = texts(corpus(data))["val"]
+    stream = [token for text in held_out for token in (0, *tokenizer.encode(text).ids)]
+    nats = 0.0
+    for start in range(0, len(stream) - 1, 16):
+        part = torch.tensor(stream[start : start + 17])
+        with torch.no_grad():
+            scores = network(part[None, :-1])[0]
+        nats += float(cross_entropy(scores, part[1:], reduction="sum"))
+    num_bytes = sum(len(text.encode()) for text in held_out)
+    assert last["loss"] == pytest.approx(nats / (len(stream) - 1), abs=1e-12)
+    assert last["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, abs=1e-12)
+    assert described["metrics"]["val"]["bits_per_byte"] == last["bits_per_byte"]
+    assert described["data"]["sizes"]["val"] == num_bytes
+
+
+def test_tokens_are_made_once_and_found_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(data, tmp_path / "a", "--steps=1") == 0
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the tokens are there")
+
+    monkeypatch.setattr("paceline.recipes.language.token_files.train_bpe", refuse)
+    assert train(data, tmp_path / "b", "--steps=1", "--no-muon") == 0
+    folder = token_folder(corpus(data), 300)
+    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
+    summary = (folder / "summary.json").read_text()
+    (folder / "summary.json").write_text("{}")
+    assert train(data, tmp_path / "c", "--steps=1") == 1
+    (folder / "summary.json").write_text(summary)
+
+
+def test_options_that_do_not_go_together() -> None:
+    for flags, problem in (
+        ({"shard": True}, "--shard does not go with --muon"),
+        ({"model": "big"}, "--model has no effect"),
+        ({"vocab_size": 100}, "--vocab-size 100 must be at least 257"),
+    ):
+        with pytest.raises(SettingError, match=problem):
+            LanguageOptions(data="a", **flags).validate()  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Path:
+    assert train(data, tmp_path / "run", "--dtype=float32") == 0
+    return tmp_path / "run"
+
+
+def test_the_model_folder_is_one_of_transformers(run: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = str(run / "model")
+    llama = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = " 12 and\n 13"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    network = Decoder(Shape(1, llama.config.vocab_size, 16))
+    network.load_state_dict(load_file(run / "model/model.safetensors"))
+    with torch.no_grad():
+        expected = network(torch.tensor([ids]))
+        torch.testing.assert_close(llama(torch.tensor([ids])).logits, expected)
+    assert json.loads((run / "model/config.json").read_text())["task"] == "language"
+
+
+def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
+    run: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "figures.json"
+    assert evaluate.main([f"--run={run}", f"--json={result}", "--device=cpu"]) == 0
+    figures = json.loads(result.read_text())
+    assert figures["bits_per_byte"] == records(run, "val")[-1]["bits_per_byte"]
+    assert (figures["split"], figures["samples"]) == ("val", len(rows_of(run, data)))
+
+    other = tmp_path / "other.txt"
+    other.write_text(lines(30))
+    assert evaluate.main([f"--run={run}", f"--json={result}", f"--data={other}"]) == 0
+    assert json.loads(result.read_text())["split"] == "test"
+    assert f"{len(other.read_bytes()):,} held-out bytes" in capsys.readouterr().out
+
+
+def rows_of(run: Path, data: Path) -> TokenRows:
+    tokenizer = read_tokenizer(run / "model/tokenizer.json")
+    return encoded_rows(tokenizer, corpus(data).texts("val"), 16)

@@ -19,6 +19,7 @@ import pytest
 from agents import Served, agent_in_thread
 from paceline.agent.files import outputs as agent_outputs
 from paceline.agent.files import snapshot
+from paceline.agent.supervision.rank_process import RankProcess
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.output_rules import WrittenFile
@@ -334,6 +335,38 @@ def test_files_in_the_runs_folder_come_to_the_run_directory_and_go_back(place: P
         await place.store.send(again)
         assert (folder / "ckpt_1.pt").read_bytes() == zipped("one")
         assert (folder / ".ckpt_2.pt.superseded").exists()
+
+    run(work)
+
+
+def test_what_a_lost_launcher_had_not_fetched_comes_at_the_next_start(place: Place) -> None:
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        kept = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+        served.agent.run_keys[key] = []
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/last.pt", zipped("old"), age_s=50)
+        place.write("n1", "out/first.pt", zipped("first"), age_s=60)
+        await place.store.sync(folder)
+        place.write("n1", "out/last.pt", zipped("new"), age_s=10)
+        place.write("n1", "out/cut_off.pt", zipped("cut")[:-1], age_s=5)
+        served.agent.job.ranks = [RankProcess(1, 0)]
+        agent_outputs.keep_uncollected(served.agent)
+        assert not kept.exists()
+        served.agent.job.ranks = [RankProcess(0, 0)]
+        agent_outputs.keep_uncollected(served.agent)
+        assert (place.copy("n1") / "train.py").exists()
+        again = OutputFolder("n1", served.node.channel, str(kept))
+        fetched = await place.fresh_store().fetch_uncollected(again)
+        assert fetched == (["out/last.pt"], True)
+        assert (place.project / "out/last.pt").read_bytes() == zipped("new")
+        (place.project / "out/first.pt").unlink()  # to go back; it does not come again
+        again = OutputFolder("n1", served.node.channel, str(kept))
+        assert await place.fresh_store().fetch_uncollected(again) == ([], True)
+        await served.ask("discard_uncollected", root=str(kept.parent))
+        assert kept.parent.exists()
+        assert not kept.exists()
 
     run(work)
 

@@ -75,6 +75,8 @@ class Agent:
         self.folders: List[Path] = [] if resumed is None else resumed.folders
         # run folders here, by key: files that may be removed at the end, None for all
         self.run_keys: Dict[str, Optional[List[str]]] = {}
+        # copies of the code here: files that change later, in microseconds, are the script's
+        self.output_roots: Dict[str, int] = {}
         self.private: Optional[Path] = None  # used in place of the cache
         self.chosen_python = sys.executable
         self.uploads = Uploads()
@@ -91,6 +93,7 @@ class Agent:
         self._exit_deadline: Optional[float] = None
         self._single_save_at: Optional[float] = None
         self._has_term = False
+        self._was_released = False  # the launcher has ended the conversation
         self._parent = os.getppid()  # the guard
 
     # --- the loop ----------------------------------------------------------------------------
@@ -248,6 +251,7 @@ class Agent:
         """
         if os.getppid() != self._parent:  # the guard's death may also end the stream
             reason, explanation = "guard", GUARD_KILLED
+        self._was_released = reason == "bye"
         event = {"event": "leaving", "reason": reason, "why": explanation, "time": time.monotonic()}
         self.outbox.post(event)
         with contextlib.suppress(OSError):  # the reader may be gone
@@ -265,7 +269,7 @@ class Agent:
 
     def start_warm_wait(self, place: ReconnectListener, seconds: float) -> None:
         """Ends the conversation; then the process waits for the next one."""
-        self.warm_wait = warm.WarmWait(place, seconds)
+        self.warm_wait, self._was_released = warm.WarmWait(place, seconds), True
         event = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
         self.outbox.post(dict(event, time=time.monotonic()))
         self._exit_deadline = time.monotonic() + CLOSING_S
@@ -307,6 +311,9 @@ class Agent:
             self.uploads.drop()
             self.data_copies.close()
             detached_runs.release_folders(self.run_locks)
+            if not self._was_released:
+                with contextlib.suppress(OSError, ValueError):
+                    outputs.keep_uncollected(self)
             for folder in list(self.folders):
                 is_for_fork_server = folder.name.startswith(warm.FOLDER_PREFIX)
                 if self.warm_wait is None or not is_for_fork_server:  # which has imported from it

@@ -187,6 +187,24 @@ class OutputStore:
         finally:
             await asyncio.to_thread(shutil.rmtree, self._run / UNPLACED, ignore_errors=True)
 
+    async def fetch_uncollected(self, folder: OutputFolder) -> tuple[list[str], bool]:
+        """Fetches complete files that are newer than those of the same paths that have arrived.
+
+        Returns:
+            The paths of the fetched files, and whether no complete file is left on the node.
+        """
+        files = await self.list_files(folder)
+        for file in files:
+            known = self.journal.outputs.get(file.path)
+            if known is not None and file.mtime_us <= known.mtime_us:
+                folder.fetched[file.path] = file.version
+        old = dict(folder.fetched)
+        await self.sync(folder, has_ended=True)
+        left = [unit for unit, group in group_files(files).items() if _is_new(folder, group)
+                and _is_final(unit, group, has_succeeded=False)]  # fmt: skip
+        return sorted(path for path, version in folder.fetched.items()
+                      if old.get(path) != version), not left  # fmt: skip
+
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
         failed = set[str]()
@@ -396,12 +414,9 @@ class OutputStore:
     def note_kept_out(self) -> None:
         """Names the files that did not arrive in the project."""
         if kept_out := self.kept_out:
-            examples = ", ".join(
-                short(self._run / place) for place in [*kept_out.values()][:MAX_NAMED]
-            )
-            more = ", …" if len(kept_out) > MAX_NAMED else ""
+            places = [short(self._run / place) for place in kept_out.values()]
             self._note(f"paceline: {pluralize(len(kept_out), 'file')} of the script did not replace"
-                       f" files of yours: {examples}{more}")  # fmt: skip
+                       f" files of yours: {named(places)}")  # fmt: skip
             kept_out.clear()
 
     # --- to other nodes ----------------------------------------------------------------------
@@ -496,6 +511,11 @@ class _BoundedReads(io.FileIO):
         if wanted > MAX_ZIP_INDEX_BYTES:
             raise ValueError(f"{wanted} bytes at once")
         return super().read(wanted) or b""
+
+
+def named(paths: Sequence[str]) -> str:
+    """Returns the first paths for a line, and whether there are more."""
+    return ", ".join(paths[:MAX_NAMED]) + (", …" if len(paths) > MAX_NAMED else "")
 
 
 async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
+UNCOLLECTED = ".uncollected"  # in a run's folder: files whose launcher was lost before it had them
 SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg")
 MAX_HEADER_BYTES = 64 << 20
@@ -145,8 +146,34 @@ def _job_root(agent: Agent, request: Message) -> str:
 @in_thread
 def list_outputs(agent: Agent, request: Message, _: bytes) -> None:
     """Answers files below ``root`` that changed at ``since_us`` or later."""
-    files, latest_us = list_written(request["root"], request["since_us"])
+    root, since_us = request["root"], request["since_us"]
+    files, latest_us = list_written(root, since_us)
+    if Path(root).parent in agent.folders and since_us <= latest_us:
+        agent.output_roots[root] = since_us
     agent.reply(request, files=files, latest_us=latest_us)
+
+
+def keep_uncollected(agent: Agent) -> None:
+    """Moves rank 0's outputs from the job's folders, which are removed, to the run's own folder.
+
+    For an agent without a launcher: the next start of the run fetches them.
+    """
+    if not any(rank.rank == 0 for rank in agent.job.ranks):
+        return
+    for key in agent.run_keys:
+        target = snapshot.run_folder(key) / UNCOLLECTED
+        for root, since_us in agent.output_roots.items():
+            for file in list_written(root, since_us + 1)[0]:
+                with contextlib.suppress(OSError):
+                    (target / file["path"]).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    os.replace(os.path.join(root, file["path"]), str(target / file["path"]))
+
+
+@in_queue(RECEIVING)
+def discard_uncollected(agent: Agent, request: Message, _: bytes) -> None:
+    """Removes what an earlier agent kept in the run folder ``root``."""
+    safe_paths.remove_tree(os.path.join(_job_root(agent, request), UNCOLLECTED))
+    agent.reply(request)
 
 
 @in_queue(RECEIVING)
@@ -175,6 +202,7 @@ def put_output(agent: Agent, request: Message, blob: bytes) -> None:
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "list_outputs": list_outputs,
+    "discard_uncollected": discard_uncollected,
     "set_outputs_aside": set_outputs_aside,
     "put_output": put_output,
 }

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.agent.files.outputs import UNCOLLECTED
 from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning.planner import Supplies
 from paceline.spec.errors import PacelineError
-from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore
+from paceline.spec.formatting import pluralize
+from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore, named
 from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
@@ -71,7 +73,20 @@ class OutputSync:
         kept = [folder for folder in self._folders.get(first, ())
                 if folder.is_local or folder.prefix]  # fmt: skip
         await self._sync(first, kept, has_ended=True)
+        await together([self._fetch_uncollected(node) for node in fleet.everyone
+                        if not node.shared_run_dir])  # fmt: skip
         await together([self._send(node, is_fresh=True) for node in fleet.everyone])
+
+    async def _fetch_uncollected(self, node: Node) -> None:
+        """Fetches files that a node kept because their launcher was lost before it had them."""
+        folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED}")
+        with self._reporting(node):
+            fetched, is_complete = await self.store.fetch_uncollected(folder)
+            if fetched:
+                self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
+                           f" arrived when the launcher was lost: {named(fetched)}")  # fmt: skip
+            if folder.seen and is_complete:
+                await node.channel.request("discard_uncollected", root=node.run_folder)
 
     async def _open_local(self, first: Node, fleet: Fleet) -> list[OutputFolder]:
         """Returns the folders of rank 0 on this machine whose files other nodes need."""

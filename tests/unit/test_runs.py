@@ -27,6 +27,7 @@ from paceline.explain.rules import load_all
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.report import explanation
 from paceline.rundir import records
+from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import ConnectError, SettingError
@@ -62,6 +63,13 @@ def test_the_run_that_is_running_is_meant_not_the_newest() -> None:
     make("new")
     assert "runs/old: running" in call("status").output
     assert [str(path) for path in run_lookup.running_runs()] == ["runs/old"]
+
+
+def test_to_look_at_a_run_does_not_make_it_the_newest() -> None:
+    for name, start in (("old", 10.0), ("new", 20.0)):
+        (make(name) / "events.jsonl").write_text(json.dumps({"time": start}) + "\n")
+    os.utime("runs/old", (2e9, 2e9))  # explain writes a file there
+    assert run_lookup.newest_runs(Path("runs")) == ["new", "old"]
 
 
 def test_a_run_of_a_measurement_counts_too() -> None:
@@ -314,6 +322,10 @@ def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on
     assert time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(now)) in said
     assert "  the nodes end their ranks: the lease was not renewed for 7 s\n" in said
     assert "  checkpoint: none found; a restart begins at step 0\n" in said
+    OutputJournal(folder).add([Output("out/a.pt", 1, "", "n1", "", 1, 1.0, 1)])
+    later = "; a later one would lie on n1, where the next start finds it"
+    assert f"  checkpoint of the script: out/a.pt{later}\n" in call("status", "one").output
+    (folder / "outputs.jsonl").unlink()
     again = "paceline run --run-dir runs/one -H n1,n2 --detach 'my train.py'"
     assert f"  to resume: {again}\n" in said
     assert json.loads(call("status", "one", "--json").output)["lost"]["again"] == again

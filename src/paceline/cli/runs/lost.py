@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.rundir import records
 from paceline.rundir.directory import short
+from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import lost, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.formatting import format_duration, shell_text
@@ -30,6 +31,7 @@ class LostRun:
         checkpoint: Step of the newest checkpoint that is here.
         first_host: Rank 0's host: what was saved later lies there.
         saves: The script makes checkpoints, as far as is known.
+        script_checkpoint: The newest checkpoint of the script's own that is here.
         again: What to type to go on; empty if that is not known.
         folder: Where to type it, if that is not the present one.
     """
@@ -42,6 +44,7 @@ class LostRun:
     checkpoints: str
     first_host: str
     saves: bool
+    script_checkpoint: str
     again: str
     folder: str
 
@@ -61,7 +64,7 @@ def read_lost_run(path: Path) -> LostRun:
     command, folder = _resume_command(path, plan)
     return LostRun(role, host, _last_sign_of_life(path, events), lease_s(plan), checkpoint,
                 short(path.absolute() / names.CHECKPOINTS), records.as_text(first, 255), saves,
-                command, folder)  # fmt: skip
+                script_checkpoint(path), command, folder)  # fmt: skip
 
 
 def remaining_lease_s(path: Path, clock: float) -> float:
@@ -132,6 +135,8 @@ def describe_lost(run: LostRun, clock: float) -> list[str]:
     later = later if run.first_host else ""
     if run.checkpoint is not None:
         lines.append(f"checkpoint: step {run.checkpoint}, in {run.checkpoints}{later}")
+    elif run.script_checkpoint:
+        lines.append(f"checkpoint of the script: {run.script_checkpoint}{later}")
     elif run.saves:
         lines.append(f"checkpoint: none is here{later}")
     else:

@@ -9,7 +9,7 @@ import click
 
 from paceline.cli.cluster import read_cluster
 from paceline.cli.dispatch import ssh_options
-from paceline.cli.runs.state import read_state
+from paceline.cli.runs.state import read_state, started_at
 from paceline.cli.settings import setting
 from paceline.rundir import records
 from paceline.rundir.directory import short
@@ -31,7 +31,12 @@ def is_run(path: Path) -> bool:
 def newest_runs(parent: Path, count: int = 5) -> list[str]:
     """Names of the runs below a folder, the newest first."""
     runs = [path for path in records.folders_in(parent) if is_run(path)]
-    return [p.name for p in sorted(runs, key=lambda p: p.lstat().st_mtime, reverse=True)][:count]
+    return [path.name for path in sorted(runs, key=_started_at, reverse=True)][:count]
+
+
+def _started_at(path: Path) -> float:
+    """Returns when a run began, or was submitted; to explain a run does not make it newer."""
+    return started_at(path) or path.lstat().st_mtime
 
 
 def find_run_folder(name: str | None) -> Path:

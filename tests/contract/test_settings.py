@@ -485,3 +485,24 @@ def test_every_verb_stands_in_its_module() -> None:
         command = program.get_command(click.Context(program), name)
         assert command is not None
         assert command.name == name
+
+
+def test_options_of_a_recipe_that_are_options_of_run_have_the_same_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("mine.csv").write_text("a,b\n")
+    settings = '[run]\ndata = "mine.csv"\ncommunication = "int8"\n'
+    Path("paceline.toml").write_text(settings)
+    with pytest.raises(SettingError, match="data, which sends a folder") as caught:
+        parse_recipe_options(taken("train"), "text", [])
+    assert caught.value.found == '[run] data = "mine.csv"'
+    CliRunner().invoke(trust_command)
+    ctx = taken("train")
+    options = parse_recipe_options(ctx, "text", [])
+    assert (options.data, options.communication) == ("mine.csv", "int8")
+    assert {"--data=mine.csv", "--communication=int8"} <= set(ctx.params["options"])
+    Path("paceline.toml").write_text(f'{settings}[train.text]\ndata = "ag-news"\n')
+    assert parse_recipe_options(taken("train"), "text", []).data == "ag-news"
+    monkeypatch.setenv("PACELINE_OPT_DATA", "meals")
+    assert parse_recipe_options(taken("train"), "text", []).data == "meals"
+    assert parse_recipe_options(taken("train"), "text", ["--data", "dummy"]).data == "dummy"

@@ -16,7 +16,9 @@ import click
 from paceline.cli import trust
 from paceline.cli.dispatch import Dispatch
 from paceline.cli.job_options import build_job
+from paceline.cli.options import settings_registry
 from paceline.cli.settings import toml_of
+from paceline.cli.variables import RUN_TABLE, variable_of
 from paceline.cli.verb import NAMED_PATHS
 from paceline.launch.planning.entry import COMPILER
 from paceline.recipes import RECIPES, explicit_options, parse_options, recipe
@@ -117,15 +119,46 @@ def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> 
     A batch may run where no such file is, so what counts of it joins the words that are typed.
     """
     common = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
-    table = toml_of(ctx).get("train", {}).get(name, {})
-    options = parse_options(name, [*common, *argv], table_to_flags(name, table))
+    toml = toml_of(ctx)
     typed_names = explicit_options(name, argv)
-    file_values = {key: value for key, value in table.items() if (field := key.replace("-", "_"))
-              not in typed_names and has_effect(field, options)}  # fmt: skip
-    trust.require_trust_of_recipe(Path.cwd() / TOML_NAME, toml_of(ctx), name, file_values)
+    from_run, variables = settings_of_run(ctx, name, toml)
+    own = toml.get("train", {}).get(name, {})
+    table = {key: value for key, value in {**from_run, **own}.items() if key not in variables}
+    flags = [*table_to_flags(name, table), *table_to_flags(name, variables)]
+    options = parse_options(name, [*common, *argv], flags)
+
+    def effective(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if (field := key.replace("-", "_"))
+                not in typed_names and has_effect(field, options)}  # fmt: skip
+
+    path, file_values = Path.cwd() / TOML_NAME, effective(table)
+    for key in file_values.keys() - own.keys():
+        trust.require_trust(path, toml, key)
+    own_values = {key: value for key, value in file_values.items() if key in own}
+    trust.require_trust_of_recipe(path, toml, name, own_values)
     parameter = "options" if "options" in ctx.params else "args"
-    ctx.params[parameter] = (*table_to_flags(name, file_values), *argv)
+    all_values = {**file_values, **effective(variables)}
+    ctx.params[parameter] = (*table_to_flags(name, all_values), *argv)
     return options
+
+
+def settings_of_run(
+    ctx: click.Context, name: str, toml: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values of a recipe's options that are options of ``paceline run``, too.
+
+    They are those of ``[run]`` in paceline.toml, and those of ``PACELINE_OPT_…`` variables.
+    """
+    from_run, variables = dict[str, Any](), dict[str, Any]()
+    for key in option_names(recipe(name).options):
+        option = settings_registry().get(key)
+        if option is None or key.replace("-", "_") in ctx.params:
+            continue
+        if key in (table := toml.get(RUN_TABLE, {})):
+            from_run[key] = table[key]
+        if value := os.environ.get(variable_of(option)):
+            variables[key] = value
+    return from_run, variables
 
 
 @contextmanager

@@ -464,6 +464,18 @@ def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
     assert placed(None, ship=asked("always")) == sent
 
 
+def test_absolute_paths_below_sent_code_are_those_of_the_copy() -> None:
+    args = ("/w/out", "--data=/w/sub/d", "--lr=/w2", "/w", "out", "/photos", "/w/photos/a")
+    photos = Data("/w/photos", ("/w/photos/a",))
+    entry = Entry("script", "train.py", args)
+    code = "/c/paceline/jobs/run1-676b8bb8/code"
+    sent = placed(OTHER, entry=entry, data=photos)
+    moved = (f"{code}/out", f"--data={code}/sub/d", "--lr=/w2", code)
+    assert sent.entry.args[:6] == (*moved, *args[4:6])
+    assert not sent.entry.args[6].startswith(code)
+    assert placed(SAME, entry=entry).entry.args == args
+
+
 def test_links_out_of_what_is_sent_are_followed_only_when_asked() -> None:
     tree = Tree(TREE.root, TREE.manifest, outward={"a.py": "/home/u/key"})
     data = DataPlace(COPY, False, missing=[["a", 1, 2]], outward={"a": "/home/u/key"})

@@ -24,7 +24,7 @@ from paceline.spec.version import __version__
 from paceline.transfer.data import DataFolder, DataPlace
 from paceline.transfer.files import job_folder
 from paceline.transfer.links import reject_outward
-from paceline.transfer.tree import Tree, entry_at, relocate
+from paceline.transfer.tree import Tree, args_at, entry_at, relocate
 
 Facts = Mapping[str, Any]
 PIPES_A_RANK = 4  # that the agent of its node holds open
@@ -462,6 +462,9 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
             root = copies[0].target
         workdir = relocate(job.workdir, tree.root, root)
         entry = entry_at(job.entry, job.workdir, tree.root, root)
+        if code == "shipped":
+            words = job.data.words if job.data else ()
+            entry = args_at(entry, tree.root, root, {*words, *supplies.inputs})
     if not survey.has_workdir:
         if host.workdir:
             raise NodeError(

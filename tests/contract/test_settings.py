@@ -506,3 +506,18 @@ def test_options_of_a_recipe_that_are_options_of_run_have_the_same_sources(
     monkeypatch.setenv("PACELINE_OPT_DATA", "meals")
     assert parse_recipe_options(taken("train"), "text", []).data == "meals"
     assert parse_recipe_options(taken("train"), "text", ["--data", "dummy"]).data == "dummy"
+
+
+@each_case(
+    ("words", "keep", "is_kept"),
+    [
+        (["--keep", "5"], 5, False),
+        (["--keep=0"], 0, False),
+        (["--keep"], 3, True),
+        (["--keep", "--keep", "2"], 2, True),
+    ],
+)
+def test_a_number_after_keep_is_for_the_recipe(words: list[str], keep: int, is_kept: bool) -> None:
+    ctx = taken("train", *words)  # a recipe's name follows
+    options = parse_recipe_options(ctx, "text", ctx.params["options"])
+    assert (options.keep, ctx.params["keep"]) == (keep, is_kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -23,6 +24,13 @@ from paceline.spec.helptext import Row, Section
 
 
 class Train(Verb):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leaves ``--keep N`` to the recipe; without a number it is the option of all runs."""
+        args, counts = split_keep(args)
+        remaining = super().parse_args(ctx, args)
+        ctx.params["options"] = (*ctx.params["options"], *counts)
+        return remaining
+
     def sections(self, ctx: click.Context) -> list[Section]:
         return [("Recipes", [Row(recipe.name, recipe.summary) for recipe in RECIPES.values()])]
 
@@ -50,6 +58,19 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
         parse_options(chosen, ["--help-all" if help_all else "--help"])
     require_recipe_first(chosen, options, "train")
     ctx.exit(train(ctx, chosen, options))
+
+
+def split_keep(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits arguments into the others, and ``--keep=N`` for each ``--keep`` with a number."""
+    others, counts = list[str](), list[str]()
+    words = iter(zip(args, [*args[1:], ""], strict=True))
+    for word, following in words:
+        option, equals, value = word.partition("=")
+        if option == "--keep" and (value if equals else following).isdecimal():
+            counts.append(f"--keep={value if equals else next(words)[0]}")
+        else:
+            others.append(word)
+    return others, counts
 
 
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:

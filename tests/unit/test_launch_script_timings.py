@@ -56,5 +56,10 @@ def test_few_bytes_take_as_long_in_any_form() -> None:
     assert described(0.7, 0.7, size=60_000) == []
 
 
+def test_no_rank_waits_longer_than_a_step() -> None:
+    (text,) = described(0.0, 2.5)
+    assert text.endswith("the others wait up to 1 s of each 1 s step for it")
+
+
 def test_short_steps() -> None:
     assert described(0.007, 0.007, step_s=0.01) == []

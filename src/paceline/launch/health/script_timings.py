@@ -43,7 +43,7 @@ class ScriptTimings:
         stalls_s = {rank: event["stall_s"] for rank, event in ranks.items()}
         slowest = min(stalls_s, key=lambda rank: stalls_s[rank])
         moving_s = min(stalls_s[slowest], step_s)
-        waiting_s = max(stalls_s.values()) - moving_s
+        waiting_s = min(max(stalls_s.values()), step_s) - moving_s  # a first step is longer
         if waiting_s >= max(MIN_S, MIN_SHARE * step_s):
             yield (
                 f"rank {slowest} on {ranks[slowest].host} is the slowest: the others wait up to"

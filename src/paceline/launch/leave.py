@@ -450,7 +450,7 @@ class _DetachedStart:
         fetcher = Fetcher(directory.path, note)
         outputs = DetachedOutputs(channel, self._request.run_id, directory.path, self._project)
         sizes = await fetcher.list_files(channel, root, None)
-        await outputs.sync(root, sizes.get(names.OUTPUTS, 0), note, share=1.0, waits=True)
+        await outputs.sync(root, sizes.get(names.OUTPUTS, 0), note, share=1.0, is_last=True)
         known = outputs.known_places()
         await CheckpointFetcher(channel, root, directory.path, fetcher, note=note).sync()
         await fetcher.fetch(channel, root, self._sent_manifest, directory.path,

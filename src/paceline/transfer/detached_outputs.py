@@ -8,10 +8,9 @@ back. The supervisor's journal says which files are complete. Its host is not tr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class DetachedOutputs:
         self._removed, self._noted = set[str](), set[str]()
 
     async def sync(self, root: str, journal_bytes: int, note: Callable[[str], None], *,
-                   share: float, waits: bool = False) -> None:  # fmt: skip
+                   share: float, is_last: bool = False) -> None:  # fmt: skip
         """Fetches new versions of files, the newest first.
 
         Args:
@@ -67,26 +66,38 @@ class DetachedOutputs:
             journal_bytes: Size of the journal there.
             note: Shows a line to the user.
             share: Part of the time in which files are transferred.
-            waits: Waits for another terminal that does the same, instead of leaving it to it.
+            is_last: The run is over: waits for another terminal that does the same, instead of
+                leaving it to it, and names the files that did not arrive in the project.
         """
         await self._read_journal(min(journal_bytes, MAX_JOURNAL_BYTES))
         removed = {path for path, _ in self._remote.versions.values()} - self._remote.outputs.keys()
-        if removed <= self._removed and all(map(self._is_here, self._remote.outputs.values())):
+        is_here = all(map(self._is_here, self._remote.outputs.values()))
+        if is_here and removed <= self._removed and not is_last:
             return
-        with contextlib.ExitStack() as stack:
-            while not stack.enter_context(_locked(self._run)):
-                if not waits:
-                    return
-                await asyncio.sleep(LOCK_RETRY_S)
+        while (lock := _try_lock(self._run)) is None:
+            if not is_last:
+                return
+            await asyncio.sleep(LOCK_RETRY_S)
+        try:
             store = OutputStore(self._run, note)
             store.noted = self._noted
             store.set_code(self._project, [])
             store.journal.remove(sorted(removed))
             self._removed = removed
-            try:
-                await self._fetch(store, root, share)
-            finally:
-                store.note_kept_out()
+            await self._fetch(store, root, share)
+            if is_last:
+                self._note_kept_out(store)
+        finally:
+            os.close(lock)
+
+    def _note_kept_out(self, store: OutputStore) -> None:
+        """Names this run's files that did not arrive in the project, also in other terminals."""
+        if self._project is not None:
+            store.kept_out = {
+                path: output.place for path, output in store.journal.outputs.items()
+                if path in self._remote.outputs and output.place.startswith(f"{FETCHED}/")
+            }  # fmt: skip
+            store.note_kept_out()
 
     async def _read_journal(self, size: int) -> None:
         while self._offset < size:
@@ -172,17 +183,14 @@ def adopt_outputs(run: Path, lines: Sequence[dict[str, Any]]) -> None:
     OutputJournal(run, LineSeals(run)).add(outputs)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Yields whether no other process has locked the folder, which is locked meanwhile."""
+def _try_lock(folder: Path) -> int | None:
+    """Locks the folder until the returned descriptor is closed; ``None`` if another process has."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a disk without locks
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-        yield True
-    finally:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(fd)
+        return None
+    except OSError:  # a disk without locks
+        pass
+    return fd

@@ -269,15 +269,13 @@ class Follower:
         data = await self._read(path, offset - count, count)
         return data == os.pread(fd, count, offset - count)
 
-    async def sync_outputs(self, *, share: float = 1.0, waits: bool = False) -> None:
+    async def sync_outputs(self, *, share: float = 1.0) -> None:
         """Fetches files that the script wrote and that were complete at the last refresh.
 
         Args:
             share: Part of the time in which files are transferred.
-            waits: Waits for another follower that does the same, instead of leaving it to it.
         """
-        await self._outputs.sync(self._root, self._journal_bytes, self.note, share=share,
-                                 waits=waits)  # fmt: skip
+        await self._outputs.sync(self._root, self._journal_bytes, self.note, share=share)
 
     async def finish(self, state: str = "ended",
                      note: Callable[[str], None] = lambda text: None) -> bool:  # fmt: skip
@@ -288,7 +286,7 @@ class Follower:
         """
         self._afresh = True
         await self.refresh()
-        await self.sync_outputs(waits=True)
+        await self._outputs.sync(self._root, self._journal_bytes, note, share=1.0, is_last=True)
         known = await asyncio.to_thread(self._outputs.known_places)
         fetcher = Fetcher(self._path, note)
         events = read_events(records.read_records(self._path / names.EVENTS))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.health.independence import describe_independence
+from paceline.launch.health.independence import describe_independence, exchanged_in_children
 from paceline.spec.events import Event
 
 
@@ -27,6 +27,12 @@ def report(rank: int, **fields: Any) -> Event:
 )
 def test_it_says_nothing_where_it_cannot_know(events: list[Event]) -> None:
     assert describe_independence(2, events) == ""
+
+
+def test_processes_of_ranks_may_exchange_gradients() -> None:
+    """Then no event says whether ``--communication`` compressed them."""
+    assert exchanged_in_children([report(0), report(0, exchanges=True)])
+    assert not exchanged_in_children([report(0), report(1)])
 
 
 def test_one_rank_is_no_subject() -> None:

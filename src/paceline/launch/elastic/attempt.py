@@ -317,6 +317,8 @@ class Attempt:
         """Returns a sentence if ``--communication`` did nothing; else empty."""
         if self._is_compressed or self._method == "exact" or self.plan.world_size < 2:
             return ""
+        if independence.exchanged_in_children(self._reports):
+            return ""
         return f"note: {communication.unused(self._method)}"
 
     @property

@@ -21,7 +21,7 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
     """
     if world_size < 2 or len({event.rank for event in reports}) < world_size:
         return ""
-    if any(event["exchanges"] for event in reports):
+    if exchanged_in_children(reports):
         return ""
     training = {event.rank for event in reports if event["optimizer_steps"]}
     largest = max(event["largest_call"] or 0 for event in reports)
@@ -38,3 +38,11 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
     if any(event["in_children"] for event in reports):
         return ""
     return NOTHING_EXCHANGED
+
+
+def exchanged_in_children(reports: Sequence[Event]) -> bool:
+    """Whether processes that ranks started exchanged gradients: a rank that does reports nothing.
+
+    What such a process does with its gradients otherwise, it does not report.
+    """
+    return any(event["exchanges"] for event in reports)

@@ -68,6 +68,8 @@ SHORTER = [
     (r"paceline train image .*--preset imagenet", "--steps 1 --global-batch 4"),
     (r"paceline train .*fashion-mnist", "--steps 2 --data-dir fewer"),
     (r"paceline train translation", f"--steps 2 --model tiny --score-every 1000 {FEW}"),
+    (r"paceline train language", "--steps 2 --depth 1 --max-length 32"),
+    (r"paceline generate ", "--max-tokens 4"),
     (r"paceline train .* --find-lr", ""),  # its own hundred steps
     (r"paceline train ", "--steps 2"),
     (r"paceline run my_text.py", "--epochs 1 --data reviews.csv"),
@@ -311,6 +313,11 @@ def texts(folder: Path) -> None:
     ]
     tiny_language_model.save(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
     tiny_language_model.write_jsonl(folder / "chat.jsonl", tiny_language_model.chats(24))
+    prose = "It was a dark and stormy night.\n" * 200
+    (folder / "notes").mkdir()
+    for name in ("book.txt", "other.txt", "start.txt", "notes/today.md"):
+        (folder / name).write_text(prose[:32] if name == "start.txt" else prose)
+    (folder / "corpus.jsonl").write_text(json.dumps({"text": prose}) + "\n")
     (folder / "reviews.csv").write_text("label,text\n" + "\n".join(rows) + "\n")
     for part in ("train", "test"):
         news = [f"{n % 4 + 1},title {n},body of number {n}" for n in range(40)]

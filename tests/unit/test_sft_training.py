@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
 from paceline.recipes.language.losses import example_losses
 from paceline.recipes.language.rows import make_rows, pack
+from paceline.recipes.language.sft import generate as continue_tokens
 from paceline.recipes.language.sft import keeps_apart, main
-from paceline.recipes.use import evaluate, export, predict
+from paceline.recipes.use import evaluate, export, generate, predict
+from paceline.spec.terminal import clean
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 BASE = ("--device=cpu", "--dtype=float64", "--samples=0", "--log-every=1", "--max-length=200")
 UNCHANGED = "--lr=1e-300"  # too little for any weight to change
 
@@ -156,7 +162,6 @@ def test_only_what_is_trained_is_seen_by_a_session() -> None:
 def test_adapters_are_saved_for_peft_and_checkpoints_hold_nothing_else(
     place: Path, tmp_path: Path
 ) -> None:
-    import peft
     from safetensors import safe_open
 
     assert train(place, tmp_path, "--epochs=2", "--lr=0.01", "--checkpoint-every=epoch") == 0
@@ -187,14 +192,57 @@ def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
     figures = json.loads(result.read_text())
     assert figures["loss"] == records(tmp_path, "val")[-1]["loss"]
     assert (figures["split"], figures["samples"]) == ("val", 2)
-    assert export.main([f"--run={tmp_path}"]) == 2
-    assert "holds a language model" in capsys.readouterr().err
+    # nearly every token is a byte; the ends of turns, which are none, add to the loss
+    assert 1 < figures["bits_per_byte"] / (figures["loss"] / math.log(2)) < 1.5
     assert predict.main(["text", f"--run={tmp_path}"]) == 2
+    assert "paceline generate" in capsys.readouterr().err
+
+    assert export.main([f"--run={tmp_path}", "--format=adapter"]) == 0
+    assert export.main([f"--run={tmp_path}"]) == 0
+    folder = tmp_path / "export"
+    tokens = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(str(folder / "transformers"))(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(
+            tiny_language_model.make_model(), str(folder / "adapter")
+        )
+        expected = adapted.double()(tokens).logits
+        torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    assert (folder / "transformers/chat_template.jinja").is_file()
+
+
+def test_a_conversation_goes_on_with_all_earlier_messages(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert train(place, tmp_path, "--steps=2", "--lora-rank=2") == 0
+    flags = [f"--run={tmp_path}", "--max-tokens=4", "--device=cpu", "--temperature=0"]
+    prompts, answers = list[str](), list[str]()
+
+    def answer(model: Any, tokenizer: Any, prompt: list[int], *_: Any, **more: Any) -> str:
+        prompts.append(tokenizer.decode(prompt))
+        answers.append(continue_tokens(model, tokenizer, prompt, *_, **more))
+        return answers[-1]
+
+    monkeypatch.setattr("paceline.recipes.use.generate.continue_tokens", answer)
+    capsys.readouterr()
+    assert generate.main([*flags, "--system=Be brief.", "One?", "Two?"]) == 0
+    assert capsys.readouterr().out == "".join(f"{clean(answer)}\n" for answer in answers)
+    assert prompts[0] == (
+        "<|start|>system\nBe brief.<|end|>\n<|start|>user\nOne?<|end|>\n<|start|>assistant\n"
+    )
+    assert prompts[1].startswith(f"{prompts[0]}{answers[0]}")
+    assert prompts[1].endswith("<|start|>user\nTwo?<|end|>\n<|start|>assistant\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nOne?\n"))
+    assert generate.main([*flags, "--system=Be brief."]) == 0
+    assert answers[-1] == answers[0]
+    assert generate.main([*flags, "--no-chat", "One?"]) == 0
+    assert prompts[-1] == "One?"
 
 
 def test_whole_models_are_saved_for_transformers(place: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     data = tiny_language_model.write_jsonl(tmp_path / "val.jsonl", tiny_language_model.chats(3))
     flags = ("--method=full", "--epochs=1", "--lr=0.01", f"--test-data={data}")
     assert train(place, tmp_path / "run", *flags) == 0

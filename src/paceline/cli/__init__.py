@@ -55,6 +55,7 @@ GROUPS: dict[str, Registry] = {
         "evaluate": ("evaluate", "Evaluate a trained model."),
         "predict": ("use:predict", "Classify images or texts with a trained model."),
         "translate": ("use:translate", "Translate with a trained model."),
+        "generate": ("use:generate", "Write text with a trained language model."),
         "export": ("use:export", "Write a trained model for other programs."),
         "benchmark": ("use:benchmark", "Measure latency and throughput of a trained model."),
         "quantize": ("use:quantize", "Write a trained model with 8-bit weights, for CPUs."),

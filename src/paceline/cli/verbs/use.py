@@ -1,4 +1,4 @@
-"""The verbs that use the model of a run in one process: predict, translate, export and others.
+"""The verbs that use the model of a run in one process: predict, generate, export and others.
 
 Each runs a script of ``recipes.use``.
 """
@@ -42,6 +42,11 @@ translate = _verb("translate", "TranslateOptions", "[SENTENCE...]", """\
 Translate each SENTENCE with the model of RUN, or each line of standard input.
 
 Standard output gets one translation per line and nothing else.""")  # fmt: skip
+generate = _verb("generate", "GenerateOptions", "[PROMPT...]", """\
+Continue each PROMPT with the language model of RUN, or the text of standard input.
+
+A model that was trained on conversations answers instead: each PROMPT, or each line of standard
+input, is a message. Standard output gets the new text and nothing else.""")  # fmt: skip
 export = _verb("export", "ExportOptions", "[OPTIONS]", """\
 Write the model of RUN for other programs.
 

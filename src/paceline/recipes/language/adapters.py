@@ -33,20 +33,20 @@ def add_adapters(model: Any, method: Method, rank: int, alpha: float) -> Any:
         use_dora=method == "dora",
         task_type="CAUSAL_LM",
     )
-    with _without_future_warnings():
+    with without_future_warnings():
         return peft.get_peft_model(model, config)
 
 
 def checkpoint_gradients(model: Any, method: Method) -> None:
     """Lets the model keep fewer activations and compute them again in the backward pass."""
-    with _without_future_warnings():
+    with without_future_warnings():
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if method != "full":
         model.enable_input_require_grads()
 
 
 @contextmanager
-def _without_future_warnings() -> Iterator[None]:
+def without_future_warnings() -> Iterator[None]:
     """Context that hides warnings about names that transformers 5 still has, and 6 will not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

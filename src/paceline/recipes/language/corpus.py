@@ -18,7 +18,7 @@ TABLES = (".jsonl", ".parquet")
 """Suffixes of files with one text in each row; any other file is one text."""
 PIECE_CHARACTERS = 16 << 10
 """Length of the pieces of which some are held out."""
-_BLOCK_CHARACTERS = 1 << 26  # of a file that is in memory
+_BLOCK_CHARACTERS = 1 << 20  # of a file that are in memory
 _SAMPLE_BYTES = 1 << 13
 _Source = Path | Iterable[Mapping[str, Any]]
 
@@ -29,7 +29,6 @@ class Corpus:
     Attributes:
         source: Name of the data, as typed.
         fingerprint: Hash over texts and parts.
-        num_documents: Files or rows.
         num_characters: Length of all texts.
         num_skipped: Files that hold no text.
         split: How the parts were made.
@@ -43,7 +42,7 @@ class Corpus:
 
     def __init__(self, options: LanguageOptions, *, divides: bool = True) -> None:
         self.source, self._column = options.data, options.text_column
-        self.num_documents = self.num_characters = self.num_skipped = 0
+        self.num_characters = self.num_skipped = 0
         self._sources = self._find(options)
         self.split: dict[str, str | float] = {"method": "as in the files"}
         self._interval = 0  # one piece of so many is held out
@@ -56,7 +55,6 @@ class Corpus:
         for source in self._sources.values():
             for text in self._documents(source):
                 digest.update(f"{len(text)} ".encode() + text.encode())
-                self.num_documents += 1
                 self.num_characters += len(text)
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_characters:

@@ -202,10 +202,7 @@ def summary(figures: dict[str, float], held_out: TokenRows) -> str:
 def describe_corpus(corpus: Corpus) -> str:
     """Describes the data in a line."""
     skipped = f"; {corpus.num_skipped:,} files left out: no text" if corpus.num_skipped else ""
-    return (
-        f"{corpus.source}: {corpus.num_documents:,} texts with {corpus.num_characters:,}"
-        f" characters{skipped}"
-    )
+    return f"{corpus.source}: {corpus.num_characters:,} characters{skipped}"
 
 
 def describe_training(options: LanguageOptions, shape: Shape, training: TokenRows) -> str:

@@ -391,18 +391,22 @@ def answer(
         session.say("\n".join(lines))
 
 
-def generate(model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int) -> str:
-    """Returns the most probable continuation of a prompt, chosen token by token."""
+def generate(
+    model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, **options: Any
+) -> str:
+    """Returns a continuation of a prompt: the most probable token at each place.
+
+    Args:
+        options: Other ways to choose, and a streamer, as ``generate`` of transformers takes them.
+    """
     tokens = torch.tensor([[*prompt]], device=model.device)
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     output = model.generate(
         input_ids=tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=max_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        **{**greedy, **options},
     )
     generated: str = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
     return generated

@@ -28,7 +28,7 @@ END = "<|endoftext|>"
 """Token before each text. It has no bytes of its own."""
 END_TOKEN = 0
 SUMMARY = "summary.json"
-_TEXTS_AT_ONCE = 256
+_TEXTS_AT_ONCE = 32
 _VERSION = 1
 # Words with the space before them, numbers of up to three digits, signs, white space (GPT-4).
 _SPLIT = (
@@ -150,8 +150,12 @@ class TokenFiles:
         """Returns the tokens of a part in rows of ``length``."""
         path, dtype = self.folder / f"{part}.bin", _dtype(self.vocabulary)
         count = path.stat().st_size // dtype.itemsize
-        if not count:
-            raise DataError(f"the {part} part of the data has no text")
+        if count < 2 or (part == "train" and count <= length):
+            raise DataError(
+                f"the {part} part of the data is too short",
+                found=f"it has {count} tokens",
+                remedy="more text, or a smaller --max-length",
+            )
         # Unlike numpy, torch keeps no descriptor of a file that it has mapped.
         tokens = torch.from_file(str(path), shared=False, size=count, dtype=dtype).numpy()
         return TokenRows(tokens, length, self.num_bytes[part], is_whole=part != "train")

@@ -67,7 +67,32 @@ class TranslateOptions:
     """Device to compute on."""
 
 
-Format = Literal["transformers", "torch", "onnx"]
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a text, or answer in a conversation, with a language model."""
+
+    prompts: tuple[str, ...] = field(default=(), metadata={"positional": True})
+    """Texts to continue, or messages of a conversation (default: standard input)."""
+    run: str = ""
+    """Run directory that holds model/."""
+    chat: bool | None = None
+    """Hold a conversation: each prompt, or each line of standard input, is a message (default: on
+    if the model was trained on conversations)."""
+    system: str = ""
+    """System message of the conversation."""
+    max_tokens: int = 256
+    """Largest number of tokens to write."""
+    temperature: float = 0.8
+    """How much the choice of tokens varies (0: always the likeliest)."""
+    top_p: float = 0.95
+    """Choose among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of the choice; the same seed gives the same text."""
+    device: Device = "auto"
+    """Device to compute on."""
+
+
+Format = Literal["transformers", "adapter", "torch", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +103,11 @@ class ExportOptions:
     """Run directory that holds model/."""
     to: str = ""
     """Folder to write (default: export in the run directory)."""
-    format: Format = "onnx"
-    """transformers: safetensors and config.json of that library (its own models only);
-    torch: a torch.export program (.pt2); onnx: ONNX."""
+    format: Literal["", "transformers", "adapter", "torch", "onnx"] = ""
+    """transformers: safetensors and config.json of that library (its own models and language
+    models, with adapters merged); adapter: adapters alone, in the format of peft; torch: a
+    torch.export program (.pt2); onnx: ONNX (default: transformers for language models, else
+    onnx)."""
 
 
 @dataclass(frozen=True)

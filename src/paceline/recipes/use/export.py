@@ -19,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline import train
 from paceline.program import library
 from paceline.recipes.argv import run_command
+from paceline.recipes.language.adapters import without_future_warnings
 from paceline.recipes.use import ExportOptions, Format
-from paceline.recipes.use.evaluate import module_of
+from paceline.recipes.use.evaluate import local_session, module_of
 from paceline.recipes.use.onnx_file import mark
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
@@ -32,16 +34,49 @@ from paceline.train import Batched, files
 
 def export(options: ExportOptions) -> None:
     """Writes the model to a folder and prints its files."""
-    model: PortableModel = module_of(options.run).portable(options.run)
-    folder = output_path(model.folder, f"export/{options.format}", options.to)
+    module = module_of(options.run)
+    generates = hasattr(module, "load_generator")
+    form = options.format or ("transformers" if generates else "onnx")
+    if form == "adapter" and not generates:
+        raise SettingError(
+            "--format adapter: this model has no adapters", remedy="--format onnx or torch"
+        )
+    if generates and form in ("transformers", "adapter"):
+        folder = output_path(Path(options.run), f"export/{form}", options.to)
+        write = partial(write_generator, module, options.run, folder, form)
+    else:
+        model: PortableModel = module.portable(options.run)
+        folder = output_path(model.folder, f"export/{form}", options.to)
+        write = partial(write_portable, model, folder, form)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        WRITERS[options.format](model, folder)
-        write_metadata(model, folder, options.format)
+        write()
     except OSError as error:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None
     for path in sorted(folder.iterdir()):
         print(f"{clean_line(str(path))}  {path.stat().st_size:,} bytes")
+
+
+def write_portable(model: PortableModel, folder: Path, form: Format) -> None:
+    """Writes a model with inputs of a fixed form."""
+    WRITERS[form](model, folder)
+    write_metadata(model, folder, form)
+
+
+def write_generator(module: Any, run: str, folder: Path, form: Format) -> None:
+    """Writes a language model and its tokenizer in the formats of transformers and peft."""
+    with local_session("cpu", train.load_config(Path(run))) as session:
+        generator = module.load_generator(run, session)
+        model, has_adapters = generator.model, hasattr(generator.model, "merge_and_unload")
+        if form == "adapter" and not has_adapters:
+            raise SettingError(
+                "--format adapter: this model has no adapters", remedy="--format transformers"
+            )
+        with without_future_warnings():
+            if form == "transformers" and has_adapters:
+                model = model.merge_and_unload()
+            model.save_pretrained(str(folder))
+        generator.tokenizer.save_pretrained(str(folder))
 
 
 def output_path(run: Path, name: str, to: str) -> Path:
@@ -144,7 +179,7 @@ def _dynamic_shapes(model: PortableModel) -> tuple[dict[int, Any], ...]:
     return tuple({0: auto, **dict.fromkeys(lengths, auto)} for lengths in model.lengths)
 
 
-WRITERS: Mapping[Format, Callable[[PortableModel, Path], None]] = {
+WRITERS: Mapping[str, Callable[[PortableModel, Path], None]] = {
     "transformers": write_transformers,
     "torch": write_torch,
     "onnx": lambda model, folder: write_onnx(model, folder / "model.onnx"),

@@ -8,27 +8,33 @@ from pathlib import Path
 from torch import nn
 
 from paceline import train
+from paceline.program import library
+from paceline.recipes.language.base_model import BaseModel
 from paceline.recipes.language.corpus import Corpus
 from paceline.recipes.language.decoder import Decoder, Shape
 from paceline.recipes.language.language import evaluate, summary
 from paceline.recipes.language.options import LanguageOptions
-from paceline.recipes.language.token_files import encoded_rows
+from paceline.recipes.language.token_files import END_TOKEN, encoded_rows
 from paceline.recipes.tokens import TOKENIZER, read_tokenizer
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
-from paceline.recipes.use.language_models import portable, predictions
+from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
+from paceline.train.weights import build_limited, fill, saved_state
 
-__all__ = ["evaluate_run", "portable", "predictions"]
+__all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
 
 
 @dataclass(frozen=True)
 class TrainedDecoder(TrainedModel):
     """A language model that was trained from scratch."""
 
+    def shape(self) -> Shape:
+        """Returns the sizes of the network."""
+        return Shape(self.config["depth"], self.config["vocab_size"], self.config["max_length"])
+
     def network(self) -> nn.Module:
-        config = self.config
-        return Decoder(Shape(config["depth"], config["vocab_size"], config["max_length"]))
+        return Decoder(self.shape())
 
     def load_corpus(self, evaluation: EvaluateOptions) -> Corpus:
         """Finds the data of the training, or all of others if they are named."""
@@ -48,6 +54,23 @@ def load_trained(run: str) -> TrainedDecoder:
     """Loads the description of a run's language model."""
     with model_config(run, "language") as config:
         return TrainedDecoder(Path(run), config)
+
+
+def load_generator(run: str, session: train.Session) -> Generator:
+    """Loads the model to write text with: the same network, by transformers."""
+    model = load_trained(run)
+    transformers = library("transformers", "text is generated")
+    with model_config(run, "language"):
+        config = transformers.LlamaConfig(**model.shape().config(END_TOKEN))
+    path, state = saved_state(model.folder)
+    network = build_limited(lambda: transformers.LlamaForCausalLM(config), state)
+    fill(network, path, {**state, "lm_head.weight": state["model.embed_tokens.weight"]})
+    tokenizer = BaseModel(str(model.folder / rundir.MODEL)).load_tokenizer()
+
+    def encode(text: str) -> list[int]:
+        return [END_TOKEN, *tokenizer(text)["input_ids"]]
+
+    return Generator(session.place(network).eval(), tokenizer, encode)
 
 
 def evaluate_run(options: EvaluateOptions) -> None:

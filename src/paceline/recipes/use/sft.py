@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,11 @@ from paceline.recipes.language.sft import (
 )
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
-from paceline.recipes.use.language_models import portable, predictions
+from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
 
-__all__ = ["evaluate_run", "portable", "predictions"]
+__all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,25 @@ def load_trained(run: str) -> TrainedLanguageModel:
         return TrainedLanguageModel(Path(run), config)
 
 
+def load_generator(run: str, session: train.Session) -> Generator:
+    """Loads the base with what was trained, to write text with."""
+    trained = load_trained(run)
+    model = trained.load(session).eval().whole_model
+    with model_config(run, "sft") as config:
+        is_chat = config["data"]["format"] != "text"
+        settings = trained.options(EvaluateOptions())
+    tokenizer = BaseModel(str(trained.folder / rundir.MODEL)).load_tokenizer()
+    encoder = make_encoder(tokenizer, settings)
+    has_template = encoder.has_template and bool(tokenizer.chat_template)
+    return Generator(
+        model,
+        tokenizer,
+        encode=lambda text: list(tokenizer(text)["input_ids"]),
+        encode_chat=(lambda messages: encoder.encode_prompt(messages)[1]) if has_template else None,
+        is_chat=is_chat and has_template,
+    )
+
+
 def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank."""
     model = load_trained(options.run)
@@ -95,6 +116,12 @@ def evaluate_run(options: EvaluateOptions) -> None:
         examples = encode_conversations(encoder, data, split, settings)
         assert isinstance(network, TrainedPart)
         figures = evaluate(session, network, examples)
-        return len(examples), figures, f"{summary(figures)}  ({len(examples)} {split} examples)"
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        answers = (decode(one.tokens[one.targets]) for one in examples.examples)
+        num_bytes = sum(len(text.encode()) for text in answers)
+        nats = figures["loss"] * int(examples.targets.sum())
+        figures["bits_per_byte"] = nats / math.log(2) / num_bytes
+        line = f"{summary(figures)}  bits per byte {figures['bits_per_byte']:.4f}"
+        return len(examples), figures, f"{line}  ({len(examples)} {split} examples)"
 
     run_evaluation(options, model, data, measure)

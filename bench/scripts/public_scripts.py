@@ -22,7 +22,7 @@ from pathlib import Path
 from paceline.lab import Lab, LabOptions
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-LIMIT_S = 240
+LIMIT_S = 900  # other programs may share the machine
 NEEDS_GPU = re.compile(
     r"not compiled with CUDA|no NVIDIA driver|Cannot access accelerator|"
     r"Unable to locate sufficient|No CUDA GPUs|NCCL|_cuda_setDevice|Device index must not|"
@@ -82,7 +82,8 @@ TRIALS = [
         "by_feature/automatic_gradient_accumulation --cpu|by_feature/local_sgd --cpu|"
         "by_feature/memory --cpu|by_feature/multi_process_metrics --cpu|"
         "by_feature/early_stopping --cpu|by_feature/profiler --cpu|"
-        "by_feature/ddp_comm_hook|by_feature/tracking --cpu"
+        "by_feature/ddp_comm_hook|by_feature/ddp_comm_hook --ddp_comm_hook fp16|"
+        "by_feature/tracking --cpu"
     ),
     Trial("huggingface+trl", "trl/scripts/sft.py",
           "--model_name_or_path gpt2 --dataset_name chats --output_dir sft --use_cpu --bf16 false"
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--pythonpath", default="", help="for the scripts, on top of PYTHON's own")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the scripts")
+    parser.add_argument("--communication", default="exact", help="how gradients are sent")
     parser.add_argument("--only", default="", help="scripts whose path holds this word")
     parser.add_argument("--keep", action="store_true", help="leave the outputs for a look")
     options = parser.parse_args()
@@ -180,7 +182,7 @@ def tried(trial: Trial, options: argparse.Namespace, folder: Path, lab: Lab) -> 
            **dict(one.split("=", 1) for one in options.env)}  # fmt: skip
     argv = [sys.executable, "-m", "paceline", "run", "-H", str(lab.hostfile), "--ssh-config",
             str(lab.ssh_config), "--python", options.python, "--run-dir", str(run_dir),
-            "-p", str(trial.processes),
+            "-p", str(trial.processes), "--communication", options.communication,
             *(word for name, value in env.items() for word in ("--env", f"{name}={value}")),
             str(script), *trial.words.split()]  # fmt: skip
     began = time.monotonic()
@@ -195,7 +197,10 @@ def tried(trial: Trial, options: argparse.Namespace, folder: Path, lab: Lab) -> 
         link.unlink()
     joined = ranks_joined(run_dir / "events.jsonl")
     complete = trial.spawns or joined == len(lab.names) * trial.processes
-    return Found(trial, verdict(done, complete), joined, seconds)
+    words = verdict(done, complete)
+    if words == "runs" and options.communication != "exact":
+        words += gradients_of(run_dir / "events.jsonl", done.stderr)
+    return Found(trial, words, joined, seconds)
 
 
 def link_data(repository: Path, work: Path) -> list[Path]:
@@ -215,15 +220,26 @@ def ranks_joined(events: Path) -> int:
     return len({e["rank"] for e in map(json.loads, lines) if e["event"] == "world joined"})
 
 
+def gradients_of(events: Path, err: str) -> str:
+    """Whether gradients were compressed, in words that follow a verdict."""
+    texts = {event["text"] for event in map(json.loads, events.read_text().splitlines())
+             if event["event"] == "communication"}  # fmt: skip
+    notes = re.findall(r"^paceline: (.*--communication.* did nothing.*)", err, re.MULTILINE)
+    return f", {min(texts)[:60]}" if texts else f", {notes[0][:100]}" if notes else ", exact"
+
+
 def verdict(done: subprocess.CompletedProcess[str], complete: bool) -> str:
     """In words; ``complete`` when all ranks made the planned world."""
     said = done.stdout + done.stderr
     if done.returncode == 0 and complete:
         return "runs"
+    if refusal := re.search(r"SettingError: (--communication .*)", said):
+        return f"refused: {refusal[1]}"
     if NEEDS_GPU.search(said):
         return "needs a GPU"
-    first = re.findall(r"failed first: (.*)|^paceline: (.*)", done.stderr, re.MULTILINE)
-    words = "".join(first[-1]) if first else "not all ranks joined"
+    own = re.findall(r"^paceline: (.*)", done.stderr, re.MULTILINE)
+    first = re.findall(r"failed first: (.*)", done.stderr) or own[-1:]
+    words = first[0] if first else "not all ranks joined"
     return f"status {done.returncode}: {words[:140].replace('|', '/')}"
 
 

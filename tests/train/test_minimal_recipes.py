@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden/minimal"
-NAMES = ("image", "text", "translation")
+NAMES = ("image", "text", "translation", "language")
 
 
 def flags(name: str, folder: Path) -> list[str]:
@@ -35,7 +35,7 @@ def flags(name: str, folder: Path) -> list[str]:
     file = folder / "rows"
     rows = (f"{label},{text}" for label, text in meals(0)[:320])
     pairs = ("\t".join(pair) for pair in numbers(0)[:640])
-    file.write_text("\n".join(rows if name == "text" else pairs))
+    file.write_text("\n".join(pairs if name == "translation" else rows))
     return ["--epochs=2", f"--data={file}"]
 
 

@@ -122,8 +122,8 @@ class Site:
 
     def processes(self) -> dict[str, list[str]]:
         """By host, the command lines of all that runs there (hosts that are off: nothing)."""
-        up = [host["name"] for host in self.lab.status()["hosts"] if host["up"]]
-        return {name: [line for _, line in self.lab.processes(name)] for name in up}
+        activity = self.lab.activity()
+        return {name: [line for _, line in running] for name, (running, _) in activity.items()}
 
     def pid(self, host: str, pattern: str) -> int:
         """The one process of a host whose command line matches, once there is one."""
@@ -139,17 +139,14 @@ class Site:
 
     def clean(self, but: Sequence[str] = ()) -> bool:
         """Nothing runs and nothing listens on any host that is up."""
-        found = self.processes()
-        running = any(found[name] for name in found if name not in but)
-        return not running and not any(self.lab.listeners(n) for n in found if n not in but)
+        activity = self.lab.activity()
+        return not any(any(activity[name]) for name in activity if name not in but)
 
     def leftovers(self, patience: float = PATIENCE_S, but: Sequence[str] = ()) -> str:
         """What still runs or listens after a while, in words; empty when all is clean."""
         if eventually(lambda: self.clean(but), patience):
             return ""
-        up = self.processes()
-        listening = {name: self.lab.listeners(name) for name in up}
-        return f"{up} {listening}"
+        return f"{self.lab.activity()}"
 
 
 class Launch(BackgroundCommand):

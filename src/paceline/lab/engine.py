@@ -136,7 +136,7 @@ class Engine:
         ``namespace`` identifies a host's PID namespace, because process ids differ outside the lab.
         """
         self.reap()
-        alive = {(p.namespace, p.inner) for p in processes.all_processes()}
+        alive = {(p.namespace, p.inner) for p in processes.processes_outside()}
         hosts = []
         for plan in self._plan.hosts:
             running = self._running.get(plan.name)
@@ -151,7 +151,8 @@ class Engine:
         return {"hosts": hosts, "faults": [asdict(active) for active in self._active]}
 
     def _processes_on(self, running: Running) -> list[processes.Process]:
-        return processes.of_host(processes.all_processes(), running.pid_namespace)
+        namespace = running.pid_namespace
+        return processes.of_host(processes.processes_outside(namespace), namespace)
 
     def strike(self, kind: str, name: str, arguments: Sequence[str]) -> None:
         target = self._target(name)

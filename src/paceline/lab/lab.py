@@ -165,7 +165,7 @@ class Lab:
         Process ids are the machine's; None for a host that is off, or if called on a host.
         """
         status: dict[str, Any] = self._request({"do": "status"})
-        first = {p.namespace: p.pid for p in proc.all_processes() if p.inner == 1}
+        first = {p.namespace: p.pid for p in proc.processes_outside() if p.inner == 1}
         for host in status["hosts"]:
             host["pid"] = first.get(host.pop("namespace", 0))
         return status
@@ -226,19 +226,30 @@ class Lab:
 
     def processes(self, name: str) -> list[tuple[int, str]]:
         """Process ids and command lines on a host, except its first process and sshd's listener."""
-        sshd_config = str(self.layout.sshd_config(name))
-        return [
-            (process.pid, process.command)
-            for process in self._processes_on(name)
-            if process.inner != 1
-            and not (process.command.startswith("sshd:") and sshd_config in process.command)
-        ]
+        return self._started(name, self._processes_on(name))
 
     def listeners(self, name: str) -> list[str]:
         """Listening TCP sockets on a host as ``address:port``, except sshd's."""
-        first = next(process.pid for process in self._processes_on(name) if process.inner == 1)
-        addresses = proc.listeners(first)
-        return [address for address in addresses if address not in ("0.0.0.0:22", "[::]:22")]
+        return _listeners(self._processes_on(name))
+
+    def activity(self) -> dict[str, tuple[list[tuple[int, str]], list[str]]]:
+        """``processes`` and ``listeners`` of each host that is up, by its name, read at once."""
+        status: dict[str, Any] = self._request({"do": "status"})
+        everyone = proc.processes_outside()
+        found: dict[str, tuple[list[tuple[int, str]], list[str]]] = {}
+        for host in status["hosts"]:
+            if host["up"] and (own := proc.of_host(everyone, host["namespace"])):
+                found[host["name"]] = self._started(host["name"], own), _listeners(own)
+        return found
+
+    def _started(self, name: str, processes: list[proc.Process]) -> list[tuple[int, str]]:
+        sshd_config = str(self.layout.sshd_config(name))
+        return [
+            (process.pid, process.command)
+            for process in processes
+            if process.inner != 1
+            and not (process.command.startswith("sshd:") and sshd_config in process.command)
+        ]
 
     def _processes_on(self, name: str) -> list[proc.Process]:
         reply, fds = self._request_with_fds({"do": "enter", "host": name})
@@ -248,7 +259,7 @@ class Lab:
         finally:
             for fd in fds:
                 os.close(fd)
-        return proc.of_host(proc.all_processes(), inode)
+        return proc.of_host(proc.processes_outside(inode), inode)
 
     def fault(self, kind: str, name: str, *arguments: str | int) -> None:
         """Applies a fault to a host; raises LabError if that is not possible."""
@@ -291,6 +302,13 @@ def _output(command: list[str], stdin: int) -> str:
                             timeout=_START_TIMEOUT_S, env=environment, start_new_session=True,
                             check=False)  # fmt: skip
     return result.stdout
+
+
+def _listeners(processes: list[proc.Process]) -> list[str]:
+    """Those of a host, by its first process."""
+    first = next(process.pid for process in processes if process.inner == 1)
+    addresses = proc.listeners(first)
+    return [address for address in addresses if address not in ("0.0.0.0:22", "[::]:22")]
 
 
 def _raise_error(reply: Any) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 _ESTABLISHED, _LISTEN = "01", "0A"
+_STATUS = re.compile(
+    rb"Name:\t(.*)\n(?:.*\n)*?State:\t(.).*\n(?:.*\n)*?PPid:\t(\d+)\n(?:.*\n)*?NSpid:.*\t(\d+)\n"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,19 @@ class Process:
 
 
 def all_processes() -> list[Process]:
-    processes = (_read(Path(entry.path)) for entry in os.scandir("/proc") if entry.name.isdigit())
+    """Every process that can be read."""
+    return _read_all(skipped_namespace=0)
+
+
+def processes_outside(namespace: int = 0) -> list[Process]:
+    """Processes of other PID namespaces than the reader's, and those of ``namespace`` anyway."""
+    own = Path("/proc/self/ns/pid").stat().st_ino
+    return _read_all(own if own != namespace else 0)
+
+
+def _read_all(skipped_namespace: int) -> list[Process]:
+    names = filter(str.isdigit, os.listdir("/proc"))  # noqa: PTH208 - read often, and it is long
+    processes = (_read(f"/proc/{name}", skipped_namespace) for name in names)
     return [process for process in processes if process is not None]
 
 
@@ -48,26 +64,31 @@ def of_host(processes: Iterable[Process], namespace: int) -> list[Process]:
     return [process for process in candidates if process.pid in pids and process.state != "Z"]
 
 
-def _read(folder: Path) -> Process | None:
+def _read(folder: str, skipped_namespace: int) -> Process | None:
     try:
-        status = _fields((folder / "status").read_text())
-        command = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
-        namespace = (folder / "ns" / "pid").stat().st_ino
-    except (OSError, ValueError):  # it has ended, or belongs to another user
+        namespace = os.stat(f"{folder}/ns/pid").st_ino  # noqa: PTH116 - three times as fast
+        if namespace == skipped_namespace:
+            return None
+        status = _STATUS.match(_content(f"{folder}/status"))
+        command = _content(f"{folder}/cmdline").rstrip(b"\0").replace(b"\0", b" ")
+    except OSError:  # it has ended, or belongs to another user
         return None
+    if status is None:
+        return None
+    name, state, parent, inner = (value.decode(errors="replace") for value in status.groups())
     return Process(
-        pid=int(folder.name),
-        inner=int(status["NSpid"].split()[-1]),
-        parent=int(status["PPid"]),
-        state=status["State"][0],
-        command=command.decode(errors="replace") or f"[{status['Name']}]",
+        pid=int(folder.rpartition("/")[2]),
+        inner=int(inner),
+        parent=int(parent),
+        state=state,
+        command=command.decode(errors="replace") or f"[{name}]",
         namespace=namespace,
     )
 
 
-def _fields(text: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {key: value.strip() for key, _, value in pairs}
+def _content(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - three times as fast
+        return file.read()
 
 
 def listeners(pid: int) -> list[str]:

@@ -52,37 +52,23 @@ def waiting(site: Site, *words: str, options: tuple[str, ...] = OPTIONS) -> Laun
 # --- the job's own end
 
 
-def test_a_normal_end(site: Site) -> None:
-    ended = site.run(*OPTIONS, "end.py", "both")
-    assert ended.code == 0
-    assert site.leftovers() == ""
-
-
-@pytest.mark.parametrize("bound", [(), ("-p", "2")])
-def test_a_rank_raises(site: Site, bound: tuple[str, ...]) -> None:
-    ended = site.run(*OPTIONS, *bound, "end.py", "raise", "1")
+def test_a_rank_raises(site: Site) -> None:
+    ended = site.run(*OPTIONS, "-p", "2", "end.py", "raise", "1")
     assert ended.code == 1
     assert (ended.out + ended.err).count("Traceback") == 1
     assert "ValueError: boom on 1" in ended.err
     last = ended.err[ended.err.index("failed first") :]
-    assert re.search(r"failed first: rank 1 on n[12]: ValueError: boom on 1", last)
+    assert "failed first: rank 1 on n1: ValueError: boom on 1" in last
     assert "end.py" in last
     assert "paceline_agent" not in last
-    assert "Traceback" in (ended.directory / f"logs/{'n1' if bound else 'n2'}/1.log").read_text()
+    assert "Traceback" in (ended.directory / "logs/n1/1.log").read_text()
     assert ended.json("result.json")["first_failure"]["rank"] == 1
 
 
-def test_a_rank_exits_with_a_status(site: Site) -> None:
-    ended = site.run(*OPTIONS, "end.py", "exit", "1")
-    assert ended.code == 7
-    assert "rank 1 on n2: exit status 7" in ended.err
-
-
-@pytest.mark.parametrize(("way", "name"), [("kill", "SIGKILL"), ("segv", "SIGSEGV")])
-def test_a_rank_dies_of_a_signal(site: Site, way: str, name: str) -> None:
-    ended = site.run(*OPTIONS, "end.py", way, "0")
-    assert ended.code == 128 + getattr(signal, name)
-    assert f"rank 0 on n1: killed by {name}" in ended.err
+def test_a_rank_crashes(site: Site) -> None:
+    ended = site.run(*OPTIONS, "end.py", "segv", "0")
+    assert ended.code == 128 + signal.SIGSEGV
+    assert "rank 0 on n1: killed by SIGSEGV" in ended.err
 
 
 def test_the_first_failure_is_named_not_its_echoes(site: Site) -> None:
@@ -101,14 +87,11 @@ def test_what_ranks_leave_behind_is_ended(site: Site) -> None:
 # --- the user's wish
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_a_signal_lets_ranks_save(site: Site, signum: int, code: int) -> None:
+def test_ctrl_c_lets_ranks_save(site: Site) -> None:
     with waiting(site, "save", options=(*OPTIONS, *LONG_GRACE)) as launch:
-        launch.signal(signum)
+        launch.signal(signal.SIGINT)
         ended = launch.end()
-    assert ended.code == code
+    assert ended.code == 130
     assert ended.out.count("saved") == 2
 
 
@@ -190,7 +173,7 @@ def test_interrupted_while_connecting(site: Site) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("after_s", [0.15, 0.3, 0.4, 0.5, 0.6])
+@pytest.mark.parametrize("after_s", [0.3, 0.5])
 def test_interrupted_at_once(site: Site, after_s: float) -> None:
     """Also a rank that is ordered or forked at this very moment hears of it."""
     with site.start(*OPTIONS, "end.py", "echo") as launch:
@@ -211,9 +194,9 @@ def test_interrupted_during_the_import(site: Site) -> None:
 
 
 def test_the_terminal_is_closed(site: Site) -> None:
-    """SIGHUP comes, and nothing can be written any more."""
+    """SIGHUP comes, and nothing can be written any more; ranks save all the same."""
     directory = site.fresh()
-    argv = site.argv("--run-dir", str(directory), *OPTIONS, "end.py", "echo")
+    argv = site.argv("--run-dir", str(directory), *OPTIONS, *LONG_GRACE, "end.py", "save")
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(site.project)
@@ -225,12 +208,14 @@ def test_the_terminal_is_closed(site: Site) -> None:
     os.close(terminal)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 129
+    assert [log.read_text().count("saved") for log in directory.glob("logs/*/[01].log")] == [1, 1]
     assert site.leftovers() == ""
 
 
 def test_nobody_reads_the_output(site: Site) -> None:
     """As with a pager that was not scrolled: the job goes on."""
-    argv = site.argv("--run-dir", str(site.fresh()), *OPTIONS, "end.py", "flood")
+    words = ("--env", "T_BLOCKS=100", "end.py", "flood")
+    argv = site.argv("--run-dir", str(site.fresh()), *OPTIONS, *words)
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     with subprocess.Popen(argv, cwd=site.project, env=env, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as launch:  # fmt: skip
@@ -272,26 +257,6 @@ def test_the_launcher_is_killed(site: Site) -> None:
     assert site.leftovers() == ""
 
 
-@pytest.mark.parametrize("what", [r"import select,sys;", "forkserver"])
-def test_the_agent_or_its_fork_server_is_killed(site: Site, what: str) -> None:
-    with waiting(site, "children") as launch:
-        time.sleep(1.2)
-        site.lab.fault("kill", "n2", what)
-        ended = launch.end()
-    assert ended.code != 0
-    assert "n2" in ended.err
-    assert site.leftovers() == ""
-
-
-def test_the_guard_is_killed(site: Site) -> None:
-    with waiting(site, "children") as launch:
-        site.lab.fault("kill", "n2", " guard ")
-        ended = launch.end()
-    assert ended.code != 0
-    assert "n2" in ended.err
-    assert site.leftovers() == ""
-
-
 def test_a_stopped_agent_goes_on(site: Site) -> None:
     with waiting(site, "save") as launch:
         (agent,) = (pid for pid, line in site.lab.processes("n2") if "import select,sys;" in line)
@@ -304,17 +269,7 @@ def test_a_stopped_agent_goes_on(site: Site) -> None:
     assert ended.out.count("saved") == 2
 
 
-def test_a_host_freezes_before_the_start(site: Site) -> None:
-    with site.start("--lease", "4", "--max-restarts", "0", "train.py") as launch:
-        assert eventually(lambda: _count(site, "n2", "forkserver") > 0)
-        site.lab.fault("freeze", "n2")
-        ended = launch.end()
-    assert ended.code == 1
-    assert "n2" in ended.err
-    assert "Traceback" not in ended.err
-
-
-@pytest.mark.parametrize("fault", ["power-off", "unplug", "freeze"])
+@pytest.mark.parametrize("fault", ["unplug", "freeze"])
 def test_a_host_goes_away(site: Site, fault: str) -> None:
     with waiting(site, "children", options=LOSSES) as launch:
         site.lab.fault(fault, "n2")
@@ -340,10 +295,14 @@ def test_the_first_host_goes_away(site: Site) -> None:
 
 
 def test_two_jobs_at_once_on_the_same_hosts(site: Site) -> None:
-    with site.start("train.py", "0.5") as one, site.start("train.py", "0.5") as two:
+    """One of them might have worlds of its own, and is not blamed for having none."""
+    words = ("--any-world", "train.py", "0.5")
+    with site.start("train.py", "0.5") as one, site.start(*words) as two:
         ends = [one.end(), two.end()]
     assert [ended.code for ended in ends] == [0, 0], ends
     assert all(ended.out.count("sum 3") == 2 for ended in ends)
+    assert [len(ended.events("world joined")) for ended in ends] == [2, 2]
+    assert all("the ranks exchanged" not in ended.err for ended in ends)
     ports = {ended.json("plan.json")["master"]["port"] for ended in ends}
     assert len(ports) == 2
 

@@ -239,7 +239,7 @@ def sets(cluster: tuple[Site, Docker]) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("flavour", ["mpich", "intel", "openmpi"])
+@pytest.mark.parametrize("flavour", ["intel", "openmpi"])
 def test_mpirun_inside_a_matched_set(
     flavour: str, cluster: tuple[Site, Docker], docker: Docker, sets: Callable[..., Path]
 ) -> None:

@@ -173,7 +173,7 @@ def test_the_launcher_is_killed_while_it_dials(site: Site) -> None:
         assert eventually(site.clean)
 
 
-@pytest.mark.parametrize("what", ["launcher", "import select,sys;", " guard "])
+@pytest.mark.parametrize("what", ["launcher", "import select,sys;"])
 def test_what_ends_at_once_also_does_so_on_another_login(site: Site, what: str) -> None:
     with site.start("--no-torch", *LONG_LEASE, "count.py", "100000", str(PAUSE_S)) as launch:
         launch.wait_for("out 9 ", times=2)

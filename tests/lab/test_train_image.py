@@ -89,10 +89,7 @@ def test_same_parameters_at_every_layout(two_hosts: Lab, tmp_path: Path) -> None
     ("args", "words"),
     [
         (["--model", "cnm"], ["cnm", "cnn"]),
-        (["--data", "fashion"], ["fashion", "fashion-mnist"]),
-        (["--augment", "flop"], ["flop", "flip"]),
         (["--epohcs", "3"], ["--epohcs", "--epochs"]),
-        (["--global-batch", "0"], ["--global-batch"]),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(

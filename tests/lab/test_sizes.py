@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 RANKS = 200
 FEW, ENOUGH = 256, 4096  # open files, as a login may be limited
 
@@ -39,15 +37,14 @@ def test_two_hundred_ranks_on_one_host(tmp_path: Path) -> None:
     assert all(log.read_text().startswith(f"rank {log.stem} of") for log in logs)
 
 
-@pytest.mark.parametrize("rank", [5, RANKS - 1])
-def test_one_of_many_fails_and_the_others_end(tmp_path: Path, rank: int) -> None:
-    """Also while most of them have not been started yet."""
-    command = f"[ $RANK = {rank} ] && exit 3; sleep 60"
+def test_one_of_many_fails_and_the_others_end(tmp_path: Path) -> None:
+    """While most of them have not been started yet."""
+    command = "[ $RANK = 5 ] && exit 3; sleep 60"
     words = ["run", "-p", str(RANKS), "--run-dir", "run", "--no-python", "sh", "-c", command]
     ended = paceline(*words, cwd=tmp_path, files=(FEW, ENOUGH))
     assert ended.returncode == 3, ended.stderr
     failure = json.loads((tmp_path / "run" / "result.json").read_text())["first_failure"]
-    assert failure["rank"] == rank
+    assert failure["rank"] == 5
 
 
 def test_more_ranks_than_open_files_allow(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from launches import paceline, project_at
 
+# more ways, without a launcher, are in tests/unit/test_agent_rank_exit.py
 SCRIPTS = {
-    "message": ("import sys; sys.exit('a message')", 1, "a message"),
-    "none": ("import sys; sys.exit(None)", 0, ""),
     "os": ("import os; print('x'); os._exit(5)", 5, ""),
     "large": ("import sys; sys.exit(256 + 9)", 9, ""),
     "syntax": ("def broken(:\n", 1, "SyntaxError"),

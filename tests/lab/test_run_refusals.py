@@ -44,10 +44,6 @@ def refused(ended: Ended, *words: str, code: int = 1) -> None:
 # --- what can be seen from here
 
 
-def test_the_script_is_missing(site: Site) -> None:
-    refused(site.run("tel.py"), "tel.py", "Did you mean tell.py", code=2)
-
-
 def test_too_few_hosts(site: Site) -> None:
     refused(site.run("--nnodes", "3", "tell.py"), "3 nodes", "n1, n2", "--nnodes 2", code=2)
 
@@ -57,10 +53,6 @@ def test_too_few_slots(site: Site, tmp_path: Path) -> None:
     hostfile.write_text("n1 slots=2\nn2 slots=1\n")
     ended = site.run("--no-torch", "-p", "2", "tell.py", hosts=str(hostfile))
     refused(ended, "n2 has 1 slot", "--nproc-per-node 1", code=2)
-
-
-def test_a_variable_to_forward_is_not_there(site: Site) -> None:
-    refused(site.run("--env", "T_NOWHERE", "tell.py"), "T_NOWHERE", code=2)
 
 
 def test_a_host_file_that_is_not_there(site: Site) -> None:
@@ -298,12 +290,6 @@ def test_a_program_that_is_not_there(site: Site) -> None:
     assert ended.code == 127
     assert "no-such-program-anywhere" in ended.err
     assert "Traceback" not in ended.err
-
-
-def test_a_module_that_is_not_there(site: Site) -> None:
-    ended = site.run("--no-torch", "-m", "no_such_module")
-    assert ended.code == 1
-    assert "no_such_module" in ended.err
 
 
 # --- disks

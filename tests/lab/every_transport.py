@@ -40,12 +40,6 @@ class EveryTransport:
         own = {name for name in contents(found) if not name.startswith("slurm-")} - BATCH_FILES
         assert own == contents(reference(transport.site))
 
-    def test_a_rank_raises(self, transport: Transport) -> None:
-        ended = transport.run("--no-torch", "-p", "1", "end.py", "raise", "1")
-        assert ended.code == 1, ended.err
-        assert "failed first: rank 1 on n2: ValueError: boom on 1" in both(ended), both(ended)
-        assert both(ended).count("Traceback") == 1
-
     def test_a_rank_is_killed(self, transport: Transport) -> None:
         ended = transport.run("--no-torch", "-p", "1", "end.py", "kill", "1")
         assert ended.code == 128 + signal.SIGKILL, ended.err

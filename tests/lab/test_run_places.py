@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -43,20 +44,16 @@ def together(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_code_that_is_not_there_is_shipped(apart: Site) -> None:
-    ended = apart.run("--no-torch", "tell.py")
-    assert ended.code == 0, ended.err
-    assert {node["code"] for node in ended.json("plan.json")["nodes"]} == {"shipped"}
+    """To the place that a plan names."""
+    words = ("--no-torch", "--master-port", "29873", "tell.py")
+    planned, ended = apart.run("--plan", "--json", *words), apart.run(*words)
+    assert (planned.code, ended.code) == (0, 0), planned.err + ended.err
+    plan, ran = json.loads(planned.out), ended.json("plan.json")
+    assert {node["code"] for node in ran["nodes"]} == {"shipped"}
     for rank in range(2):
         said = ended.said(rank)
         assert said["cwd"] == said["path0"] != str(apart.project)
         assert said["file"] == f"{said['cwd']}/tell.py"
-
-
-def test_a_plan_names_the_place_to_which_code_is_shipped(apart: Site) -> None:
-    words = ("--no-torch", "--master-port", "29873", "tell.py")
-    planned = apart.run("--plan", "--json", *words)
-    assert planned.code == 0, planned.err
-    plan, ran = json.loads(planned.out), apart.run(*words).json("plan.json")
     assert all("tell.py" in one.pop("typed")["command"] for one in (plan, ran))
     told, did = (json.dumps(one).replace(one["run_id"], "RUN") for one in (plan, ran))
     assert told == did
@@ -91,12 +88,18 @@ def test_names_of_any_bytes_are_shipped(apart: Site, tmp_path: Path) -> None:
     with open(bytes(project) + b"/" + odd, "wb") as file:  # noqa: PTH123
         file.write(b"here")
     (project / "ü b.py").write_text("import os\nprint(sorted(map(ascii, os.listdir('.'))))\n")
-    for init in ([], ["git", "init", "-q"]):
-        if init:
-            subprocess.run(init, cwd=project, check=True)
-        ended = apart.run("--no-torch", "ü b.py", cwd=project)
-        assert ended.code == 0, ended.err
-        assert ended.lines(1)[0].count("vu") == 1
+    ended = apart.run("--no-torch", "ü b.py", cwd=project)
+    assert ended.code == 0, ended.err
+    assert ended.lines(1)[0].count("vu") == 1
+    # what git ignores stays here
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    (project / ".gitignore").write_text("data/\n")
+    (project / "data").mkdir()
+    (project / "data" / "huge.bin").write_text("x")
+    ended = apart.run("--no-torch", "ü b.py", cwd=project)
+    assert ended.code == 0, ended.err
+    assert ended.lines(1)[0].count("vu") == 1
+    assert "data" not in ended.lines(1)[0]
 
 
 def test_data_are_sent_where_they_lack(apart: Site, tmp_path: Path) -> None:
@@ -155,21 +158,6 @@ def test_weights_are_sent_where_they_lack(apart: Site, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trained/config.json").read_text())["options"]["weights"] == file
 
 
-def test_what_git_ignores_stays_here(apart: Site, tmp_path: Path) -> None:
-    project = tmp_path / "tracked"
-    project.mkdir()
-    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
-    (project / ".gitignore").write_text("data/\n")
-    (project / "data").mkdir()
-    (project / "data" / "huge.bin").write_text("x")
-    (project / "look.py").write_text("import os\nprint(sorted(os.listdir('.')))\n")
-    ended = apart.run("--no-torch", "look.py", cwd=project)
-    assert ended.code == 0, ended.err
-    assert "look.py" in ended.lines(1)[0]
-    assert "huge" not in ended.lines(1)[0]
-    assert "data" not in ended.lines(1)[0]
-
-
 def test_shipping_can_be_forbidden(apart: Site) -> None:
     ended = apart.run("--no-torch", "--ship", "never", "tell.py")
     assert ended.code == 1
@@ -190,20 +178,9 @@ def test_new_files_come_back(apart: Site) -> None:
     assert not (ended.directory / "files/n2/end.py").exists()
     assert not (ended.directory / "files/n1").exists()
     assert (ended.directory / "kept-0.txt").read_text() == "kept\n"
-
-
-def test_nothing_of_the_run_stays_on_the_hosts(apart: Site) -> None:
-    apart.run("--no-torch", "end.py", "write")
-    for host in apart.lab.names:
+    for host in apart.lab.names:  # nothing of the run stays there
         jobs = apart.lab.home(host) / ".cache/paceline/jobs"
         assert not jobs.exists() or not list(jobs.iterdir())
-
-
-def test_equal_code_is_used_in_place(together: Site) -> None:
-    ended = together.run("--no-torch", "tell.py")
-    assert ended.code == 0, ended.err
-    assert {n["code"] for n in ended.json("plan.json")["nodes"]} == {"verified equal"}
-    assert ended.said(1)["cwd"] == str(together.project)
 
 
 @pytest.fixture
@@ -246,6 +223,7 @@ def test_the_launcher_is_one_of_the_hosts(together: Site, inside: str) -> None:
     before = {name: logins(together, name) for name in together.lab.names}
     ended = together.run("--no-torch", "tell.py", inside=inside)
     assert ended.code == 0, ended.err
+    assert ended.said(1)["cwd"] == str(together.project)
     for rank, host in enumerate(together.lab.names):
         place = ended.said(rank)["place"]
         assert (place["PACELINE_HOST"], place["MASTER_ADDR"]) == (host, together.lab.address("n1"))
@@ -262,13 +240,9 @@ def test_from_inside_and_outside_the_same_is_planned(together: Site) -> None:
     plans = [together.run("--plan", "--json", "tell.py", inside=i) for i in (None, "n1")]
 
     assert plans[0].code == 0, plans[0].err
-    assert essence(json.loads(plans[0].out)) == essence(json.loads(plans[1].out))
-
-
-def test_training_from_inside(together: Site) -> None:
-    ended = together.run("train.py", inside="n1")
-    assert ended.code == 0, ended.err
-    assert ended.out.count("sum 3") == 2
+    outside, inside = (json.loads(plan.out) for plan in plans)
+    assert essence(outside) == essence(inside)
+    assert {node["code"] for node in outside["nodes"]} == {"verified equal"}
 
 
 def test_this_machine_alone_needs_no_network(together: Site) -> None:
@@ -288,17 +262,27 @@ NOISES = {
 }
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_noisy_start_up_files_do_no_harm(together: Site, noise: str) -> None:
-    start_up = together.lab.home("n2") / ".bashrc"
-    start_up.write_text(NOISES[noise])
+@contextlib.contextmanager
+def start_up_files(site: Site, *texts: str) -> Iterator[None]:
+    """Lets the shells of n1 and n2 read these at the login, for a while."""
+    files = [site.lab.home(name) / ".bashrc" for name in site.lab.names]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
     try:
-        ended = together.run("--no-torch", "tell.py", "x")
+        yield
     finally:
-        start_up.unlink()
+        for file in files:
+            file.unlink()
+
+
+@pytest.mark.parametrize("noises", [("prints", "binary"), ("returns", "endless line")])
+def test_noisy_start_up_files_do_no_harm(together: Site, noises: tuple[str, str]) -> None:
+    with start_up_files(together, *map(NOISES.__getitem__, noises)):
+        ended = together.run("--no-torch", "tell.py", "x")
     assert ended.code == 0, ended.err
     assert ended.said(1)["argv"] == [b"x".hex()]
-    assert "start-up files of n2" in ended.err
+    for host in together.lab.names:
+        assert f"start-up files of {host}" in ended.err
 
 
 NO_LOGIN = {
@@ -314,25 +298,17 @@ NO_LOGIN = {
 def test_a_start_up_file_that_keeps_python_from_starting_is_named(
     together: Site, line: str
 ) -> None:
-    start_up = together.lab.home("n2") / ".bashrc"
-    start_up.write_text(line + "\n")
-    try:
+    with start_up_files(together, "true\n", f"{line}\n"):
         ended = together.run("--no-torch", "tell.py")
-    finally:
-        start_up.unlink()
     assert ended.code == 1
     for words in ("n2", *NO_LOGIN[line]):
         assert words in ended.err
     assert "Traceback" not in ended.err
 
 
-def test_a_start_up_file_may_read_one_line(together: Site) -> None:
-    start_up = together.lab.home("n2") / ".bashrc"
-    start_up.write_text("read -r answer\n")
-    try:
+def test_start_up_files_may_read_one_line(together: Site) -> None:
+    with start_up_files(together, "read -r answer\n", "read -r answer\n"):
         ended = together.run("--no-torch", "tell.py")
-    finally:
-        start_up.unlink()
     assert ended.code == 0, ended.err
 
 

@@ -87,16 +87,21 @@ def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site)
 
 
 def test_a_killed_agent(site: Site) -> None:
-    with running(site, "end.py", "echo") as launch:
+    with running(site, "end.py", "children") as launch:
+        lines = [line for _, line in site.lab.processes("n2")]
         os.kill(site.pid("n2", "import select,sys;"), signal.SIGKILL)
         ended = launch.end()
+    # ranks can be told apart
+    assert [line for line in lines if "end.py" in line] == [
+        "python end.py children [rank 1 of 2, n2]"
+    ], lines
     assert "failed first: n2: the connection to n2 ended: the agent was killed by SIGKILL" in (
         ended.err
     )
 
 
 def test_a_killed_guard(site: Site) -> None:
-    with running(site, "end.py", "save") as launch:
+    with running(site, "end.py", "children") as launch:
         os.kill(site.pid("n2", " guard "), signal.SIGKILL)
         ended = launch.end()
     assert re.search(r"failed first: n2: its guard .* was killed; the agent ended", ended.err)
@@ -128,7 +133,7 @@ def test_a_host_goes_away_while_starting(site: Site) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
-    with running(site, "--max-restarts", "1", "end.py", "echo") as launch:
+    with running(site, "--max-restarts", "1", "end.py", "children") as launch:
         os.kill(site.pid("n2", "forkserver"), signum)
         launch.wait_for("waiting", times=4)
         launch.signal(signal.SIGINT)
@@ -136,19 +141,6 @@ def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
     assert ended.code == 130
     how = "killed by SIGKILL" if signum == signal.SIGKILL else "stood still"
     assert re.search(f"n2: the fork server .*{how}.*; starting all nodes again, 1 of 1", ended.err)
-
-
-# --- who is who
-
-
-def test_ranks_can_be_told_apart(site: Site) -> None:
-    with running(site, "-p", "1", "end.py", "echo", "7") as launch:
-        lines = [line for _, line in site.lab.processes("n2")]
-        assert [line for line in lines if "end.py" in line] == [
-            "python end.py echo 7 [rank 1 of 2, n2]"
-        ], lines
-        launch.signal(signal.SIGINT)
-        launch.end()
 
 
 # --- ranks that end before their time
@@ -246,31 +238,7 @@ def test_a_host_that_comes_back_is_joined_again(site: Site) -> None:
     assert "n2 is back; starting all nodes again, 1 of 1" in ended.err
 
 
-# --- ranks that stand still, and what is no hang (for hangs see test_hangs.py)
-
-
-def told(launch: Launch, text: str) -> None:
-    """Waits until it is."""
-    assert eventually(lambda: text in launch.err), launch.err
-
-
-def test_a_stopped_rank_is_told_of(site: Site) -> None:
-    with running(site, "end.py", "echo") as launch:
-        rank = site.pid("n2", "rank 1 of 2")
-        os.kill(rank, signal.SIGSTOP)
-        told(launch, "rank 1 on n2 is frozen: stopped by a signal")
-        os.kill(rank, signal.SIGCONT)
-        launch.signal(signal.SIGINT)
-        assert launch.end().code == 130
-
-
-def test_a_stopped_rank_of_a_session_is_replaced(site: Site) -> None:
-    with training(site, "steps.py") as launch:
-        os.kill(site.pid("n2", "rank 1 of 2"), signal.SIGSTOP)
-        told(launch, "rank 1 on n2 stood still, stopped by a signal (SIGSTOP): it was ended")
-        told(launch, "rank 1 on n2 is back after")
-        launch.signal(signal.SIGINT)
-        assert launch.end().code == 130
+# --- what is no hang (for hangs see test_hangs.py)
 
 
 def test_work_of_one_rank_alone_is_no_hang(site: Site) -> None:

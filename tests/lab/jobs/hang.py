@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 kind, ways = sys.argv[1], sys.argv[2:] or ["sleep", "pipe", "child", "worker", "extra"]
-STEPS = {way: 150 + 100 * n for n, way in enumerate(ways)}
+STEPS = {way: 40 + 40 * n for n, way in enumerate(ways)}
 BATCH = 8
 RELEASE = signal.SIGRTMIN  # others have a meaning to a session or its workers
 odd = os.environ["RANK"] == "1" and "PACELINE_NEWCOMER" not in os.environ

@@ -64,18 +64,24 @@ def weights(text: str) -> list[str]:
     return re.findall(r"weights (\S+) after", text)
 
 
-def test_a_node_is_lost_and_comes_back(site: Site) -> None:
+def test_begins_with_the_least_takes_in_who_is_late_and_outlives_a_loss(site: Site) -> None:
     """Rank 0's: the other goes on from the script's own checkpoint, and takes it in again."""
+    site.lab.fault("power-off", "n2")
+    alone, together = "rank 0 of 1, node 0 of 1", "rank 1 of 2, node 1 of 2"
     with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
-        job.wait_for("from step 0", times=2)
+        job.wait_for(f"{alone}, restart 0 of 0")
+        assert "starting with 1 of 2 hosts, without n2 (" in job.err
+        site.lab.undo("power-off", "n2")
+        job.wait_for(f"{together}, restart 0 of 0")
         time.sleep(0.5)
         site.lab.fault("power-off", "n1")
-        job.wait_for("rank 0 of 1, node 0 of 1, restart 0 of 0")
+        job.wait_for(f"{alone}, restart 0 of 0", times=2)
         site.lab.undo("power-off", "n1")
-        job.wait_for("rank 1 of 2, node 1 of 2, restart 0 of 0", times=2)
+        job.wait_for(f"{together}, restart 0 of 0", times=2)
         ended = over(site, job)
     assert ended.code == 0, ended.err
     assert len(weights(ended.out)) == 1
+    assert "n2 is here; starting all nodes again" in ended.err
     assert re.search(r"n1: .*; going on with n2; starting all nodes again\n", ended.err)
     assert "paceline: n1 is back; starting all nodes again\n" in ended.err
     assert places(ended.out)[-2:].count("rank 0 of 2, node 0 of 2, restart 0 of 0") == 1
@@ -93,17 +99,6 @@ def test_a_spare_takes_over(site: Site) -> None:
         ended = over(site, job)
     assert ended.code == 0, ended.err
     assert "going on with n1, n3; starting all nodes again" in ended.err
-
-
-def test_begins_with_the_least_and_takes_in_who_is_late(site: Site) -> None:
-    site.lab.fault("power-off", "n2")
-    with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
-        job.wait_for("rank 0 of 1")
-        assert "starting with 1 of 2 hosts, without n2 (" in job.err
-        site.lab.undo("power-off", "n2")
-        job.wait_for("rank 1 of 2")
-        ended = interrupted(job)
-    assert "n2 is here; starting all nodes again" in ended.err
 
 
 def test_too_few_are_waited_for_and_named(site: Site) -> None:
@@ -190,18 +185,16 @@ def test_a_killed_rank_starts_again_without_another_import(site: Site, capsys: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trainer", "lightning"])
-def test_a_framework_with_checkpoints_of_its_own(site: Site, name: str) -> None:
+def test_a_framework_with_checkpoints_of_its_own(site: Site) -> None:
     """A node is powered off: the rest goes on from the last checkpoint and ends the job."""
     if not FRAMEWORKS.is_dir():
         missing("lightning and transformers are not installed")
     options = ["--lease", "8", "--nnodes", "1:2"]
     env = ["--env", "HF_HUB_OFFLINE=1", "--env", f"PYTHONPATH={FRAMEWORKS}"]
-    words = [f"own_{name}.py", str(site.project), "60"]
+    words = ["own_lightning.py", str(site.project), "60"]
     with launch(site, "n1,n2", *options, *env, *words) as job:
-        job.wait_for("from step 0", times=2)
-        kept = site.project / name
-        assert eventually(lambda: any(kept.glob("*"))), job.err
+        job.wait_for("from step 0 of 2 ranks", times=2)
+        assert eventually((site.project / "lightning" / "last.ckpt").exists), job.err
         site.lab.fault("power-off", "n2")
         ended = job.end(TEST_LIMIT_S)
     assert ended.code == 0, ended.out + ended.err

@@ -17,7 +17,7 @@ class Model(lightning.LightningModule):
         self.layer = torch.nn.Linear(4, 1)
 
     def on_train_start(self) -> None:
-        print(f"from step {self.global_step}", flush=True)
+        print(f"from step {self.global_step} of {self.trainer.world_size} ranks", flush=True)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         time.sleep(0.05)

@@ -20,6 +20,8 @@ from paceline.lab import Lab
 JOBS = Path(__file__).with_name("jobs")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TEST_LIMIT_S = 150.0
+# what a command gets that is typed on a host; reports have tests of their own (see conftest.py)
+OURS = {"PYTHONPATH": str(SOURCE), "PACELINE_OPT_REPORT": "no"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Site:
     def _popen(self, argv: Sequence[str | bytes], inside: str | None,
                env: Mapping[str, str | bytes] | None,
                cwd: Path | None) -> subprocess.Popen[bytes]:  # fmt: skip
-        mine: dict[str, Any] = {"PYTHONPATH": str(SOURCE), **(env or {})}
+        mine: dict[str, Any] = {**OURS, **(env or {})}
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
                                  "stderr": subprocess.PIPE}  # fmt: skip
         folder = cwd or self.project

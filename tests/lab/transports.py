@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Ended, Site, eventually, project_at
+from launches import OURS, PATIENCE_S, TEST_LIMIT_S, Ended, Site, eventually, project_at
 
 # where tools/system-parts.sh puts what is not a Debian package
 PARTS = Path(os.environ.get("PACELINE_TEST_PARTS", "/opt/paceline-test"))
@@ -81,7 +80,7 @@ class Transport:
     def popen(self, verb: str, directory: Path, *words: str) -> subprocess.Popen[str]:
         return self.site.lab.popen(
             self.host, self.argv(verb, directory, *words), cwd=self.site.project,
-            env={"PYTHONPATH": str(SOURCE), **(self.env or {})},
+            env={**OURS, **(self.env or {})},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             errors="replace",
         )  # fmt: skip
@@ -111,29 +110,12 @@ class Transport:
 
     def verb(self, *words: str) -> str:
         """What ``paceline WORDS`` says, typed in another terminal of the same host."""
-        env = {"PYTHONPATH": str(SOURCE), **(self.env or {})}
+        env = {**OURS, **(self.env or {})}
         argv = [sys.executable, "-m", "paceline", *words]
         done = self.site.lab.exec(
             self.host, argv, env=env, timeout=PATIENCE_S, check=True, cwd=self.site.project
         )
         return done.stdout
-
-    def forecasts(self) -> None:
-        """``paceline forecast`` tries the image recipe on one host and on both."""
-        env = {"PYTHONPATH": str(SOURCE), **(self.env or {})}
-        words = ["forecast", *self.options, "--out", str(self.site.fresh()), "-p", "1"]
-        argv = [sys.executable, "-m", "paceline", *words, "--seconds", "0", "--json", "image"]
-        done = self.site.lab.exec(
-            self.host, argv, env=env, timeout=2 * TEST_LIMIT_S, cwd=self.site.project
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)["forecasts"]
-        alone, both = (one["names"] for one in found)
-        assert alone in (["n1"], ["n2"])  # the one that was quicker
-        assert sorted(both) == ["n1", "n2"]
-        assert all(one["seconds"] > 0 for one in found)
-        # Beside other tests steps may differ too much to forecast by, and that is said.
-        assert all(not one["declined"] or "a busy host" in one["declined"] for one in found)
 
     def waits(self, directory: Path, ranks: int) -> bool:
         """Until so many ranks have written that they wait."""

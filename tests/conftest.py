@@ -24,9 +24,9 @@ from paceline.lab import Lab, LabOptions
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
 LONGEST = (  # files of labs, by the seconds that they take
-    "test_slurm", "test_matrix", "test_documents_run", "test_hangs", "test_mpi", "test_elastic",
-    "test_reference_runs", "test_coming_from", "test_attribution", "test_losses", "test_detach",
-    "test_check", "test_explain", "test_by_hand", "test_docker", "test_recovery",
+    "test_slurm", "test_matrix", "test_documents_run", "test_hangs", "test_elastic",
+    "test_reference_runs", "test_coming_from", "test_attribution", "test_detach", "test_mpi",
+    "test_losses", "test_check", "test_explain", "test_by_hand", "test_docker", "test_recovery",
     "test_interrupts", "test_come_back", "test_minimal_recipes", "test_soak", "test_joining",
     "test_resume", "test_queued", "test_run_words", "test_run_places", "test_run_endings",
     "test_outlive", "test_run_refusals", "test_warm", "test_attach", "test_launch_function",

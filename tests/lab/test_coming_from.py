@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Site
+from launches import OURS, Site
 from slurmlab import Slurm, slurm_on
-from transports import PARTS, Transport, fetched, missing, site_in
+from transports import PARTS, Transport, fetched, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -27,7 +27,6 @@ IMAGENET = PARTS / "scripts" / "pytorch-examples" / "imagenet" / "main.py"
 TORCHVISION = (Path(__file__).with_name("cpu_torchvision"), PARTS / "torchvision")
 SEPARATE_MODELS = "the ranks exchanged no gradients"
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from.md"
-FRAMEWORKS = PARTS / "frameworks"
 
 
 @pytest.fixture(scope="module")
@@ -69,46 +68,16 @@ def site(cluster: tuple[Site, Slurm]) -> Site:
     return cluster[0]
 
 
-def over_two(site: Site, script: str, *words: str) -> list[str]:
-    """The lines of a script on two hosts, sorted."""
-    if script.startswith("with_") and not FRAMEWORKS.is_dir():
-        missing("lightning and transformers are not installed")
-    options = ("-H", "n1,n2", "-p", "1", "--env", f"PYTHONPATH={FRAMEWORKS}")
-    transport = Transport(site, options, env={"HF_HUB_OFFLINE": "1"})
-    ended = transport.run(script, *words)
-    assert ended.code == 0, ended.err
-    return sorted(line.split("] ", 1)[1] for line in ended.out.splitlines())
-
-
-def test_a_script_that_spawns_its_ranks(site: Site) -> None:
-    """One start a node; the ranks meet at the address that the launcher holds."""
-    env = ("--dist-url", "env://", "--dist-backend", "gloo")
-    lines = over_two(site, "main.py", *env, "--multiprocessing-distributed")
-    assert lines == [f"spawned {rank} of 4" for rank in range(4)]
-
-
 def test_a_script_with_an_address_of_its_own(site: Site) -> None:
     """It opens the store itself: under a launcher that says it holds one, it would wait forever."""
     address = f"tcp://{site.lab.address('n1')}:23457"
     typed = f"exec {sys.executable} main.py --dist-url {address} --dist-backend gloo"
     typed += " --multiprocessing-distributed --world-size 2 --rank $RANK data"
-    lines = over_two(site, "--no-python", "sh", "-c", typed)
+    transport = Transport(site, ("-H", "n1,n2", "-p", "1"))
+    ended = transport.run("--no-python", "sh", "-c", typed)
+    assert ended.code == 0, ended.err
+    lines = sorted(line.split("] ", 1)[1] for line in ended.out.splitlines())
     assert lines == [f"spawned {rank} of 4" for rank in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("script", "line"),
-    [
-        ("with_lightning.py", "lightning {} of 2 steps 4"),
-        ("with_trainer.py", "trainer {} of 2 steps 4"),
-    ],
-)
-def test_a_framework(site: Site, script: str, line: str) -> None:
-    """For Accelerate see ``test_public_scripts.py``."""
-    found = over_two(site, script)
-    assert [one for one in found if one.startswith(line.split()[0])] == [
-        line.format(rank) for rank in range(2)
-    ]
 
 
 # --- the guide
@@ -144,7 +113,7 @@ SAYS = {  # how a command begins → what it says
     "paceline run --via slurm --nnodes 2 --gpus v100:4": trained_as(4),
 }
 # the length of a training is cut, and nothing else
-SHORTER = {"paceline train ": ["--steps", "3"]}
+SHORTER = {"paceline train ": ["--steps", "1"]}
 TRAINING = next(text for text in commands() if "--run-dir output" in text)
 LADDER = next(text for text in commands() if "bench scaling" in text)
 
@@ -186,7 +155,10 @@ def test_the_imagenet_line(cluster: tuple[Site, Slurm]) -> None:
 
 
 def test_our_stand_in_for_the_imagenet_line(cluster: tuple[Site, Slurm]) -> None:
-    """It meets as the published one does, and like that does not wrap its model on CPUs."""
+    """One start a node, which spawns its ranks; they meet at the address that the launcher holds.
+
+    As the published one on CPUs, it does not wrap its model.
+    """
     _, done = imagenet_line(cluster, SCRIPTS / "main.py")
     assert [f"spawned {rank} of 4" in done.stdout for rank in range(4)] == [True] * 4
     assert SEPARATE_MODELS in done.stderr
@@ -202,7 +174,8 @@ def imagenet_line(
     shutil.copy(script, folder)
     shutil.copy(site.project / "hostfile", folder)
     env = variables(slurm)
-    env["PYTHONPATH"] = ":".join(map(str, (env["PYTHONPATH"], *TORCHVISION)))
+    libraries = TORCHVISION if script == IMAGENET else ()  # which every Python there would import
+    env["PYTHONPATH"] = ":".join(map(str, (env["PYTHONPATH"], *libraries)))
     words = [sys.executable, "-m", *shlex.split(IMAGENET_LINE), "--epochs", "1", *more]
     # two hosts that share the CPUs, see the lab's page
     words[4:4] = ["--env", "PYTHONPATH", "--env", "OMP_NUM_THREADS=1"]
@@ -228,7 +201,7 @@ def test_every_line_of_the_guide_has_its_output_checked() -> None:
 
 def variables(slurm: Slurm) -> dict[str, str]:
     folder = Path(sys.executable).parent
-    return {**slurm.env, "PYTHONPATH": str(SOURCE), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return {**slurm.env, **OURS, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def test_the_ladder_agrees_with_a_stopwatch(cluster: tuple[Site, Slurm]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from paceline.lab import Lab, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+TRAIN = REPOSITORY / "tests/train"
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
 LONGEST = (  # files of labs, by the seconds that they take
     "test_slurm", "test_matrix", "test_documents_run", "test_hangs", "test_elastic",
@@ -85,12 +87,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _marked_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _marked_session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """A mark for what tests start, and a place of our own for what the user trusts."""
     mine = {MARK: f"{os.getpid()}", "XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("config"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in mine.items():
             patch.setenv(name, value)
+        if (ranks := sys.modules.get("ranks")) and any(
+            item.path.parent == TRAIN for item in request.session.items
+        ):
+            ranks.start_fork_server()  # before a test, which would seem to leave it behind
         yield
 
 

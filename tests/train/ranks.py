@@ -1,18 +1,45 @@
-"""Runs a script on N local ranks without any launcher of ours."""
+"""Runs a script on N local ranks without any launcher of ours.
+
+Ranks are forked from a process that has imported PyTorch, which saves each of them two seconds of
+a CPU. It lives as long as the test session; ``conftest.py`` starts it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import multiprocessing
+import multiprocessing.forkserver
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 SRC = Path(__file__).parents[2] / "src"
 LIMIT_S = 550.0  # a busy machine is slow, and what hangs is to end before pytest ends the test
+
+
+FORKED = multiprocessing.get_context("forkserver")
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "paceline.train.session",
+]
+
+
+def start_fork_server() -> None:
+    """Starts the process that ranks are forked from, unless it runs."""
+    FORKED.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
 
 
 @dataclass(frozen=True)
@@ -95,8 +122,73 @@ def run(
     timeout: float = LIMIT_S,
     extra: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Runs ``python ARGV`` on ``size`` ranks to its end."""
-    return finish(start(size, argv, folder, extra), folder, timeout)
+    """Runs ``python ARGV`` on ``size`` ranks, which are forked, to its end."""
+    port = free_port()
+    return _run_forked(
+        argv, [environment(rank, size, port, extra) for rank in range(size)], folder, timeout
+    )
+
+
+def run_script(argv: Sequence[str], folder: Path, timeout: float = LIMIT_S) -> Ended:
+    """Runs ``python ARGV``, forked, in a process that is no rank; it must succeed."""
+    (ended,) = _run_forked(argv, [dict(os.environ)], folder, timeout)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def _run_forked(
+    argv: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path, timeout: float
+) -> list[Ended]:
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout
+    processes = []
+    for rank, environ in enumerate(environments):
+        args = [*argv], dict(environ), folder / f"{rank}.out", folder / f"{rank}.err"
+        processes.append(FORKED.Process(target=_become, args=args))
+        processes[-1].start()
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    late = [process for process in processes if process.exitcode is None]
+    for process in late:
+        process.kill()
+        process.join()
+    statuses = [process.exitcode or 0 for process in processes]
+    for process in processes:
+        process.close()
+    ended = [
+        Ended(status, _text(folder / f"{rank}.out"), _text(folder / f"{rank}.err"))
+        for rank, status in enumerate(statuses)
+    ]
+    assert not late, f"killed after {timeout:.0f} s: " + "\n".join(one.err for one in ended)
+    return ended
+
+
+def _become(argv: list[str], environ: dict[str, str], out: Path, err: Path) -> None:
+    """Makes this process what ``python ARGV`` is."""
+    multiprocessing.set_start_method(None, force=True)  # data workers are not FORKED as this was
+    gc.freeze()  # or each collection would copy the pages of all that was imported
+    for path, number in ((out, 1), (err, 2)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        elif argv[0] == "-c":
+            sys.argv = ["-c", *argv[2:]]
+            exec(argv[1], {"__name__": "__main__"})
+        else:
+            sys.argv = argv
+            sys.path.insert(0, str(Path(argv[0]).parent))
+            runpy.run_path(argv[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:  # as an interpreter ends, and a process of multiprocessing does not
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def run_ok(

@@ -400,8 +400,15 @@ mkdir -p folder/a .triton .cache && mount -t tmpfs -o ro x folder && mkdir -p sy
 printf 'print(1)\\n' > script && date > file && export HOME=/mnt
 sudo() { "$@"; }
 """
+TORCH_CODE = re.compile(r"""python -c ["'](import torch.*)["']""")
 # of one command: what its text names, and what is there
 HERE = {"/tmp": "/mnt", "./folder/*": "/mnt/*"}
+
+
+@cache
+def can_make_namespaces() -> bool:
+    argv = ["unshare", "-mnip", "--fork", "true"]
+    return subprocess.run(argv, capture_output=True).returncode == 0
 
 
 def sandboxed(command: str) -> subprocess.CompletedProcess[str]:
@@ -414,12 +421,15 @@ def sandboxed(command: str) -> subprocess.CompletedProcess[str]:
                     if all(name in RUN for name, _ in _programs(span))])  # fmt: skip
 def test_shell_commands_run(span: str) -> None:
     """No program refuses its arguments; what it finds in the sandbox does not matter."""
-    if subprocess.run(["unshare", "-mnip", "--fork", "true"], capture_output=True).returncode:
+    command = filled(span)
+    if code := TORCH_CODE.fullmatch(command):
+        exec(code[1], {})  # here, where torch is imported
+        return
+    if not can_make_namespaces():
         pytest.skip("no namespaces can be made here")
     if not all(shutil.which(name.split()[-1]) or name in ("case", "export", "ulimit")
                for name, _ in _programs(span)):  # fmt: skip
         return
-    command = filled(span)
     for text, here in HERE.items():
         command = command.replace(text, here)
     if command.startswith("case"):

@@ -1,4 +1,4 @@
-"""Two ranks of gloo, and a stranger that puts itself between them by the open store.
+"""Run by the tests: two ranks of gloo, and a stranger that comes between them by the store.
 
 The ranks are at 127.0.0.1, the stranger at 127.0.0.2. What each rank met is a line of JSON.
 """
@@ -11,13 +11,14 @@ import os
 import select
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import forking
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -51,6 +52,24 @@ def rank(number: int, port: int) -> None:
     sys.stdout.write(f"{json.dumps(told)}\n")  # at once: the other rank writes there too
     sys.stdout.flush()
     os._exit(0)
+
+
+class Waiting:
+    """The process of a rank, forked before there are threads; begins when it is told a port."""
+
+    def __init__(self, number: int, body: Callable[[int, int], object]) -> None:
+        hears, self._tells = os.pipe()
+
+        def wait() -> None:
+            os.close(self._tells)
+            body(number, int(os.read(hears, 16)))
+
+        self.pid = forking.forked({}, wait)
+        os.close(hears)
+
+    def begin(self, port: int) -> None:
+        os.write(self._tells, str(port).encode())
+        os.close(self._tells)
 
 
 def place(published: bytes) -> int:
@@ -96,18 +115,16 @@ def relay(source: socket.socket, target: socket.socket) -> None:
 
 
 def main() -> None:
+    ranks = [Waiting(number, rank) for number in (0, 1)]
     store = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
-
-    def start(number: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, __file__, str(number), str(store.port)])
-
     with socket.create_server((STRANGER, 0)) as listener:
-        running, published = [start(0)], dict[int, bytes]()
+        ranks[0].begin(store.port)
+        published = dict[int, bytes]()
         published[0] = wait_for(store, KEYS[0])
         ours = forged(published[0], listener.getsockname()[1])
         for key in KEYS:  # of rank 1 before it has one
             store.set(key, ours)
-        running.append(start(1))
+        ranks[1].begin(store.port)
         published[1] = wait_for(store, KEYS[1], ours)
         between = connect(listener, published)
         pumps = [
@@ -115,8 +132,7 @@ def main() -> None:
         ]
         for pump in pumps:
             pump.start()
-        for process in running:
-            process.wait(100)
+        forking.finish([process.pid for process in ranks], 100)
         for connection in between.values():
             connection.close()
         for pump in pumps:
@@ -125,13 +141,10 @@ def main() -> None:
 
 def call_first(*, says_numbers: bool) -> None:
     """Calls rank 0's device before rank 1 does, and may say the numbers that it waits for."""
+    ranks = [Waiting(number, rank) for number in (0, 1)]
     store = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
-
-    def start(number: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, __file__, str(number), str(store.port)])
-
     with contextlib.ExitStack() as held:
-        running = [start(0)]
+        ranks[0].begin(store.port)
         published = wait_for(store, KEYS[0])
         (port,) = struct.unpack_from(">H", published, place(published))
         for number in range(4):
@@ -139,15 +152,58 @@ def call_first(*, says_numbers: bool) -> None:
             held.enter_context(there)
             if says_numbers:
                 there.sendall(number.to_bytes(8, "little"))
-        running.append(start(1))
-        for process in running:
-            process.wait(100)
+        ranks[1].begin(store.port)
+        forking.finish([process.pid for process in ranks], 100)
+
+
+def joins(number: int, port: int) -> None:
+    """One of two ranks, the first of which holds the store by itself."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", PACELINE_ADDRESSES="127.0.0.1")
+    peer_filters._LOOPBACK = ()
+    told: dict[str, Any] = {"rank": number, "found": [], "joined": False}
+    gloo_peers.install(distributed_c10d, told["found"].append, lambda _: None)
+    # torch splits "gloo" once for CPUs and once for GPUs, with the same keys, and may hang
+    dist.init_process_group(
+        "cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2
+    )
+    time.sleep(number)  # who splits a group first calls the other, which takes no calls yet
+    part = distributed_c10d._get_default_group().split_group([0, 1], None, None, "part", "part")
+    part.allreduce([torch.ones(1)]).wait()
+    told["joined"] = True
+    sys.stdout.write(f"{json.dumps(told)}\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def is_shut_out(port: int) -> bool:
+    """Whether a connection from elsewhere is closed at once, or does not come about."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1, (STRANGER, 0)) as calling:
+            return calling.recv(1) == b""
+    except ConnectionRefusedError:  # nobody listens yet
+        return False
+    except ConnectionError:
+        return True
+    except TimeoutError:  # it is served, and waited for
+        return False
+
+
+def call_own_store() -> None:
+    """Calls the store that rank 0 holds by itself, before rank 1 does."""
+    ranks, port = [Waiting(number, joins) for number in (0, 1)], forking.reserved_port()
+    ranks[0].begin(port)
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while not is_shut_out(port):
+        assert time.monotonic() < deadline, "the stranger is served"
+        time.sleep(0.01)
+    ranks[1].begin(port)
+    assert forking.finish([process.pid for process in ranks], 100) == [0, 0]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["first"], ["silent"]):
-        call_first(says_numbers=sys.argv[1] == "first")
-    elif sys.argv[1:]:
-        rank(int(sys.argv[1]), int(sys.argv[2]))
-    else:
-        main()
+    {
+        "between": main,
+        "first": lambda: call_first(says_numbers=True),
+        "silent": lambda: call_first(says_numbers=False),
+        "own store": call_own_store,
+    }[sys.argv[1]]()

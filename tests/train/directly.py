@@ -98,14 +98,14 @@ def apart(folder: Path) -> None:
 
 
 def large(folder: Path) -> None:
-    """Messages of some megabytes, and such as are shorter than their room, one behind the other."""
+    """Messages of several pieces, and such as are shorter than their room, one behind the other."""
     comms = joined()
     group = comms.new_group()
     rank, size = comms.world.rank, comms.world.size
     wire = Collectives(ReduceContext(group, rank, size))
     draw = torch.Generator().manual_seed(7)
-    for turn in range(12):
-        length = int(torch.randint(1, 3_000_000, (), generator=draw)) // 8 * 8
+    for turn in range(6):
+        length = int(torch.randint(1, 5 * direct._PIECE, (), generator=draw)) // 8 * 8
         # As codes of few kinds, which are packed to less where the line is slow, on some ranks.
         every = torch.randint(0, 5, (size, size, length), dtype=torch.uint8, generator=draw)
         wire._is_slow = lambda turn=turn: (turn + rank) % 3 == 0  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ def replaced(folder: Path) -> None:
     torch.set_num_threads(1)
     held = []
     with train.join(run_dir=folder, seed=1, quiet=True) as session:
-        for _ in range(5):
+        for _ in range(4):
             session.progress.step = session.progress.epoch = session.progress.offset = 0
             network = nn.Linear(64, 64)
             model = session.prepare(network, torch.optim.SGD(network.parameters(), 0.01))

@@ -41,7 +41,7 @@ def test_a_group_has_its_own_or_none(tmp_path: Path, what: str) -> None:
 
 
 def test_a_replaced_model_keeps_no_group(tmp_path: Path) -> None:
-    found(tmp_path, "replaced", 2, 3)
+    found(tmp_path, "replaced", 3)
 
 
 def test_who_waits_is_freed(tmp_path: Path) -> None:

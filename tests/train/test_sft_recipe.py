@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
+lacks_peft = importlib.util.find_spec("peft") is None  # to import it takes every worker seconds
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(lacks_peft, reason="peft is not installed"),
+]
 SCRIPT = str(Path(__file__).parent / "sft_worlds.py")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sft")
-    (ended,) = ranks.run_ok(1, [SCRIPT, str(folder)], folder / "logs", timeout=500)
+    ended = ranks.run_script([SCRIPT, str(folder)], folder / "logs", timeout=500)
     found: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
     return found
 

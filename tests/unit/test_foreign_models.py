@@ -26,7 +26,6 @@ from paceline.spec import rundir
 from paceline.spec.errors import DataError
 from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
-from paceline.train.checkpoints import shards
 from paceline.train.data.shards import ShardedDataset, write_shards
 from paceline.train.weights import build_limited, load_weights, save_model, saved_state
 
@@ -60,6 +59,8 @@ def test_weights_without_an_end_are_not_read(make: Callable[[Path], None], tmp_p
 
 
 def test_shards_are_regular_files(tmp_path: Path) -> None:
+    from paceline.train.checkpoints import shards  # takes seconds, and one test needs it
+
     os.mkfifo(tmp_path / "00000.safetensors")
     with pytest.raises(OSError, match="not a plain file"):
         shards.read_all(tmp_path)

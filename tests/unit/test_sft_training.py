@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -27,9 +28,8 @@ from paceline.recipes.language.sft import keeps_apart, main
 from paceline.recipes.use import evaluate, export, generate, predict
 from paceline.spec.terminal import clean
 
-peft = pytest.importorskip("peft")
-from transformers import AutoModelForCausalLM  # noqa: E402
-
+lacks_peft = importlib.util.find_spec("peft") is None  # to import it takes every worker seconds
+pytestmark = pytest.mark.skipif(lacks_peft, reason="peft is not installed")
 BASE = ("--device=cpu", "--dtype=float64", "--samples=0", "--log-every=1", "--max-length=200")
 UNCHANGED = "--lr=1e-300"  # too little for any weight to change
 
@@ -162,6 +162,7 @@ def test_only_what_is_trained_is_seen_by_a_session() -> None:
 def test_adapters_are_saved_for_peft_and_checkpoints_hold_nothing_else(
     place: Path, tmp_path: Path
 ) -> None:
+    import peft
     from safetensors import safe_open
 
     assert train(place, tmp_path, "--epochs=2", "--lr=0.01", "--checkpoint-every=epoch") == 0
@@ -186,6 +187,9 @@ def test_adapters_are_saved_for_peft_and_checkpoints_hold_nothing_else(
 def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
     assert train(place, tmp_path, "--epochs=1", "--lr=0.01", "--lora-rank=4") == 0
     result = tmp_path / "figures.json"
     assert evaluate.main([f"--run={tmp_path}", f"--json={result}", "--device=cpu"]) == 0
@@ -243,6 +247,8 @@ def test_a_conversation_goes_on_with_all_earlier_messages(
 
 
 def test_whole_models_are_saved_for_transformers(place: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     data = tiny_language_model.write_jsonl(tmp_path / "val.jsonl", tiny_language_model.chats(3))
     flags = ("--method=full", "--epochs=1", "--lr=0.01", f"--test-data={data}")
     assert train(place, tmp_path / "run", *flags) == 0

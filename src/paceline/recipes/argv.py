@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import sys
 import typing
@@ -94,14 +95,20 @@ def explicit_fields(kind: type, argv: Sequence[str], prog: str) -> frozenset[str
 
 def parse_values(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     """Parses flags into values by field; the last of several counts."""
-    parser = _Parser(prog, option_names(kind))
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        parser.add_field(field, hints[field.name])
+    parser = _make_parser(kind, prog)
     namespace, unknown = parser.parse_known_intermixed_args([_dashed(flag) for flag in argv])
     if unknown:
         parser.reject(unknown[0])
     return {name: _frozen(value) for name, value in vars(namespace).items()}
+
+
+@functools.cache  # one command parses its flags several times
+def _make_parser(kind: type, prog: str) -> _Parser:
+    parser = _Parser(prog, option_names(kind))
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        parser.add_field(field, hints[field.name])
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):

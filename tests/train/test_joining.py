@@ -18,7 +18,6 @@ import ranks
 
 SCRIPT = str(Path(__file__).with_name("joining.py"))
 LOST = [
-    "plain: killed",
     "plain: killed before it joins",
     "plain: killed when it joins",
     "plain: without checkpoints",
@@ -189,7 +188,9 @@ def test_what_was_measured_of_a_void_batch_does_not_count(worlds: Path, name: st
     assert sum(count < 32 for count in counts) <= len(job(worlds, name)["lost"])
 
 
-@pytest.mark.parametrize("name", ["plain: killed", "rich: first killed", "rich: grown"])
+@pytest.mark.parametrize(
+    "name", ["plain: killed before it joins", "rich: first killed", "rich: grown"]
+)
 def test_checkpoints_go_on(worlds: Path, name: str) -> None:
     found = sorted((worlds / name / "checkpoints").iterdir())
     manifests = [json.loads(one.read_text()) for one in (worlds / name).rglob("manifest.json")]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
 SCRIPT = Path(__file__).with_name("exchanging.py")
 WARNING = "paceline: warning: the ranks exchanged no gradients"
 SEPARATE_MODELS = "paceline: note: the ranks exchanged nothing: each trained a model of its own"
@@ -91,7 +94,5 @@ except BlockingIOError:
 """
 
 
-def test_an_exchange_is_remembered_through_a_long_evaluation() -> None:
-    argv = [sys.executable, "-c", LONG_EVALUATION]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout == "silent\n"
+def test_an_exchange_is_remembered_through_a_long_evaluation(tmp_path: Path) -> None:
+    assert ranks.run_script(["-c", LONG_EVALUATION], tmp_path).out == "silent\n"

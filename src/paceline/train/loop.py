@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
@@ -174,7 +175,9 @@ class TrainingLoop:
             self._membership.verify()
         self._journal.stepped(self.pace.rate.samples_per_s)
         if self._member.comms.start is not None:  # the first step ends the start
-            self._membership.publish_start()
+            # if a rank is lost just now, the store is cut off, and that of the next group gets it
+            with contextlib.suppress(distributed.DistError):
+                self._membership.publish_start()
         pauses = loader.pauses_now()
         self._checkpoints.after_step(before_pause=not progress.finished and (ended or pauses))
         self.pace.end_session_work(self._checkpoints.blocked_s)

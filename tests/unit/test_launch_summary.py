@@ -61,3 +61,11 @@ def test_an_interrupted_run_says_from_where_it_can_go_on() -> None:
     assert not is_resumable(Result(1), [made])
     unrecorded = Failure("record", "this machine", None, headline="cannot write")
     assert is_resumable(Result(1, failure=unrecorded), [made])
+
+
+def test_an_error_without_details_takes_one_line() -> None:
+    failure = Failure("exception", "n1", 0, 1.0, headline="DataError: a.csv is empty", code=1)
+    text = report_failure(
+        RunOutcome(Path("/run"), Result(1, failure=failure), [], {}, 1.0, ranks=1)
+    )
+    assert "" not in text.splitlines()

@@ -17,7 +17,7 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from safetensors.torch import load_file, save_file
 
 from paceline.recipes import parse_options, pretrained, text
-from paceline.recipes.data.texts import TextData, load_texts
+from paceline.recipes.data.texts import TextData, load_texts, read_lines
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
@@ -340,3 +340,12 @@ def test_texts_to_predict_are_found_by_their_column(
     (tmp_path / "t.csv").write_text(table)
     trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
     assert [*use_text._texts([str(tmp_path / "t.csv")], trained_on)] == expected
+
+
+def test_a_table_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_bytes(b"label,text\n1,good\n0,caf\xe9\n")
+    with pytest.raises(DataError) as caught:
+        read_lines(path)
+    assert caught.value.found.startswith("line 3: ")
+    assert caught.value.remedy.startswith("convert it: iconv")

@@ -93,8 +93,10 @@ class Provisioner:
     async def _send(self, copies: Sequence[tuple[Node, Sequence[Copy]]]) -> None:
         supplies = self.supplies
         await send_copies(copies, supplies, self._request.run_id, self._screen.sending)
+        inputs = ((f"input{number}", tree) for number, tree in enumerate(supplies.inputs.values()))
+        trees = {"code": supplies.code, "paceline": supplies.package, **dict(inputs)}
         for node, _ in copies:
-            for name, tree in (("code", supplies.code), ("paceline", supplies.package)):
+            for name, tree in trees.items():
                 if tree is None or name not in node.copies:
                     continue
                 copy = (node.name, node.copies[name][0], str(tree.root))

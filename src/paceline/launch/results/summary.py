@@ -106,7 +106,7 @@ def report_failure(outcome: RunOutcome) -> str:
     lines = [f"paceline: failed first: {failure.describe()}"]
     if failure.kind == "exception":
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
-        lines.append(_indent(failure.traceback))
+        lines += [_indent(failure.traceback)] if failure.traceback else []
     elif failure.rank is not None and not outcome.is_log_displayed:
         name = names.log_file(failure.host, failure.rank)
         if tail := log_tail(outcome.path / name, outcome.log_offsets.get(name, 0)):

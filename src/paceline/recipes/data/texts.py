@@ -154,12 +154,27 @@ def _find_files(folder: Path) -> dict[str, Path]:
 def read_lines(path: Path) -> list[str]:
     """Reads lines that end with line feeds: texts may hold other characters that end lines."""
     try:
-        content = io.BytesIO(files.read_bytes_limited(path, files.memory_bytes()))
-        text = io.TextIOWrapper(content, encoding="utf-8-sig").read()
-    except (OSError, UnicodeDecodeError) as error:
+        content = files.read_bytes_limited(path, files.memory_bytes())
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except OSError as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{path} is not in UTF-8",
+            found=_find_undecodable(content),
+            remedy="convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW",
+        ) from None
     lines = text.split("\n")
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def _find_undecodable(content: bytes) -> str:
+    """Describes the first line that is not in UTF-8."""
+    for number, line in enumerate(content.split(b"\n"), 1):
+        text = line.decode("utf-8", "replace")
+        if "\ufffd" in text:
+            return f"line {number}: {text.strip()[:80]!r}"
+    return "bytes that are no characters"
 
 
 def _read_file(path: Path, options: TextOptions, is_training: bool = False) -> list[Row]:
@@ -254,7 +269,11 @@ def _select_columns(
         columns = columns or _find_columns(name, row, options)
         label, text = (row.get(column) for column in columns)
         if label is None or text is None:
-            raise DataError(f"{name} row {number} lacks {' or '.join(columns)}")
+            raise DataError(
+                f"{name} row {number} lacks {' or '.join(columns)}",
+                found=f"{[*row.values()]}"[:80],
+                remedy="complete or remove the row; a cell with a delimiter in it needs quotes",
+            )
         selected.append((str(label).strip(), str(text)))
     return selected
 

@@ -87,7 +87,7 @@ def values(line: str) -> list[str]:
         ("paceline run script.py --via ", []),
         ("paceline train i", ["image"]),
         ("paceline train image --schedule ",
-         ["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"]),
+         ["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"]),
         ("paceline train --schedule=i", []),  # of which recipe is not known yet
         ("paceline train -H n1 image --schedule=i", ["inverse-sqrt"]),
         ("paceline train text --sched", ["--schedule"]),

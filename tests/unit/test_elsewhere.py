@@ -159,7 +159,7 @@ def test_who_looks_once_looks_again_where_a_file_changed_meanwhile(way: Any) -> 
     """``ranks.json`` is written every second: of an old one nobody knows that it is old."""
     for behind, looks in ((0, 1), (1, 2), (99, 4)):
         following = Following(*[RUNNING] * 9, behind=behind)
-        asyncio.run(sync._sync_once(way(following)))
+        asyncio.run(sync._sync_once(way(following), None))
         assert 9 - len(following._answers) == looks
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import select
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -318,8 +319,10 @@ def _raise_error(reply: Any) -> None:
 
 def _check_folders(plan: LabPlan) -> None:
     for path in (*(folder.path for folder in plan.private), *plan.options.hide):
-        if not Path(path).is_absolute() or not Path(path).is_dir():
-            raise LabError(f"{path} is not a folder here", remedy="give an absolute path")
+        if not Path(path).is_absolute():
+            raise LabError(f"{path} is not absolute", remedy=f"give {Path(path).absolute()}")
+        if not Path(path).is_dir():
+            raise LabError(f"{path} is not a folder here", remedy=f"mkdir -p {shlex.quote(path)}")
 
 
 def _stop_owner(owner: Owner, layout: Layout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 def split_keep(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits arguments into the others, and ``--keep=N`` for each ``--keep`` with a number."""
     others, counts = list[str](), list[str]()
-    words = iter(zip(args, [*args[1:], ""], strict=True))
+    words = iter(itertools.zip_longest(args, args[1:], fillvalue=""))
     for word, following in words:
         option, equals, value = word.partition("=")
         if option == "--keep" and (value if equals else following).isdecimal():

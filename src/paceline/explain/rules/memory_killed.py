@@ -18,7 +18,7 @@ _OOM_KILL = re.compile(
     r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled|: Out Of Memory$"
     r"|worker.{0,200}\bkilled\b.{0,200}out of memory|Exceeded (?:job|step) memory limit"
     r"|TERM_MEMLIMIT|due to the node running low on memory"
-    r"|[1-9]\d* Workers .{0,40}killed due to memory pressure"
+    r"|[1-9]\d{0,9} Workers .{0,40}killed due to memory pressure"
     r"|exceeded memory limit .{0,80} being killed",
     re.MULTILINE,
 )

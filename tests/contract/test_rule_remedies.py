@@ -9,6 +9,7 @@ signatures, environment variables by the code that reads them.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import inspect
 import os
@@ -66,7 +67,8 @@ RUN = {
 }  # fmt: skip
 # programs whose options and verbs are looked up: what shows them
 HELP = {
-    "accelerate launch": "accelerate launch --help", "docker run": "docker run --help",
+    "accelerate launch": "accelerate launch --help", "docker pull": "docker pull --help",
+    "docker run": "docker run --help",
     "hf": "hf auth --help", "kubectl describe": "kubectl describe --help",
     "kubectl get": "kubectl get --help", "kubectl logs": "kubectl logs --help",
     "pip": "pip install --help", "rdma": "rdma help", "salloc": "salloc --help",
@@ -143,7 +145,7 @@ DOCUMENTED = {
     "Open MPI": {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"},
     "OpenBLAS": {"OPENBLAS_NUM_THREADS"},
     "UCX": {"UCX_NET_DEVICES", "UCX_TLS"},
-    "Weights & Biases": {"WANDB_API_KEY"},
+    "Weights & Biases": {"WANDB_API_KEY", "WANDB_MODE"},
     "DeepSpeed": {"DS_BUILD_OPS"},
     "an example": {"ANSWER"},
 }  # fmt: skip
@@ -155,7 +157,7 @@ _PYTHON: dict[str, Any] = {
     "DistributedSampler": torch.utils.data.DistributedSampler,
     "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "init_process_group": torch.distributed.init_process_group,
-    "timedelta": timedelta, "paceline": paceline.train and paceline,
+    "copy": copy, "timedelta": timedelta, "paceline": paceline.train and paceline,
 }  # fmt: skip
 USAGE = re.compile(
     r"(?i)invalid option|unrecognized option|unknown (?:option|command|flag)|\busage:|syntax error"

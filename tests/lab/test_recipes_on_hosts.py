@@ -67,7 +67,9 @@ def test_sft(two_hosts: Lab, project: Path) -> None:
     assert (run / "adapters/last/adapter_model.safetensors").is_file()
     assert (run / "samples.jsonl").is_file()
     alone = paceline("evaluate", "chat", cwd=project)
-    assert alone.stdout.split("  (")[0] in trained.stdout, alone.stderr
+    loss, bits = alone.stdout.split("  bits per byte ")
+    assert loss in trained.stdout, alone.stderr
+    assert float(bits.split()[0]) > 0
 
 
 def test_text(two_hosts: Lab, project: Path) -> None:

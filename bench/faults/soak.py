@@ -94,13 +94,24 @@ def processes(lab: Lab, host: str, what: str) -> list[int]:
         "sshd": lambda line: line.startswith("sshd: ") and "listener" not in line,
         "store": lambda line: line.endswith(" store"),
     }
-    return [pid for pid, line in found if sorts[what](line)]
+    # The oldest first: who logs in again for an agent looks like it, and may have a lower number.
+    return sorted((pid for pid, line in found if sorts[what](line)), key=started)
 
 
 def parent(pid: int) -> int:
     """The machine's number of a process's parent; 0 where it is gone."""
+    return stat(pid, 1)
+
+
+def started(pid: int) -> int:
+    """When a process began, in ticks; 0 where it is gone."""
+    return stat(pid, 19)
+
+
+def stat(pid: int, field: int) -> int:
+    """A field of proc(5)'s stat, counted from the state; 0 where the process is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field])
     except OSError:
         return 0
 

@@ -145,7 +145,8 @@ class Options:
     """When to save a checkpoint: 500 (steps), 10m (minutes), epoch, several separated by commas, or
     never. The best state is always saved."""
     keep: int = 3
-    """How many of the newest checkpoints to keep (0: all). The best one is always kept."""
+    """How many of the newest checkpoints to keep (0: all). The best one is always kept. Without a
+    number, --keep is the option of all runs."""
     resume: str = "auto"
     """Resume from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
     the folder of a run or a checkpoint."""

@@ -21,7 +21,7 @@ from overriding import overridden
 from paceline.recipes.language.corpus import PIECE_CHARACTERS, Corpus, cut
 from paceline.recipes.language.decoder import Decoder, Shape
 from paceline.recipes.language.language import derive, main
-from paceline.recipes.language.muon import MuonBeside, orthogonalize
+from paceline.recipes.language.muon import MuonWithAuxiliary, orthogonalize
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.token_files import (
     TokenRows,
@@ -201,7 +201,7 @@ def test_muon_is_that_of_torch_in_higher_precision() -> None:
     matrix, other, theirs = (torch.nn.Parameter(value.clone()) for value in values)
     theirs.data.copy_(matrix)
     beside = torch.optim.AdamW([other], 0.01, weight_decay=0.1)
-    optimizer = MuonBeside([matrix], beside)
+    optimizer = MuonWithAuxiliary([matrix], beside)
     reference = torch.optim.Muon([theirs], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         gradient = torch.randn(24, 12)
@@ -214,7 +214,7 @@ def test_muon_is_that_of_torch_in_higher_precision() -> None:
     assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3
 
     copies = [torch.nn.Parameter(p.detach().clone()) for p in (matrix, other)]
-    again = MuonBeside([copies[0]], torch.optim.AdamW([copies[1]], 0.5))
+    again = MuonWithAuxiliary([copies[0]], torch.optim.AdamW([copies[1]], 0.5))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for new, old in zip(copies, (matrix, other), strict=True):
         new.grad = old.grad = torch.ones(24, 12)

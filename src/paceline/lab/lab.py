@@ -306,7 +306,7 @@ def _output(command: list[str], stdin: int) -> str:
 
 
 def _listeners(processes: list[proc.Process]) -> list[str]:
-    """Those of a host, by its first process."""
+    """Listening TCP sockets of a host except sshd's, read from its first process."""
     first = next(process.pid for process in processes if process.inner == 1)
     addresses = proc.listeners(first)
     return [address for address in addresses if address not in ("0.0.0.0:22", "[::]:22")]

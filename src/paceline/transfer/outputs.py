@@ -416,7 +416,7 @@ class OutputStore:
         if kept_out := self.kept_out:
             places = [short(self._run / place) for place in kept_out.values()]
             self._note(f"paceline: {pluralize(len(kept_out), 'file')} of the script did not replace"
-                       f" files of yours: {named(places)}")  # fmt: skip
+                       f" files of yours: {format_paths(places)}")  # fmt: skip
             kept_out.clear()
 
     # --- to other nodes ----------------------------------------------------------------------
@@ -513,8 +513,8 @@ class _BoundedReads(io.FileIO):
         return super().read(wanted) or b""
 
 
-def named(paths: Sequence[str]) -> str:
-    """Returns the first paths for a line, and whether there are more."""
+def format_paths(paths: Sequence[str]) -> str:
+    """Lists the first paths, with an ellipsis if there are more."""
     return ", ".join(paths[:MAX_NAMED]) + (", …" if len(paths) > MAX_NAMED else "")
 
 

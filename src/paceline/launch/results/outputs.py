@@ -13,7 +13,7 @@ from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning.planner import Supplies
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize
-from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore, named
+from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore, format_paths
 from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
@@ -84,7 +84,8 @@ class OutputSync:
             fetched, is_complete = await self.store.fetch_uncollected(folder)
             if fetched:
                 self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
-                           f" arrived when the launcher was lost: {named(fetched)}")  # fmt: skip
+                           " arrived when the launcher was lost:"
+                           f" {format_paths(fetched)}")  # fmt: skip
             if folder.seen and is_complete:
                 await node.channel.request("discard_uncollected", root=node.run_folder)
 

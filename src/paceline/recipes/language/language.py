@@ -23,7 +23,7 @@ from paceline import train
 from paceline.recipes import common
 from paceline.recipes.language.corpus import Corpus
 from paceline.recipes.language.decoder import Decoder, Shape
-from paceline.recipes.language.muon import MuonBeside
+from paceline.recipes.language.muon import MuonWithAuxiliary
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.rows import IGNORED, MICRO_BATCH_TOKENS, with_micro_batch
 from paceline.recipes.language.token_files import (
@@ -76,7 +76,7 @@ def train_language(options: LanguageOptions) -> None:
         matrices = decoder.matrices() if options.muon else []
         optimizer = make_optimizer(options, network, batching.lr, excluded=matrices)
         if options.muon:
-            optimizer = MuonBeside(matrices, optimizer)
+            optimizer = MuonWithAuxiliary(matrices, optimizer)
         curve = common.make_curve(options, loader)
         model = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
 
@@ -170,8 +170,8 @@ def row_losses(scores: Tensor, labels: Tensor) -> Tensor:
 def evaluate(session: train.Session, network: nn.Module, held_out: TokenRows) -> dict[str, float]:
     """Returns loss per token, perplexity and bits per byte of a text, on every rank.
 
-    Bits per byte do not depend on the tokenizer: a program that compresses with this model needs so
-    many for each byte of the text.
+    Bits per byte do not depend on the tokenizer: they are what a program would need for each byte
+    of the text if it compressed it with this model.
     """
     session.phase("evaluate")
     network.eval()

@@ -14,25 +14,25 @@ MATCHED_RMS = 0.2
 """Root mean square of AdamW's updates, with a learning rate of 1 (Liu et al. 2025)."""
 
 
-class MuonBeside(Optimizer):
+class MuonWithAuxiliary(Optimizer):
     """Trains matrices with Muon and other parameters with another optimizer, as one optimizer.
 
     Muon's updates are scaled to the size of AdamW's, so that both take the same learning rate.
 
     Args:
-        other: Optimizer of one group with all other parameters.
+        auxiliary: Optimizer of one group with all other parameters.
     """
 
-    def __init__(self, matrices: Sequence[nn.Parameter], other: Optimizer) -> None:
-        group = other.param_groups[0]
-        self._other = other
+    def __init__(self, matrices: Sequence[nn.Parameter], auxiliary: Optimizer) -> None:
+        group = auxiliary.param_groups[0]
+        self._auxiliary = auxiliary
         self._muon = DeviceMuon(matrices, group["lr"], group["weight_decay"])
         super().__init__([self._muon.param_groups[0], group], {"differentiable": False})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Changes all parameters that have a gradient."""
         # Loading a state replaces groups and state: they are given to both optimizers anew.
-        for optimizer, group in zip((self._muon, self._other), self.param_groups, strict=True):
+        for optimizer, group in zip((self._muon, self._auxiliary), self.param_groups, strict=True):
             optimizer.param_groups, optimizer.state = [group], self.state
             optimizer.step()
 

@@ -75,6 +75,10 @@ def typed(verb: str, launch: Launch) -> str:
     return paceline(*verb.split(), str(launch.directory)).stdout
 
 
+def status(launch: Launch) -> Any:
+    return json.loads(typed("status --json", launch))
+
+
 def saw(launch: Launch, said: str, times: int = 1) -> bool:
     """Whether it is told at last."""
     return eventually(lambda: len(re.findall(said, launch.err)) >= times, 2 * PATIENCE_S)
@@ -95,7 +99,9 @@ def test_each_hang_is_named_with_its_line_and_its_reason(site: Site) -> None:
             if way == "extra":
                 break
             if way == "sleep":
-                now = json.loads(typed("status --json", launches["session"]))
+                # the state of the ranks is recorded about once a second, after the line is printed
+                assert eventually(lambda: status(launches["session"])["hang"])
+                now = status(launches["session"])
                 where = [(one["host"], one["phase"]) for one in now["ranks"]]
                 assert where == [("n1", "train"), ("n2", "train"), ("n3", "train")]
                 assert all(one["step"] <= 40 and one["silent_s"] > 5 for one in now["ranks"])

@@ -98,7 +98,7 @@ def strike(lab: Lab, kind: str, moment_s: float, words: Sequence[str]) -> Kill:
         argv = [sys.executable, "-m", "paceline", "run", "-H", "n1,n2", "--ssh-config",
                 str(lab.ssh_config), "--run-dir", str(run), "--lease", "4", *nodes,
                 *words]  # fmt: skip
-        problem, status = "", 1
+        problem, status, newest_step, offset = "", 1, 0, 0
         process = start(argv, project, log)
         try:
             wait_until(lambda: newest(project) > 0 or process.poll() is not None)

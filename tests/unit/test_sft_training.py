@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from overriding import overridden
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, checkpoint_gradients
-from paceline.recipes.language.base_model import content_hash
+from paceline.recipes.language.base_model import content_hash, settings_hash
 from paceline.recipes.language.chat_templates import template_render
 from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
@@ -263,13 +263,16 @@ def _pairs(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [[rows[a], rows[b]] for a in range(len(rows)) for b in range(a + 1, len(rows))]
 
 
-def test_base_models_are_known_by_their_content() -> None:
+def test_base_models_are_known_by_their_content_and_settings() -> None:
     assert content_hash(tiny_language_model.make_model()) == content_hash(
         tiny_language_model.make_model()
     )
     changed = tiny_language_model.make_model()
     changed.model.norm.weight.data[3] += 1e-3
     assert content_hash(changed) != content_hash(tiny_language_model.make_model())
+    assert settings_hash(changed) == settings_hash(tiny_language_model.make_model())
+    changed.config.rms_norm_eps *= 2
+    assert settings_hash(changed) != settings_hash(tiny_language_model.make_model())
 
 
 def test_a_run_goes_on_only_with_its_own_base(

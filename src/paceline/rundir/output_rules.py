@@ -26,18 +26,21 @@ DATA_SUFFIXES = _words(
 CODE_SUFFIXES = _words(
     "a app awk bash bat c cc cfg cjs class cmake cmd com command conf cpp csh cu cuh cxx"
     " deb desktop dll dylib egg exe fish gradle go h hpp hta htm html inc ini ipynb jar java"
-    " jl js jse ko ksh lnk lua mak make mjs mk msi ninja o php pif pl plist pm properties"
+    " jl js jse ko ksh lnk lua mak make mjs mk msi ninja nix o php pif pl plist pm properties"
     " ps1 psd1 psm1 py pyc pyd pyi pyo pyw pyx r rb reg rpm rs rules scpt scr service sh"
     " shtml so socket sql svg tcl timer toml ts tsx url vbe vbs whl wsf wsh xhtml zsh"
 )
 _PICKLE_SUFFIXES = _words("dill joblib pickle pkl")  # run what is in them when they are loaded
 _TEMPORARY_SUFFIXES = _words("incomplete lock part partial swp temp tmp")
 _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are those of data
-    "angular.json babel.config.json biome.json cmakelists.txt composer.json constraints.txt"
-    " deno.json devcontainer.json firebase.json jsconfig.json launch.json lerna.json"
-    " npm-shrinkwrap.json nx.json package-lock.json package.json project.json pyrightconfig.json"
-    " renovate.json requirements.txt settings.json tasks.json tsconfig.json turbo.json"
-    " vercel.json"
+    "angular.json babel.config.json biome.json cmakelists.txt compose.yaml compose.yml"
+    " composer.json deno.json devcontainer.json docker-compose.yaml docker-compose.yml"
+    " firebase.json jsconfig.json launch.json lefthook.json lerna.json npm-shrinkwrap.json nx.json"
+    " package-lock.json package.json project.json pyrightconfig.json renovate.json settings.json"
+    " tasks.json tsconfig.json turbo.json vercel.json"
+)
+_CODE_NAMES = re.compile(
+    r"(?:.*[-_.])?(?:requirements|constraints)(?:[-_.].*)?\.txt|.*\.so\.[0-9.]+"
 )
 _CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 # By these, commands take a folder below runs/ for a run.
@@ -107,7 +110,7 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
     if name == DCP_INDEX or name.startswith(_EVENT_FILE):
         return ""
     suffix = _suffix(name)
-    if name in _SETTINGS_FILES or suffix in CODE_SUFFIXES:
+    if name in _SETTINGS_FILES or _CODE_NAMES.fullmatch(name) or suffix in CODE_SUFFIXES:
         return "a name of code or settings"
     if suffix in _PICKLE_SUFFIXES and not (in_own_folder and unit_of(path) != path):
         return "a pickle outside a checkpoint folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,4 +124,12 @@ def content_hash(model: nn.Module) -> str:
     sums = checksums(model.parameters()).tolist()
     shapes = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in model.parameters()]
     text = "\n".join(f"{n} {s} {c}" for n, s, c in zip(names, shapes, sums, strict=True))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def settings_hash(model: Any) -> str:
+    """Returns a hash of what a transformers model computes beside its parameters."""
+    settings = model.config.to_diff_dict()
+    settings.pop("transformers_version", None)
+    text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -30,7 +30,7 @@ from paceline.recipes.language.adapters import (
     checkpoint_gradients,
     place,
 )
-from paceline.recipes.language.base_model import BaseModel, content_hash
+from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.chat_templates import Render, plain_render, template_render
 from paceline.recipes.language.conversations import Conversation, Format
 from paceline.recipes.language.examples import Encoder, ExampleSet, parse_records, show_example
@@ -74,6 +74,7 @@ def train_sft(options: SftOptions) -> None:
         model = session.together(base.load)
         base_hash = content_hash(model)
         session.agree("the content of the base model", base_hash)
+        session.agree("the settings of the base model", settings_hash(model))
         size = model.get_input_embeddings().num_embeddings
         window = getattr(model.config, "max_position_embeddings", None) or 0
         session.together(lambda: training.check_fit(size, window, tokenizer))

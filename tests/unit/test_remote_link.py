@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,22 @@ def test_a_command_gets_its_input_and_both_outputs_are_read() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "text", "error\n")
     done = asyncio.run(run_process(["true"], 20, stdin="not read" * 100_000))
     assert done.returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize("level", [None, "0", "1"])
+def test_bash_for_a_proxy_command_reads_no_start_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str | None
+) -> None:
+    (tmp_path / ".bashrc").write_text("echo read >&2\n")
+    # as ssh does it: the standard input of the command is a socket
+    ssh = ("import socket, subprocess; a, b = socket.socketpair();"
+           " subprocess.run(['bash', '-c', 'echo dialled >&2'], stdin=a)")  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SHLVL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("SHLVL", level)
+    assert asyncio.run(run_process([sys.executable, "-c", ssh], 20)).stderr == "dialled\n"
 
 
 def test_a_command_that_prints_without_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,6 @@ def use_lab(ctx: click.Context) -> None:
         ctx.params["ssh_config"] is None or is_weaker(ctx, "ssh_config", "hosts")
     ):
         ctx.params["ssh_config"] = find_lab(name, os.environ).ssh_config
-        # ssh runs the lab's ProxyCommand in this shell; bash would read ~/.bashrc, because its
-        # standard input is a socket, and leave locks of that behind if it is killed
-        os.environ["SHELL"] = "/bin/sh"
 
 
 def setting(ctx: click.Context, name: str) -> Setting[Any]:

@@ -34,6 +34,11 @@ async def spawn(
         stdin, stderr: As of ``subprocess``; standard output is a pipe.
         limit: Bytes of a line that can be read from a pipe.
     """
+    env = dict(os.environ if env is None else env)
+    if env.get("SHLVL", "0") == "0":
+        # bash, started by ssh for a ProxyCommand, would read ~/.bashrc: its standard input is a
+        # socket, and it takes itself for a login from another host unless a shell is above it
+        env["SHLVL"] = "1"
     creating = asyncio.ensure_future(asyncio.create_subprocess_exec(
         *argv, stdin=stdin, stdout=PIPE, stderr=stderr, env=env, limit=limit,
         start_new_session=True,

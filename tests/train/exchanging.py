@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPS = 5
 
@@ -28,6 +29,8 @@ def train(how: str, rank: int, world_size: int) -> None:
         return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     take_step = optimizer.step
+    if how == "own":  # the script's own hook is called after ours
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: None)
     if how == "compiled":
         take_step = torch.compile(lambda: optimizer.step(), backend="eager")
     for step in range(STEPS):

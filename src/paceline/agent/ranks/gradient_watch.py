@@ -44,7 +44,6 @@ class GradientWatch:
         self._events = events
         self._source = source
         self._started_cpu_s = time.process_time()
-        self._hook: Any = None
         self._start()
 
     def _start(self) -> None:
@@ -75,7 +74,8 @@ class GradientWatch:
             if not torch.compiler.is_compiling():
                 self._on_step(optimizer)
 
-        self._hook = module.register_optimizer_step_post_hook(after_step)
+        # never removed: torch walks through the hooks, maybe also the script's, while it calls them
+        module.register_optimizer_step_post_hook(after_step)
 
     def _watch_children(self, module: Any) -> None:
         module.register_after_fork(self, GradientWatch._report_at_child_exit)
@@ -99,6 +99,8 @@ class GradientWatch:
 
     def _on_step(self, optimizer: Any) -> None:
         """Checks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
+        if self._exchanges:
+            return
         torch: Any = sys.modules["torch"]
         self._steps += 1
         if self._steps & (self._steps - 1):
@@ -111,9 +113,6 @@ class GradientWatch:
         if any(hasattr(one, "device_mesh") for one in parameters):  # sharded: one model for all
             self._exchanges = True
         self._read_recorder()
-        if self._exchanges and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     def _read_recorder(self) -> None:
         try:

@@ -3,6 +3,9 @@
 ``python bench/plain_scripts/kills.py [--times 10] [--seed 1] [--kinds launcher,other,first]
 [--steps 300] [--pause 0.05] [--script resume_own.py]``
 
+The script is one of the tests, or of the page on trainers (``trainer.py``, ``sft.py``,
+``with_accelerate.py``), which then waits after each step and says at its end what it has trained.
+
 Two hosts of a lab do not see the project. ``launcher`` kills the launcher with SIGKILL and types
 the same command again. ``other`` and ``first`` switch off the host of rank 1 or of rank 0, and on
 again after a few seconds; the job goes on by itself (``--nnodes 1:2``). Printed as Markdown, one
@@ -14,6 +17,7 @@ file of the user was changed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import random
 import re
@@ -30,6 +34,26 @@ from paceline.lab import Lab, LabOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests/lab/jobs"
+PAGE = ROOT / "docs/how-to/trainers.md"
+FRAMEWORKS = Path("/opt/paceline-test/frameworks")  # trl is there: tools/system-parts.sh
+TRL = "sft.py"
+BEGINS = re.compile(
+    r"(?:rank \d of \d from step |resumes from \S*checkpoint-|starts at step )(\d+)"
+)
+SAVED = re.compile(r"(?:ckpt_|checkpoint-|step_)(\d+)(?:\.pt)?")
+SLOWED = """
+import atexit, hashlib, os, time, torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+trained = []
+def wait(optimizer, *_):
+    trained[:] = [group["params"] for group in optimizer.param_groups]
+    time.sleep({pause})
+def tell():
+    weights = torch.cat([tensor.detach().flatten() for group in trained for tensor in group])
+    print("rank", os.environ["RANK"], "ends", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+register_optimizer_step_post_hook(wait)
+atexit.register(tell)
+"""
 KINDS = ("launcher", "other", "first")
 MAX_START_S = 120.0
 MAX_RUN_S = 400.0
@@ -73,7 +97,7 @@ def main() -> int:
           " equal replicas | user's files intact | problem |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|", flush=True)
     kills = []
-    words = [options.script, str(options.steps), "10", str(options.pause)]
+    words = [options.script, str(options.steps), "10", str(options.pause)]  # 10: steps of a save
     with Lab(LabOptions(hosts=2)) as lab:
         for kind in options.kinds.split(","):
             for _ in range(options.times):
@@ -90,14 +114,15 @@ def strike(lab: Lab, kind: str, moment_s: float, words: Sequence[str]) -> Kill:
     with tempfile.TemporaryDirectory() as folder:
         project, run, log = Path(folder, "project"), Path(folder, "run"), Path(folder, "log")
         project.mkdir()
-        shutil.copy(SCRIPTS / words[0], project)
+        write_script(project, *words)
+        packages = ["--env", f"PYTHONPATH={FRAMEWORKS}"] if words[0] == TRL else []
         (project / "mine.txt").write_text("mine")
         (project / "out").mkdir()
         (project / "out/notes.txt").write_text("mine")
         nodes = [] if kind == "launcher" else ["--nnodes", "1:2"]
         argv = [sys.executable, "-m", "paceline", "run", "-H", "n1,n2", "--ssh-config",
-                str(lab.ssh_config), "--run-dir", str(run), "--lease", "4", *nodes,
-                *words]  # fmt: skip
+                str(lab.ssh_config), "--run-dir", str(run), "--lease", "4",
+                "--env", "HF_HUB_OFFLINE=1", *packages, *nodes, *words]  # fmt: skip
         problem, status, newest_step, offset = "", 1, 0, 0
         process = start(argv, project, log)
         try:
@@ -122,7 +147,7 @@ def strike(lab: Lab, kind: str, moment_s: float, words: Sequence[str]) -> Kill:
             process.kill()
             process.wait()
         text = log.read_text(errors="replace")
-        begins = re.findall(r"rank \d of \d from step (\d+)", text.encode()[offset:].decode())
+        begins = BEGINS.findall(text.encode()[offset:].decode(errors="replace"))
         ends = re.findall(r"rank \d ends (\w+)", text)
         if status and not problem:
             lines = text.splitlines()
@@ -145,9 +170,28 @@ def start(argv: Sequence[str], project: Path, log: Path) -> subprocess.Popen[byt
                                 stdout=output, stderr=output, start_new_session=True)  # fmt: skip
 
 
+def write_script(project: Path, name: str, steps: str, every: str, pause: str) -> None:
+    """Writes a script, and what it needs, into a project."""
+    pages = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text("utf-8"),
+                            re.MULTILINE | re.DOTALL))  # fmt: skip
+    if name not in pages:
+        shutil.copy(SCRIPTS / name, project)
+        return
+    text = pages[name].replace("max_steps=20", f"max_steps={steps}")
+    text = text.replace("save_steps=10", f"save_steps={every}").replace(
+        "step == 20", f"step == {steps}")  # fmt: skip
+    (project / name).write_text(SLOWED.format(pause=pause) + text)
+    if name == TRL:
+        sys.path.insert(0, str(ROOT / "tests/unit"))
+        tiny_language_model = importlib.import_module("tiny_language_model")
+        tiny_language_model.save(project / "HuggingFaceTB/SmolLM2-135M-Instruct")
+        tiny_language_model.write_jsonl(project / "chat.jsonl", tiny_language_model.chats(24))
+
+
 def newest(project: Path) -> int:
     """The step of the newest checkpoint in the project; 0 without any."""
-    return max((int(path.stem.split("_")[1]) for path in project.glob("out/ckpt_*.pt")), default=0)
+    names = [SAVED.fullmatch(path.name) for path in project.glob("out/**/*")]
+    return max((int(name[1]) for name in names if name), default=0)
 
 
 def wait_until(condition: object) -> None:

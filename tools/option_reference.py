@@ -45,9 +45,9 @@ it is in several, the first of this list counts:
 3. `paceline.toml` in the current folder, under `[run]`. The key is the option without `--`:
    `nproc-per-node = 2`.
 
-Below a command's table, the line "Settings" lists every setting that the command takes. Only an
-option in this line has a variable and a key in `[run]`. An option that is only in the table has
-neither, even if a setting elsewhere has the same name. See [how settings are
+Below a command's table, the line "Settings" lists every setting that the command takes. Only the
+options in this line have an environment variable and a key in `[run]`. If an option is only in the
+table, it has neither, even if another command has a setting of that name. See [how settings are
 read](run.md#settings). Some settings in `paceline.toml` need [your
 trust](run.md#settings-that-start-programs).
 """
@@ -127,8 +127,13 @@ def _command_sections(command: click.Command, words: tuple[str, ...]) -> Iterato
 
 
 def _summary(command: click.Command) -> str:
-    paragraphs = (command.help or "").replace("\b", "").strip().split("\n\n")
-    return "\n\n".join(_code_flags(" ".join(text.split())) for text in paragraphs) + "\n"
+    parts = []
+    for text in (command.help or "").strip().split("\n\n"):
+        if text.lstrip().startswith("\b"):  # click's mark for lines that stay as they are
+            parts.append("```text\n" + text.strip().lstrip("\b").strip("\n") + "\n```")
+        else:
+            parts.append(_code_flags(" ".join(text.split())))
+    return "\n\n".join(parts) + "\n"
 
 
 def _flags(row: Row) -> str:

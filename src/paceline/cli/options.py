@@ -105,13 +105,13 @@ SSH_CONFIG = click.option(
 )  # fmt: skip
 ACCEPT_NEW_HOST_KEYS = click.option(
     "--accept-new-host-keys", is_flag=True,
-    help="Accept and pin the keys of new hosts, and show them.",
+    help="Accept the SSH keys of new hosts, show them and store them.",
 )  # fmt: skip
 NNODES = click.option(
     "--nnodes", type=Parsed("number of nodes", _parse_nodes), metavar="N|MIN:MAX",
     show_default="all",
     help="Use the first N hosts. MIN:MAX lets the job shrink and grow as nodes are lost and"
-         " come back (MIN: means up to all hosts). Hosts beyond MAX are spares.",
+         " come back (MIN: for no maximum). Hosts beyond MAX are spares.",
 )  # fmt: skip
 FASTEST = click.option(
     "--fastest", is_flag=True,
@@ -120,20 +120,20 @@ FASTEST = click.option(
 )  # fmt: skip
 WAIT_FOR_NODES = click.option(
     "--wait-for-nodes", type=Duration(0.0), default=600.0, metavar="DURATION",
-    help="How long to wait for missing hosts that the job needs: 90, 10m, 1h.",
+    help="How long to wait for missing hosts that the job needs: 90 (seconds), 10m, 1h.",
     show_default="10m",
 )  # fmt: skip
 NPROC_PER_NODE = click.option(
     "-p", "--nproc-per-node", type=Parsed("number of processes", parse_processes), metavar="N",
     help="Processes per node: a number, gpu (one per GPU), cpu (one per CPU), or auto (gpu, else"
          " cpu).",
-    show_default="its slots, else one per GPU, else 1",
+    show_default="the host's slots, else one per GPU, else 1",
 )  # fmt: skip
 IFACE = click.option(
     "--iface", metavar="NAME", help="Network interface for the job's traffic.",
     show_default="the one that reaches the other nodes",
 )  # fmt: skip
-PYTHON = click.option("--python", metavar="PATH", help="Interpreter on the hosts.",
+PYTHON = click.option("--python", metavar="PATH", help="Python interpreter to use on the hosts.",
                       show_default="paceline's own")  # fmt: skip
 MASTER_PORT = click.option(
     "--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
@@ -180,32 +180,33 @@ LAUNCH = [
     click.option("--name", help="Name of the run.", show_default="from the script"),
     MASTER_PORT,
     click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "ccl", "mpi"]),
-                 help="Refuse to start if torch lacks this backend. Recipes use it; a script of"
-                      " your own must choose it itself."),
+                 help="Refuse to start if torch lacks this backend. Recipes use it; your own script"
+                      " has to select it itself."),
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
-                 help="Copy the code to the hosts; auto: if it is missing or different there."),
+                 help="When to copy the code to the hosts; auto: if it is missing or different"
+                      " there."),
     click.option("--follow-links", is_flag=True, help="Also send the targets of links that lead"
                                                       " out of the code or data folder."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
                  help="auto binds each rank to its own cores, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
-                 help="Heartbeat timeout: a node that hears nothing from the launcher for 70 % of"
-                      " this time lets its ranks save, and ends them before the time is over."),
+                 help="Heartbeat timeout. A node that receives nothing from the launcher for 70 %"
+                      " of this time lets its ranks save, and ends them before the time is over."),
     click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
                  help="Time between SIGTERM and SIGKILL when you stop the job."),
     click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",
-                 help="End a job that hangs for this long; 0 only reports hangs. auto ends"
-                      " scripts on paceline.train after five times their slowest step, at least"
-                      " 30 seconds, and only reports others."),
+                 help="End a job that hangs for this long; 0 only reports hangs. auto ends a script"
+                      " that uses paceline.train after five times its slowest step (at least 30"
+                      " seconds); it only reports hangs of other scripts."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
                  help="After a failure, restart all nodes up to N times within --restart-window."
-                      " An explicit 0 forbids all restarts, also before the first step."),
+                      " An explicit 0 forbids even the automatic restart before step 1."),
     click.option("--restart-window", type=Duration(0.0), default=3600.0, metavar="DURATION",
-                 help="Failures older than this do not count for --max-restarts; 0 counts all.",
+                 help="Failures older than this do not count for --max-restarts. 0: all count.",
                  show_default="1h"),
     click.option("--keep-warm", type=Duration(0.0), default=0.0, metavar="DURATION",
-                 help="Keep the hosts ready for your next command for this long after the run:"
-                      " 10m. See `paceline warm`.", show_default="off"),
+                 help="Keep the hosts ready for your next command for this long after the run, such"
+                      " as 10m. See `paceline warm`.", show_default="off"),
     click.option("--debug", is_flag=True, help="Record debug output of NCCL, torch, gloo,"
                                                " libfabric, UCX, oneCCL and Intel MPI in files"
                                                " beside the logs, and summarise it."),
@@ -231,15 +232,15 @@ LAUNCH = [
 ]  # fmt: skip
 VIA_OPTIONS = [
     click.option("--via", type=SchedulerName([name for name in SCHEDULERS if name != BY_HAND]),
-                 help="What starts the nodes. Default: in an allocation its scheduler, otherwise"
-                      " ssh."),
+                 help="What starts the nodes. Default: the allocation's scheduler, otherwise ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
                  help="One more argument for the program that starts the nodes."),
     click.option("--mpiexec", metavar="PATH", help="mpiexec to use. Default: the one on PATH."),
     click.option("--image", metavar="IMAGE",
                  help="Container image; it must have the same content on every host."),
     click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:ro]",
-                 help="Folder of the host (Kubernetes: or a claim) to mount in the container."),
+                 help="Folder of the host to mount in the container. On Kubernetes, SOURCE may"
+                      " also be a persistent volume claim."),
     click.option("--shm-size", default="8g", metavar="SIZE",
                  help="Size of /dev/shm in the container."),
     click.option("--rdzv", cls=Aliased, aliases=("--rdzv-endpoint",), metavar="HOST:PORT",
@@ -247,8 +248,8 @@ VIA_OPTIONS = [
     click.option("--rdzv-id", metavar="NAME",
                  help="With --rdzv: name of the rendezvous, the same on each node; not a secret."),
     click.option("--rdzv-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-                 help="With --rdzv: file with the key, the same on each node. Default:"
-                      " PACELINE_RDZV_KEY; otherwise the first node shows a key and the others"
+                 help="With --rdzv: file with the key, the same on each node. Default: the variable"
+                      " PACELINE_RDZV_KEY. Without both, the first node shows a key and the others"
                       " ask for it."),
     click.option("--node-rank", type=click.IntRange(0), metavar="K",
                  help="With --rdzv: rank of this node. Default: 0 if HOST is this machine,"
@@ -263,7 +264,7 @@ VIA_OPTIONS = [
     click.option("--mem", metavar="SIZE", help="Batch: memory per node."),
     click.option("--gres", metavar="LIST", help="Batch: accelerators per node, such as gpu:2."),
     click.option("--gpus-per-node", metavar="[KIND:]N",
-                 help="Batch: GPUs per node, such as 2 or a100:2; without -p one process per"
+                 help="Batch: GPUs per node, such as 2 or a100:2; without -p, one process per"
                       " GPU."),
     click.option("--gpus", metavar="[KIND:]N",
                  help="Batch: GPUs of the whole job, such as v100:4, in equal shares."),
@@ -278,10 +279,10 @@ VIA_OPTIONS = [
                       " resume."),
     click.option("--array", metavar="RANGE", help="Batch: job array, one run per index."),
     click.option("--detach", is_flag=True,
-                 help="Start the run and leave it: it needs neither this command nor this"
-                      " machine. A batch is submitted but not followed."),
+                 help="Start the run and return; it then needs neither this command nor this"
+                      " machine. A batch job is only submitted."),
     click.option("--keep", is_flag=True,
-                 help="Like --detach, but attach at once: a closed terminal or Ctrl-Z does not"
+                 help="Like --detach, but watch the run here. A closed terminal or Ctrl-Z does not"
                       " end the run."),
     click.option("--supervisor", metavar="HOST", show_default="the first",
                  help="With --detach or --keep: the host that supervises the run."),
@@ -295,11 +296,10 @@ RUN = [
     click.option("--no-python", is_flag=True, help="SCRIPT is any program."),
     NO_TORCH,
     click.option("--data", type=click.Path(path_type=Path), metavar="FOLDER",
-                 help="Data folder; hosts that lack it get a copy, and only changes are sent."
-                      " Ranks find it as $PACELINE_DATA_DIR or in their arguments."),
+                 help="Data folder. Hosts that lack it get a copy; only changes are sent. Ranks"
+                      " find its path in $PACELINE_DATA_DIR, or in their arguments."),
     click.option("--communication", type=click.Choice(["exact", *SCRIPT_METHODS]), default="exact",
-                 help="Send the gradients of SCRIPT's DistributedDataParallel in fewer bytes; auto"
-                      " measures and chooses."),
+                 help="How to send the gradients of SCRIPT's DDP; auto measures and chooses."),
     click.option("--measure/--no-measure", default=True,
                  help="Say at the end if sending gradients, or waiting for a slow rank, takes much"
                       " of SCRIPT's steps."),
@@ -312,8 +312,8 @@ RUN = [
                  help="Accept a world size other than the planned one."),
     click.option("--rejoin", type=click.Choice(["after-save", "now", "never"]),
                  default="after-save",
-                 help="With --nnodes MIN:MAX: when to start all nodes again with a node that is"
-                      " back. after-save waits until rank 0 has saved a checkpoint."),
+                 help="With --nnodes MIN:MAX: when to restart the job to include a node that has"
+                      " come back. after-save waits until rank 0 has saved a checkpoint."),
 ]  # fmt: skip
 
 

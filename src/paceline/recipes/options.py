@@ -54,24 +54,24 @@ class Options:
     data: str = ""
     """Data set, by name or as a path."""
     data_dir: str = ""
-    """Folder with the files of the named data set, or for downloading them (default: the usual
-    places)."""
+    """Folder in which the files of a named data set are, or to which they are downloaded (default:
+    the usual places)."""
     mirror: str = ""
-    """Server to ask first for the files of a named data set: MIRROR/NAME/FILE."""
+    """Server that is asked first for the files of a named data set, as MIRROR/NAME/FILE."""
     epochs: int = 1
     """Passes through the training data."""
     steps: int = 0
     """Maximum number of steps; overrides --epochs (0: unlimited)."""
     global_batch: int = 64
-    """Samples of one step over all processes; the same at any number of processes."""
+    """Number of samples in one step, over all processes together."""
     batch_per_process: int = 0
     """Samples per process in a step. 0: --global-batch is divided among the processes. Otherwise
-    the global batch grows with the number of processes, and --global-batch is only the batch that
-    --lr is meant for."""
+    the global batch grows with the number of processes, and --global-batch only says for which
+    batch --lr is meant."""
     micro_batch: str = "0"
-    """Largest number of samples that a process computes at once; gradients of more are accumulated.
-    A number (0: no limit), a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory)."""
+    """Largest number of samples that a process computes at once. If it has more, gradients are
+    accumulated. A number (0: no limit), a number for some hosts, such as n2=8, or auto (each
+    process tries what fits into its memory)."""
     balance: str = "even"
     """Each process's share of a step: even, auto (by its speed, measured during training), or a
     weight for each host, such as n1=3,n2=1."""
@@ -82,7 +82,7 @@ class Options:
     find_lr: bool = False
     """Instead of training, raise the learning rate for 100 steps (or --steps) and suggest one."""
     find_batch: bool = False
-    """Instead of training, find how many samples a process can compute at once in its memory."""
+    """Instead of training, find how many samples fit into a process's memory at once."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """How to scale --lr when --batch-per-process makes the batch grow."""
     schedule: Literal[
@@ -106,25 +106,26 @@ class Options:
     clip_norm: float = 0.0
     """Largest norm of the whole gradient (0: no limit)."""
     ema: float = 0.0
-    """Decay of a moving average of the weights, such as 0.999. The average is evaluated and saved
-    (0: none)."""
+    """Decay of a moving average of the weights, such as 0.999 (0: no average). The average is
+    evaluated and saved."""
     ema_start: int = 0
     """With --ema: number of steps before averaging starts."""
     evaluate_every: int = 0
-    """Evaluate every N steps, in addition to the end of each epoch (0: only then; with --stop-at
-    also about sixteen times in a long epoch)."""
+    """Evaluate every N steps, in addition to the end of each epoch. 0: only at the end of each
+    epoch; with --stop-at, also about sixteen times in a long epoch."""
     patience: int = 0
     """Stop early after N evaluations without an improvement (0: never)."""
     stop_at: float = 0.0
     """Stop as soon as an evaluation reaches this accuracy, or BLEU of translations (0: never)."""
     shard: bool = False
-    """Spread parameters and optimizer state over the processes (FSDP2) instead of copies (DDP)."""
+    """Divide parameters and optimizer state among the processes (FSDP2) instead of copying them to
+    each process (DDP)."""
     compile: bool = False
     """Compile the network with torch.compile."""
     seed: int = 0
     """Seed of initial weights, data order, split and augmentation."""
     fast: bool = True
-    """Compute in bf16 if machine and model are faster with it; --no-fast uses --dtype."""
+    """Compute in bf16 if this makes the model faster on this machine; --no-fast uses --dtype."""
     dtype: Dtype = "float32"
     """Precision. bf16 and fp16 are used for computing; parameters stay in float32."""
     device: Device = "auto"
@@ -136,17 +137,17 @@ class Options:
     bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes) or local (local steps;
     increases the loss); or auto, which measures and chooses."""
     overlap: str = "auto"
-    """Sizes of the gradient buckets that are exchanged during the backward pass: auto lets two
-    processes on CPUs try some sizes in the first steps and use the fastest; backward keeps the
-    sizes."""
+    """Sizes of the gradient buckets that are exchanged during the backward pass. auto: two
+    processes on CPUs try some sizes in the first steps and use the fastest. backward: the sizes
+    never change."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
     """When to save a checkpoint: 500 (steps), 10m (minutes), epoch, several separated by commas, or
     never. The best state is always saved."""
     keep: int = 3
-    """How many of the newest checkpoints to keep (0: all). The best one is always kept. Without a
-    number, --keep is the option of all runs."""
+    """How many of the newest checkpoints to keep (0: all). The best one is always kept. --keep
+    without a number is another option: see `paceline train --help`."""
     resume: str = "auto"
     """Resume from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
     the folder of a run or a checkpoint."""
@@ -162,7 +163,7 @@ class Options:
     track_each_node: bool = False
     """Use one tracker run per node, in a group, instead of one for the job."""
     log_every: int = 0
-    """Steps between two records in metrics.jsonl (0: by the length of an epoch)."""
+    """Steps between two records in metrics.jsonl (0: chosen by the length of an epoch)."""
     watch: int = 0
     """Record the norms of gradients and weights every N steps (0: never)."""
     watch_devices: bool = False
@@ -367,8 +368,9 @@ class ImageOptions(Options):
     """cnn, resnet18, resnet34, resnet50, torchvision/NAME, or any image classifier of Hugging Face
     by id or folder."""
     weights: str = ""
-    """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets), or
-    imagenet (resnets; torchvision's). A run also sets the image size and the normalisation."""
+    """Start from these weights: a run directory, a safetensors or .pth file (for cnn and resnets),
+    or imagenet (torchvision's weights, for resnets). A run also sets the image size and the
+    normalisation."""
     from_scratch: bool = False
     """Take only the architecture of a Hugging Face model, not its weights."""
     freeze: bool | None = None
@@ -379,8 +381,8 @@ class ImageOptions(Options):
     add_layers: tuple[int, ...] = ()
     """Widths of linear layers with ReLU to add between the backbone and the output layer."""
     fast: bool = True
-    """Compute in bf16 if the machine is faster with it, and with channels last (except cnn on
-    images below 16 pixels); --no-fast uses --dtype."""
+    """Compute in bf16 if the machine is faster with it, and in the memory format channels_last
+    (except cnn on images below 16 pixels). --no-fast uses --dtype."""
     data: str = "digits"
     """digits, fashion-mnist, mnist, cifar10, cifar100, dummy; a folder with one folder per class or
     with tar shards; or a Hugging Face data set by id or folder."""
@@ -396,20 +398,21 @@ class ImageOptions(Options):
     epochs: int = 15
     """Passes through the training data."""
     global_batch: int = 64
-    """Samples of one step over all processes; the same at any number of processes."""
+    """Number of samples in one step, over all processes together."""
     lr: float = 4e-3
     """Highest learning rate of the schedule."""
     label_smoothing: float = 0.0
-    """Part of the target to spread over all classes."""
+    """Fraction of the target probability to spread over all classes."""
     augment: tuple[str, ...] = ()
     """Augmentations of the training images: flip, vflip, crop, rotate, zoom, resized-crop."""
     image_size: int = 0
-    """Height and width to which images are scaled (0: what a pretrained model expects, otherwise 64
-    for a folder; other data sets are not scaled)."""
+    """Height and width to which images are scaled. 0: the size that a pretrained model expects;
+    without such a model, 64 for images from a folder, and no scaling for other data sets."""
     test_fraction: float = 0.2
-    """Part of every class to hold out, if the data set has no split of its own."""
+    """Fraction of every class to hold out, if the data set has no split of its own."""
     val_fraction: float = 0.0
-    """Part of the training images to use for validation, if the data set has no such part."""
+    """Fraction of the training images to use for validation, if the data set has no validation
+    part."""
 
     @property
     def crop(self) -> bool:
@@ -453,7 +456,8 @@ class TextOptions(Options):
     model: str = "small"
     """small or words (from scratch), or any sequence classifier of Hugging Face by id or folder."""
     weights: str = ""
-    """Start from these weights: a run directory or a safetensors file (small, words)."""
+    """Start from these weights: a run directory or a safetensors file (for the models small and
+    words)."""
     from_scratch: bool = False
     """Take only the architecture of a Hugging Face model, not its weights."""
     freeze: bool = False
@@ -463,13 +467,14 @@ class TextOptions(Options):
     add_layers: tuple[int, ...] = ()
     """Widths of linear layers with ReLU to add between the backbone and the output layer."""
     dropout: float = 0.1
-    """Dropout of small. Above 0, the result depends on how a batch is shared among processes."""
+    """Dropout of the model small. Above 0, the result depends on how a batch is divided among
+    processes."""
 
     data: str = "meals"
     """A csv, tsv or jsonl file; a folder with train, val and test files or with tar shards; a
     Hugging Face data set by id or folder; or ag-news, meals, dummy."""
     test_data: str = ""
-    """Held-out file of the same form (default: a part of --data)."""
+    """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     offline: bool = False
@@ -483,10 +488,10 @@ class TextOptions(Options):
     class_names: tuple[str, ...] = ()
     """Names of the classes, if labels are numbers that start at 0 or 1."""
     test_fraction: float = 0.1
-    """Part to hold out, if the data set has no split of its own."""
+    """Fraction to hold out, if the data set has no split of its own."""
 
     tokenizer: Literal["word", "bpe", "char"] = "word"
-    """Tokenizer to train on the data, for small and words."""
+    """Tokenizer to train on the data, for the models small and words."""
     vocab_size: int = 0
     """Largest number of tokens (0: 30000 words, 8000 pieces)."""
     max_length: int = 128
@@ -495,11 +500,11 @@ class TextOptions(Options):
     epochs: int = 10
     """Passes through the training data."""
     global_batch: int = 32
-    """Texts of one step over all processes; the same at any number of processes."""
+    """Number of texts in one step, over all processes together."""
     lr: float = 1e-3
     """Highest learning rate of the schedule; 5e-5 suits fine-tuning."""
     label_smoothing: float = 0.0
-    """Part of the target to spread over all classes."""
+    """Fraction of the target probability to spread over all classes."""
 
     def validate(self) -> None:
         super().validate()
@@ -555,7 +560,7 @@ class TranslationOptions(Options):
     norm: Literal["pre", "post"] = "pre"
     """Layer normalisation before each part (more stable) or after it (as in the paper)."""
     dropout: float = 0.1
-    """Dropout. Above 0, the result depends on how a batch is shared among processes."""
+    """Dropout. Above 0, the result depends on how a batch is divided among processes."""
 
     data: str = "numbers"
     """A TSV file (source, tab, target), a JSONL file, the source file of a pair (see --target), a
@@ -564,15 +569,15 @@ class TranslationOptions(Options):
     target: str = ""
     """File with the translation of --data, line by line."""
     source_lang: str = ""
-    """Language of the source, if the data set names languages (en)."""
+    """Language of the source, such as en, if the data set names languages."""
     target_lang: str = ""
-    """Language of the target, if the data set names languages (it)."""
+    """Language of the target, such as it, if the data set names languages."""
     data_config: str = ""
-    """Configuration of a Hugging Face data set (en-it)."""
+    """Configuration of a Hugging Face data set, such as en-it."""
     offline: bool = False
     """Use only the cache, never the network."""
     val_fraction: float = 0.1
-    """Part of the pairs to hold out, if the data set has no split of its own."""
+    """Fraction of the pairs to hold out, if the data set has no split of its own."""
 
     tokenizer: Literal["word", "bpe", "char"] = "word"
     """word: words, digits and punctuation marks; bpe: pieces of words; char: characters."""
@@ -583,17 +588,17 @@ class TranslationOptions(Options):
     seq_len: int = 350
     """Longest sentence, in tokens."""
     too_long: Literal["drop", "cut", "refuse"] = "drop"
-    """What to do with longer sentences in training: leave out and count, cut, or refuse. Validation
-    uses every sentence and cuts longer sources."""
+    """What to do with longer sentences in training: leave them out and count them (drop), cut them,
+    or refuse to start. Validation uses every sentence and cuts longer sources."""
 
     epochs: int = 20
     """Passes through the training data."""
     global_batch: int = 64
-    """Sentence pairs of one step over all processes; the same at any number of processes."""
+    """Number of sentence pairs in one step, over all processes together."""
     lr: float = 5e-4
     """Highest learning rate of the schedule."""
     label_smoothing: float = 0.1
-    """Part of the probability to spread over all tokens."""
+    """Fraction of the target probability to spread over all tokens."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient (0: no limit)."""
 
@@ -602,7 +607,7 @@ class TranslationOptions(Options):
     score_every: int = 1
     """Translate the whole validation set every N epochs, and after the last one."""
     samples: int = 3
-    """Number of translations to show each time."""
+    """Number of translations to show at each validation."""
 
     def validate(self) -> None:
         super().validate()

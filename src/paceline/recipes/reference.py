@@ -159,5 +159,8 @@ def markdown(kind: type) -> str:
     rows = ["| option | default | |", "|---|---|---|"]
     for option in list_options(kind):
         default = f"`{option.default}`" if option.default else ""
-        rows.append(f"| `{option.flag}` | {default} | {option.text.replace('|', chr(92) + '|')} |")
+        text = option.text
+        if option.choices:
+            text += f" One of: {', '.join(option.choices)}."
+        rows.append(f"| `{option.flag}` | {default} | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n"

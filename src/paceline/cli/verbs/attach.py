@@ -18,8 +18,8 @@ def command(ctx: click.Context, /, lines: bool, **_: object) -> None:
     Without RUN, use the run in progress. With -H, also find runs that were started from another
     machine; such a run gets a folder below runs/ here.
 
-    Ctrl-C stops the run and gives it time to save; a second Ctrl-C ends it at once. Ctrl-Z, the key
-    d or a closed terminal leaves it running.
+    Ctrl-C stops the run and gives it time to save; a second Ctrl-C ends it immediately. Ctrl-Z, the
+    key d or a closed terminal leaves it running.
 
     Exit status: that of the run, or 0 if it was left running.
     """

@@ -13,9 +13,11 @@ from paceline.cli.verb import Verb
 def command(shell: str) -> None:
     """Print the script that makes SHELL complete paceline's commands.
 
-    For the current shell: eval "$(paceline completion bash)", the same with zsh, or paceline
-    completion fish | source. For all shells, append the output to ~/.bashrc or ~/.zshrc; for fish,
-    write it to ~/.config/fish/completions/paceline.fish.
+    For the current shell, type: eval "$(paceline completion bash)". With zsh, type zsh instead of
+    bash; with fish, type: paceline completion fish | source
+
+    For all future shells, append the output to ~/.bashrc or ~/.zshrc; for fish, write it to
+    ~/.config/fish/completions/paceline.fish.
 
     It completes commands, options, their values, hosts, runs, labs, faults, recipes and files.
     """

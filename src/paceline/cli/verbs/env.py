@@ -23,13 +23,13 @@ NAMES = (
 @click.command("env", cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--master-addr", metavar="ADDRESS",
-              help="Address of rank 0, if the environment does not tell it.")  # fmt: skip
+              help="Address of rank 0, if the environment does not contain it.")  # fmt: skip
 @click.option("--master-port", type=click.IntRange(1, 65535),
               help="Port of the rendezvous store on that host.")  # fmt: skip
 @click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
 def command(as_json: bool, master_addr: str | None, master_port: int | None,
             command_words: tuple[str, ...]) -> None:  # fmt: skip
-    """Set RANK, WORLD_SIZE and the like from the variables of mpirun, mpiexec or a scheduler.
+    """Set RANK, WORLD_SIZE and so on from the variables of mpirun, mpiexec or a scheduler.
 
     Without COMMAND, print them for a shell: eval "$(paceline env)". With COMMAND, run it with them:
     mpirun -n 4 paceline env python train.py

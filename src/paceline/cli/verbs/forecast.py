@@ -66,7 +66,7 @@ class ForecastVerb(Verb):
               help="Fix the batch of each host, so that the global batch grows with the number"
                    " of hosts.")  # fmt: skip
 @click.option("--each-host", is_flag=True,
-              help="Measure every host alone, not one of each kind.")  # fmt: skip
+              help="Measure every host alone, instead of only one host of each kind.")  # fmt: skip
 @click.option("--seconds", type=Seconds(0.0), default=DEFAULT_SECONDS, show_default=True,
               metavar="N",
               help="How long to measure steps in each try. A round through all batch sizes"
@@ -85,10 +85,10 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             **_: object) -> None:  # fmt: skip
     """Predict how long WHAT, a recipe or a script, would train on 1, 2, 3, … hosts.
 
-    It runs a few steps on one host and on two, and times an all-reduce between them and the links
-    between all hosts. For each number of hosts it prints the time of a step, what limits it, and
-    what would help. The folders of these runs are removed unless they fail. A script has to use
-    paceline.train.
+    The command runs a few steps on one host and on two hosts. It times an all-reduce between these
+    two, and the links between all hosts. For each number of hosts it then prints the time of a
+    step, what limits it, and what would help. The run directories of successful measurements are
+    removed. A script has to use paceline.train.
     """
     if compare is not None:
         if what is not None:

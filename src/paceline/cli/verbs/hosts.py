@@ -45,18 +45,25 @@ def command(
 ) -> None:  # fmt: skip
     """Show the hosts that SOURCE names, as paceline understands them.
 
-    SOURCE is a host file of any dialect; a list such as n1,n2:4,me@n3 or node[01-04]; lab for
-    the lab that is up (lab:NAME where there are several); slurm, pbs, mpi, torchrun, kubernetes
-    or auto for what the environment says; DIALECT:FILE, such as accelerate:default_config.yaml
-    or ssh-config:~/.ssh/config; or local for this machine. The file is only read.
+    SOURCE is one of:
 
-    Without SOURCE: PACELINE_OPT_HOSTS, else [run] hosts of ./paceline.toml, else the hosts of
-    the allocation, else the [hosts.NAME] tables of that file, else this machine. The tables
-    also win over whatever else describes a host.
+    \b
+    FILE            a host file; its format (dialect) is detected
+    DIALECT:FILE    a file in this dialect, such as ssh-config:~/.ssh/config
+    n1,n2:4,me@n3   a list of hosts; also node[01-04]
+    lab             the lab that is up (lab:NAME if there are several)
+    slurm, pbs, mpi, torchrun, kubernetes
+                    the hosts that it lists; auto detects which one
+    local           this machine
+
+    Without SOURCE, the hosts come from PACELINE_OPT_HOSTS, else from [run] hosts of
+    ./paceline.toml, else from the allocation, else from the [hosts.NAME] tables of ./paceline.toml,
+    else they are this machine. These tables also override any other description of a host. Files
+    are only read.
 
     Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
-    pbs, ssh-config, accelerate, toml; to read only: inventory (ansible, json, yaml),
-    mpi, torchrun, kubernetes.
+    pbs, ssh-config, accelerate, toml. Some can be read but not written: inventory (ansible, json,
+    yaml), mpi, torchrun, kubernetes.
     """
     if target:
         reject_combination(ctx, "--write", ("as_json",))

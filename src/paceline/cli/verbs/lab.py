@@ -30,8 +30,8 @@ def command() -> None:
     """Run a virtual cluster on this machine, to rehearse jobs and their failures.
 
     Every host has its own network, host name, processes, /etc/hosts, /tmp, /dev/shm and HOME, and a
-    real sshd. The rest of the disk is this machine's. Hosts reach nothing outside the lab, and
-    nothing is left of it when it is down.
+    real sshd. The rest of the disk is this machine's. Hosts reach nothing outside the lab. When the
+    lab is down, nothing of it remains.
     """
 
 

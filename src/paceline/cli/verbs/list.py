@@ -27,9 +27,9 @@ _KINDS = ("recipes", "models", "data", "augmentations", "presets")
 def command(kind: str | None, only: str | None, as_json: bool) -> None:
     """List recipes, models, data sets, augmentations and presets by name.
 
-    The models include pretrained ones: widely used ones, those in the caches, and those in runs/.
-    Name any other classifier of Hugging Face by its id or a local folder, and one of torchvision by
-    torchvision/NAME.
+    The list includes widely used pretrained models, models in the caches, and models in runs/.
+    Other models can be used, too: a classifier of Hugging Face by its id or as a local folder, and
+    one of torchvision as torchvision/NAME.
     """
     entries = [
         entry

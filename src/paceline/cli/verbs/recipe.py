@@ -39,8 +39,8 @@ def copy(name: str, target: Path | None, full: bool, force: bool) -> None:
     """Copy the script of RECIPE to TARGET (default: my_RECIPE.py in this folder), so that you can
     change it.
 
-    It is a complete training in one short file: data, network, loop and evaluation, with torch and
-    `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`.
+    It is a complete training script in one short file: data, network, loop and evaluation, with
+    torch and `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`.
     """
     text = script(name, full)
     path = target or Path(f"my_{name}.py")

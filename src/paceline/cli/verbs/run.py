@@ -38,7 +38,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             pass_local_rank: bool, **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, like torchrun, with one command.
 
-    Options for paceline come before SCRIPT; all that follows goes to the script.
+    Options for paceline come before SCRIPT. What follows is passed to the script.
     """
     cluster, dispatch = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)

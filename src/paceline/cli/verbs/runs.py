@@ -86,7 +86,8 @@ class Row:
 def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> None:
     """List the runs below runs/ and detached runs on hosts.
 
-    The hosts are those of -H or of paceline.toml, and those that supervise runs of this folder.
+    The hosts are those of -H or of paceline.toml, and those that supervise detached runs which were
+    started in this folder.
     """
     parent = Path(DEFAULT_PARENT)
     folders = [path for path in records.folders_in(parent) if is_run(path)]

@@ -26,9 +26,9 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
 
     With -H, also find runs that were started from another machine.
 
-    Of a detached run, also fetch the files that its script has completed.
+    If RUN is detached, also fetch the files that its script has completed.
 
-    For a batch, the scheduler's message is shown.
+    If RUN is a batch job, also show the scheduler's message.
     """
     from paceline.cli.runs.lost import describe_abandon
     from paceline.cli.runs.run_lookup import resolve_run

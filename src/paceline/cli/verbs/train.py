@@ -47,7 +47,7 @@ class Train(Verb):
 @click.pass_context
 def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
             wants_help: bool, help_all: bool, **_: object) -> None:  # fmt: skip
-    """Train RECIPE; its own OPTIONS can be mixed with those below.
+    """Train RECIPE. The recipe's own OPTIONS can be mixed with those below.
 
     `paceline train RECIPE --help` lists the recipe's options.
     """

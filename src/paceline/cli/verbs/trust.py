@@ -17,11 +17,11 @@ from paceline.spec.settings import TOML_NAME
 @click.argument("file", default=TOML_NAME)
 @click.option("--revoke", is_flag=True, help="Revoke the trust.")
 def command(file: str, revoke: bool) -> None:
-    """Trust the settings in FILE, by default this folder's paceline.toml, that start programs.
+    """Trust the settings in FILE that start programs.
 
-    Settings such as ssh-config, python, mpiexec and env are used only after this. The trust covers
-    the current values. A file that somebody else can change is refused. FILE may be a host file in
-    TOML.
+    FILE is this folder's paceline.toml by default; it may also be a host file in TOML. Settings
+    such as ssh-config, python, mpiexec and env are refused before you trust them. The trust covers
+    the current values. If somebody else can change the file, it cannot be trusted.
     """
     from paceline.cli.settings_file import read_settings_file
     from paceline.hosts.source import load_toml

@@ -39,9 +39,9 @@ _ONLY = click.option("-H", "--hosts", metavar="SOURCE", help="Only these hosts."
 def command() -> None:
     """Keep hosts ready for your next command, so that it starts at once.
 
-    An agent waits on each host with torch imported, and SSH keeps a connection open. Nobody else
-    can use them. They end by themselves when no command has used them for the time given with
-    --for, or with --keep-warm of a run.
+    On each host, an agent waits with torch imported, and SSH keeps a connection open. Nobody else
+    can use this agent. It ends by itself when no command has used it for the time that you gave
+    with --for, or with --keep-warm of a run.
     """
 
 
@@ -59,8 +59,8 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
        **_: object) -> None:  # fmt: skip
     """Start an agent on every host; it waits for `paceline run` with the same options.
 
-    With SCRIPT, the modules that it imports are imported, too. A command with another interpreter,
-    environment or imports still works, but has to import again.
+    With SCRIPT, the modules that it imports are imported, too. If your next command has another
+    interpreter, environment or imports, it still works, but has to import again.
     """
     import asyncio
 

@@ -29,7 +29,7 @@ class LanguageOptions(Options):
     """A text file; a jsonl or parquet file with a text in each row; a folder of such files, also
     with train and val parts; or a Hugging Face data set by id or folder."""
     test_data: str = ""
-    """Held-out file of the same form (default: a part of --data)."""
+    """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     text_column: str = ""
@@ -37,21 +37,22 @@ class LanguageOptions(Options):
     offline: bool = False
     """Use only the cache, never the network."""
     val_fraction: float = 0.05
-    """Part of the text to hold out, if the data have no such part: every twentieth piece of 16
-    kilobytes, for example."""
+    """Fraction of the text to hold out, if the data has no such part. With 0.05, every twentieth
+    piece of 16 kilobytes is held out."""
 
     epochs: int = 0
-    """Passes through the training data (0: as many as show the model twenty tokens for each of its
-    parameters, but at most four)."""
+    """Passes through the training data. 0: until the model has seen twenty tokens for each of its
+    parameters, but at most four passes."""
     global_batch: int = 0
-    """Rows of --max-length tokens of one step over all processes; the same at any number of
-    processes (0: by size and length of the training)."""
+    """Number of rows in one step, over all processes together; a row has --max-length tokens. 0:
+    chosen by the size of the model and the length of the training."""
     micro_batch: str = "0"
-    """Largest number of rows that a process computes at once; gradients of more are accumulated. A
-    number, a number for some hosts, such as n2=8, or auto (each process tries what fits into its
-    memory). 0: as many as have 8192 tokens."""
+    """Largest number of rows that a process computes at once. If it has more, gradients are
+    accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
+    fits into its memory). 0: as many as have 8192 tokens."""
     lr: float = 0.0
-    """Highest learning rate of the schedule (0: by size and length of the training)."""
+    """Highest learning rate of the schedule. 0: chosen by the size of the model and the length of
+    the training."""
     schedule: Literal[
         "cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"
     ] = "stable"
@@ -67,10 +68,10 @@ class LanguageOptions(Options):
     clip_norm: float = 1.0
     """Largest norm of the whole gradient (0: no limit)."""
     evaluate_every: int = 0
-    """Evaluate every N steps, in addition to the end of each epoch (0: so often that it takes a
-    twentieth of the time)."""
+    """Evaluate every N steps, in addition to the end of each epoch. 0: as often as takes a
+    twentieth of the training time."""
     stop_at: float = 0.0
-    """Stop as soon as an evaluation has at most so many bits per byte (0: never)."""
+    """Stop as soon as an evaluation reaches at most this number of bits per byte (0: never)."""
 
     def validate(self) -> None:
         super().validate()
@@ -116,40 +117,40 @@ class SftOptions(Options):
     """A jsonl, json, csv, tsv, parquet or txt file; a folder of such files, also with train, val
     and test parts; or a Hugging Face data set by id or folder."""
     test_data: str = ""
-    """Held-out file of the same form (default: a part of --data)."""
+    """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     offline: bool = False
     """Use only the cache, never the network."""
     val_fraction: float = 0.1
-    """Part of the examples to hold out, if the data have no such part."""
+    """Fraction of the examples to hold out, if the data has no such part."""
     skip_damaged: bool = False
     """Leave out and count rows that cannot be used, such as broken JSON or empty answers."""
     show_examples: int = 0
-    """Show N examples as they are trained on, with their masks, and stop."""
+    """Show N examples as the training would use them, with their masks, and stop."""
 
     chat_template: str = ""
-    """File with a chat template, or none, which joins prompt and completion as they are (default:
-    the model's own)."""
+    """File with a chat template; or none, to join prompt and completion unchanged (default: the
+    model's own template)."""
     system: Literal["keep", "merge", "drop"] = "keep"
     """System messages: keep them, merge them into the first message of the user, or drop them."""
     max_length: int = 1024
     """Largest number of tokens of an example."""
     too_long: Literal["refuse", "cut", "drop"] = "refuse"
-    """What to do with longer examples: refuse to start, cut their end, or leave them out. Both are
-    counted."""
+    """What to do with longer examples: refuse to start, cut their end, or leave them out (drop).
+    Examples that are cut or left out are counted."""
     pack: bool = True
-    """Put several examples into one row of up to --max-length tokens, without changing the result:
-    they do not see each other."""
+    """Put several examples into one row of up to --max-length tokens. Examples in a row do not see
+    each other, so the result does not change."""
 
     epochs: int = 3
     """Passes through the training data."""
     global_batch: int = 16
-    """Examples of one step over all processes; the same at any number of processes."""
+    """Number of examples in one step, over all processes together."""
     micro_batch: str = "0"
-    """Largest number of examples that a process computes at once; gradients of more are
+    """Largest number of examples that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as have 8192 tokens at the length of the longest."""
+    fits into its memory). 0: as many as have 8192 tokens if all are as long as the longest."""
     lr: float = 2e-4
     """Highest learning rate of the schedule; 2e-5 suits --method full."""
     schedule: Literal[

@@ -19,7 +19,7 @@ class EvaluateOptions:
     data: str = ""
     """Data to use instead of the training's: a name or a folder."""
     target: str = ""
-    """The second file of a corpus of two files; --data is the first."""
+    """The second file of a parallel corpus of two files; --data is the first."""
     data_dir: str = ""
     """Folder that holds the files of the named data set (default: the usual places)."""
     device: Device = "auto"
@@ -104,10 +104,10 @@ class ExportOptions:
     to: str = ""
     """Folder to write (default: export in the run directory)."""
     format: Literal["", "transformers", "adapter", "torch", "onnx"] = ""
-    """transformers: safetensors and config.json of that library (its own models and language
-    models, with adapters merged); adapter: adapters alone, in the format of peft; torch: a
-    torch.export program (.pt2); onnx: ONNX (default: transformers for language models, else
-    onnx)."""
+    """transformers: safetensors and config.json of that library, for its own models and for
+    language models (adapters are merged). adapter: only the adapters, in the format of peft. torch:
+    a torch.export program (.pt2). onnx: an ONNX file (default: transformers for language models,
+    else onnx)."""
 
 
 @dataclass(frozen=True)
@@ -151,4 +151,4 @@ class QuantizeOptions:
     """Largest accepted loss of accuracy on the held-out data, or of BLEU (0.01 is one point); with
     a larger loss, nothing is written."""
     samples: int = 0
-    """Number of held-out samples for that measurement (0: all)."""
+    """Number of held-out samples on which the accuracy is measured (0: all)."""

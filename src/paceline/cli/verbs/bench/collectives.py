@@ -113,8 +113,8 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
 def command(ctx: click.Context, /, **params: Any) -> None:
     """Measure collectives over all hosts, with nccl-tests' flags, table and factors.
 
-    A slow host or link is named. Results are compared with the rates of TCP and of the backend
-    between the hosts, and with the limits of interfaces and cards.
+    The output names slow hosts and links. It compares the results with the rates of TCP and of the
+    backend between the hosts, and with the limits of interfaces and cards.
 
     Exit status: 1 if a result is wrong or a threshold is missed.
     """

@@ -50,10 +50,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS as 1, 1×P, N×1 and N×P processes and compare the times.
 
-    Use ARGS to make the script run a fixed number of steps with the same global batch. If it uses
-    paceline.train, samples are counted. Otherwise the work is assumed to be the same at every
-    layout (with --weak: to grow with the number of processes), and the time of the ranks is
-    compared.
+    N is the number of hosts, and P the number of processes on each. Use ARGS to make the script run
+    a fixed number of steps with the same global batch.
+
+    If the script uses paceline.train, its samples are counted. Otherwise only the time of the ranks
+    is compared. The work is then assumed to be the same in every layout or, with --weak, to grow
+    with the number of processes.
 
     Outside an allocation, --via with a batch system and --nnodes N submits everything as one batch.
     """

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 @click.option("--password-stdin", is_flag=True,
               help="Read the hosts' password from standard input instead of asking for"
                    " it.")  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="Do not ask; pin the host keys shown.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask; accept the host keys shown.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would be done, and exit.")
 @click.option("--revoke", is_flag=True, help="Undo exactly what setup has done.")
 @click.pass_context
 def command(ctx: click.Context, /, key: Path | None, key_type: str, password_stdin: bool,
             yes: bool, dry_run: bool, revoke: bool, **_: object) -> None:  # fmt: skip
-    """Set up SSH login from this machine to every host: key, pinned host keys, ssh config.
+    """Set up SSH login from this machine to every host: key, known host keys, ssh config.
 
-    It is safe to repeat. Other parts of the setup have their own commands.
+    The command is safe to repeat. Other parts of the setup have commands of their own.
     """
     own_options = ("key", "key_type", "password_stdin")
     if ctx.invoked_subcommand is not None:

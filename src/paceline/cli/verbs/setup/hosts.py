@@ -14,7 +14,7 @@ from paceline.setup import lines
 @host_options
 @click.pass_context
 def command(ctx: click.Context, /, **_: object) -> None:
-    """Print lines for /etc/hosts, and errors in the existing ones. Changes nothing."""
+    """Print lines for /etc/hosts, and errors in the existing lines. Change nothing."""
     results = survey(ctx, cluster_hosts(ctx)[0], "quick")
     addresses = {name: results.address(name) for name in results.names}
     say("# the same lines for /etc/hosts of every host:")

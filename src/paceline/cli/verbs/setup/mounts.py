@@ -32,7 +32,7 @@ from paceline.spec.errors import SettingError
 )
 def command(kind: Any, server: str, path: str, at: str, user: str, uid: int | None,
            gid: int | None) -> None:  # fmt: skip
-    """Print the commands that mount a shared folder on every host. Changes nothing."""
+    """Print the commands that mount a shared folder on every host. Change nothing."""
     import os
 
     if kind == "cifs" and not user:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -13,7 +14,7 @@ import time
 import traceback
 import types
 import zipfile
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Deque, Dict, List
 
 from .. import warm
 from ..supervision import processes
@@ -36,6 +37,7 @@ DEFAULT_SIGNALS = (  # what the agent, or the background of whoever started it, 
 )  # fmt: skip
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # folder of the package
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
+MAX_LEFT_GROUPS = 16  # of torch, which are kept until others have been left
 
 
 def prepare(request: Message, rank: Message, out: int, err: int, events: int,
@@ -268,11 +270,18 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
     destroy = distributed.destroy_process_group
+    # A thread of gloo frees a collective's tensor a moment after the collective has returned, and
+    # waits for the interpreter's lock. A group's destructor joins that thread, with the lock held
+    # if DDP drops the group last. So groups are destroyed later, when their threads are idle.
+    left_groups: Deque[Any] = collections.deque(maxlen=MAX_LEFT_GROUPS)
 
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> Any:
         if distributed.is_initialized() and group in (None, distributed.group.WORLD):
             _report_event(events, "world left", rank=distributed.get_rank())
+            left_groups.extend(distributed.distributed_c10d._world.pg_map)
+        else:
+            left_groups.append(group)
         return destroy(group)
 
     distributed.destroy_process_group = destroy_process_group

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import struct
 import time
 import tracemalloc
@@ -22,7 +23,7 @@ from paceline.agent.files import snapshot
 from paceline.agent.supervision.rank_process import RankProcess
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory
-from paceline.rundir.output_rules import WrittenFile
+from paceline.rundir.output_rules import WrittenFile, unit_of
 from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
 from paceline.transfer import outputs, results
 from paceline.transfer.outputs import OutputFolder, OutputStore
@@ -209,6 +210,37 @@ def test_other_nodes_get_what_is_here_and_nothing_newer(place: Place) -> None:
         await place.store.sync(second)  # it has rank 0 now: what it got is not new
         assert len(OutputJournal(place.run).outputs) == before
         assert await place.store.known_paths(second) == {"out/ckpt_1.pt", "out/log.txt"}
+
+    run(work)
+
+
+def test_the_newest_checkpoint_here_outlives_its_removal_by_the_script(place: Place) -> None:
+    """Until the next has arrived: if rank 0's host is lost before, the job begins with it."""
+
+    async def work(served: Served) -> None:
+        first, second = await place.folder(served, "n1"), await place.folder(served, "n2")
+        for step in (10, 20):
+            place.write("n1", f"out/checkpoint-{step}/model.pt", zipped("model"), age_s=60 - step)
+            place.write("n1", f"out/checkpoint-{step}/trainer_state.json", b"{}", age_s=60 - step)
+        place.write("n1", "out/best.pt", zipped("best"), age_s=30)
+        await place.store.sync(first, has_ended=True)
+        for step in (10, 20):  # the script keeps one, and another is not complete
+            shutil.rmtree(place.copy("n1") / f"out/checkpoint-{step}")
+        place.write("n1", "out/checkpoint-30/model.pt", zipped("model")[:-1], age_s=0)
+        await place.store.sync(first, has_ended=True)
+        await place.store.sync(first, has_ended=True)
+        place.write("n2", "out/checkpoint-30/random_states_1.pkl", b"of rank 1")
+        await place.store.send(second)
+        out = place.copy("n2") / "out"
+        assert sorted(p.name for p in out.iterdir()) == [
+            ".checkpoint-30.superseded", "best.pt", "checkpoint-20"
+        ]  # fmt: skip
+        place.write("n1", "out/checkpoint-30/model.pt", zipped("model"), age_s=5)
+        place.write("n1", "out/checkpoint-30/trainer_state.json", b"{}", age_s=5)
+        await place.store.sync(first, has_ended=True)
+        await place.store.sync(first, has_ended=True)
+        units = {unit_of(path) for path in OutputJournal(place.run).outputs}
+        assert units == {"out/best.pt", "out/checkpoint-30"}
 
     run(work)
 

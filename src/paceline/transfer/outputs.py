@@ -12,6 +12,7 @@ import errno
 import io
 import itertools
 import os
+import re
 import secrets
 import shutil
 import time
@@ -76,6 +77,7 @@ class OutputFolder:
         since_us: Files that have not changed since are no outputs, on the clock of its disk.
         opened_at: When that was noted, on the monotonic clock.
         seen: Paths of the last list.
+        removed: Paths of earlier lists whose files are gone, though they count as outputs.
         fetched: Version of each file that is here, by path.
         fetched_at: When it arrived, on the monotonic clock.
     """
@@ -88,6 +90,7 @@ class OutputFolder:
     since_us: int = 0
     opened_at: float = 0.0
     seen: set[str] = field(default_factory=set)
+    removed: set[str] = field(default_factory=set)
     fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched_at: dict[str, float] = field(default_factory=dict)
 
@@ -254,8 +257,26 @@ class OutputStore:
 
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}
-        self.journal.remove(sorted(folder.seen - paths))
+        folder.removed = (folder.removed | folder.seen) - paths
         folder.seen = paths
+        if folder.removed:
+            gone = folder.removed - self._newest_checkpoints()
+            self.journal.remove(sorted(gone))
+            folder.removed -= gone
+
+    def _newest_checkpoints(self) -> set[str]:
+        """Paths of the newest checkpoint that has arrived of each series (names differ in numbers).
+
+        A script may remove one before the next has arrived. It stays what a lost job begins with.
+        """
+        newest: dict[str, list[WrittenFile]] = {}
+        outputs = self.journal.outputs.values()
+        written = [WrittenFile(entry.path, entry.size, entry.mtime_us) for entry in outputs]
+        groups = group_files(written)
+        for unit in reversed(order_of_arrival(groups)):
+            if is_checkpoint(unit, map(_path, groups[unit])):
+                newest[re.sub(r"[0-9]+", "", unit)] = groups[unit]
+        return {file.path for group in newest.values() for file in group}
 
     def has_room(self, host: str, unit: str, group: Sequence[WrittenFile]) -> bool:
         """Whether files fit on the disks here; notes the first that do not, with the reason."""
@@ -424,13 +445,15 @@ class OutputStore:
     async def send(self, folder: OutputFolder, *, is_source: bool = False) -> None:
         """Gives a node the outputs that are here, and hides checkpoints that only it has.
 
+        They may hold only what its own ranks save, such as states of their random generators.
+
         Args:
             is_source: It is the node that wrote them: only files that are cut off are hidden.
         """
         manifest, paths = await asyncio.to_thread(self.sendable, folder.prefix)
         files = await self.list_files(folder)
         hidden = [unit for unit, group in group_files(files).items()
-                  if is_checkpoint(unit, map(_path, group))
+                  if (is_checkpoint(unit, map(_path, group)) or group[0].path != unit)
                   and not any(file.path in paths for file in group)
                   and not (is_source and all(file.is_whole for file in group))]  # fmt: skip
         missing: list[str] = []

@@ -213,19 +213,19 @@ def test_a_speed_that_changes_with_the_shares_is_not_taken_for_an_overhead() -> 
     assert bound([0.001, 0.006], 64) / job.mean(25, 100) > 0.93
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drops: bool) -> None:
-    job = Job(3, 60, speeds([0.001] * 3, [0.0, 0.0, 0.2]), 0.005, drops=drops).run(60)
+@pytest.mark.parametrize("drop_slow", [False, True])
+def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drop_slow: bool) -> None:
+    job = Job(3, 60, speeds([0.001] * 3, [0.0, 0.0, 0.2]), 0.005, drop_slow=drop_slow).run(60)
     said = next(one for one in job.advice if one.surplus_rank is not None)
     assert said.surplus_rank == 2
     assert said.proposed_s == pytest.approx(0.201, rel=0.2)
     assert said.reduced_s == pytest.approx(0.03, rel=0.2)
-    assert job.controller.shares == ((30, 30, 0) if drops else job.controller.shares)
-    assert drops or min(job.controller.shares) >= 1
+    assert job.controller.shares == ((30, 30, 0) if drop_slow else job.controller.shares)
+    assert drop_slow or min(job.controller.shares) >= 1
 
 
 def test_rank_0_is_named_and_never_dropped() -> None:
-    job = Job(2, 60, speeds([0.001] * 2, [0.2, 0.0]), drops=True).run(60)
+    job = Job(2, 60, speeds([0.001] * 2, [0.2, 0.0]), drop_slow=True).run(60)
     assert job.controller.shares == (1, 59)
     found = next(one for one in job.advice if one.surplus_rank is not None)
     assert found.surplus_rank == 0
@@ -250,18 +250,18 @@ def test_a_dropped_rank_is_tried_again() -> None:
         beside = 0.2 if rank == 1 and step < 100 else 0.0
         return beside + 0.001 * samples
 
-    job = Job(2, 60, work, drops=True).run(100)
+    job = Job(2, 60, work, drop_slow=True).run(100)
     assert job.controller.shares[1] == 0
     assert job.run(300).controller.shares == (30, 30)
 
 
 def test_a_resumed_run_leaves_a_dropped_rank_its_rest() -> None:
     work = speeds([0.001] * 2, [0.0, 0.2])
-    job = Job(2, 60, work, drops=True).run(100)
+    job = Job(2, 60, work, drop_slow=True).run(100)
     kept = job.controller
-    assert list(kept.resting) == [1]
+    assert list(kept.rest_periods) == [1]
     assert kept.speeds()[1][0] > 0  # what it was before, for other worlds
-    again = Job(2, 60, work, drops=True, resting=kept.resting)
+    again = Job(2, 60, work, drop_slow=True, rest_periods=kept.rest_periods)
     again.controller.shares = kept.shares
     again.steps, again.notes = job.steps, job.notes  # at the same step
     assert not again.run(60).changed

@@ -3,8 +3,8 @@
 A rank that computes ``n`` samples is taken to need ``cost * (n + overhead)`` seconds: the overhead,
 in samples' worth, is what a step costs it whatever its share is, and it stays the same when the
 whole machine becomes slower. The cost is a median over recent steps, without waiting for others;
-the overhead shows when a share changes. Every rank has the same measurements (a ``Look``) at the
-same step and decides alike: plain arithmetic on Python's floats, and nothing is sent.
+the overhead shows when a share changes. Every rank has the same measurements (``StepTimings``) at
+the same step and decides alike: plain arithmetic on Python's floats, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MIN_BATCH_PART = 0.75  # part of a batch that a step must have to count
 _MAX_GROWTH = 4  # times its former share that a rank gets at most
 _MAX_FIXED_PART = 0.95  # of a step that is taken for fixed
 _MAX_FIRST_FIXED_PART = 0.7  # the same when a share changes for the first time
-_MAX_SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
+_MAX_SMALL_CHANGES = 8  # below _IMMEDIATE_GAIN, until a speed changes again
 _DROP_STEPS = 200  # steps that a dropped rank rests before it is tried again; doubled each time
 _MAX_SLOWDOWN = 1.1  # times the former step: a change of shares was none for the better
 _CAP_STEPS = 200  # for which it is not tried again; doubled each time
@@ -287,12 +287,11 @@ class Controller:
     """Turns measurements into shares. Pure, and the same on every rank.
 
     Args:
-        drops: A rank without which a step would be faster gets nothing to do; never rank 0.
-        resting: Of ranks that were dropped: until which step they rest, and how many steps that
-            are.
+        drop_slow: A rank without which a step would be faster gets nothing to do; never rank 0.
+        rest_periods: By dropped rank: the step at which it is tried again, and its steps of rest.
 
     Attributes:
-        resting: As above; for checkpoints.
+        rest_periods: As above; for checkpoints.
     """
 
     def __init__(
@@ -300,10 +299,10 @@ class Controller:
         shares: Shares,
         *,
         min_share: int = 1,
-        drops: bool = False,
-        resting: Mapping[int, tuple[int, int]] | None = None,
+        drop_slow: bool = False,
+        rest_periods: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        self.shares, self.min_share, self.drops = shares, min_share, drops
+        self.shares, self.min_share, self.drop_slow = shares, min_share, drop_slow
         self._speeds = [_RankSpeed() for _ in shares]
         self._first_step = -1  # the first step with these shares; unknown before the first look
         self._num_observations = 0
@@ -311,10 +310,10 @@ class Controller:
         self._num_small_changes = 0
         self._had_gain = False  # the look before saw something to win
         self._surplus_rank: int | None = None  # by the look before
-        self.resting = dict(resting or {})
+        self.rest_periods = dict(rest_periods or {})
         self._previous: tuple[Shares, list[float]] | None = None  # with each rank's seconds
         self._caps: dict[int, _ShareCap] = {}
-        self._released: frozenset[int] = frozenset()  # of those that were held
+        self._released_caps: frozenset[int] = frozenset()  # ranks whose cap has ended
 
     def observe(self, timings: StepTimings) -> Advice | None:
         """Evaluates timings; ``None`` while there are too few."""
@@ -394,13 +393,13 @@ class Controller:
         advice = Advice(
             proposed, current_s, proposed_s, moving_s, gain, False, reported_rank, reduced_s
         )
-        if reported_rank and self.drops:  # never rank 0, which all need
-            former = self.resting.get(reported_rank)
+        if reported_rank and self.drop_slow:  # never rank 0, which all need
+            former = self.rest_periods.get(reported_rank)
             drop_steps = 2 * former[1] if former else _DROP_STEPS
-            self.resting[reported_rank] = step + drop_steps, drop_steps
+            self.rest_periods[reported_rank] = step + drop_steps, drop_steps
             shares = self._optimal_shares(excluded | {reported_rank})
             return replace(advice, shares=shares, apply=True)
-        returning = [r for r in excluded if self.resting.get(r, (0, 0))[0] <= step]
+        returning = [r for r in excluded if self.rest_periods.get(r, (0, 0))[0] <= step]
         if returning:  # how fast it is now shows only when it computes
             weights = [
                 max(self.min_share, share) if r in returning else share
@@ -459,7 +458,9 @@ class Controller:
             share, speed = self.shares[rank], self._speeds[rank]
             if share and speed.seconds(share) / share < _MIN_SPEEDUP * cap.cost:
                 self._caps[rank] = replace(cap, end_step=step)
-        self._released = frozenset(rank for rank, cap in self._caps.items() if cap.end_step <= step)
+        self._released_caps = frozenset(
+            rank for rank, cap in self._caps.items() if cap.end_step <= step
+        )
 
     def _optimal_shares(self, excluded: frozenset[int]) -> Shares:
         speeds, samples = self._speeds, sum(self.shares)
@@ -468,7 +469,7 @@ class Controller:
             max(_MAX_GROWTH * share, even_share) if share else math.inf for share in self.shares
         ]
         for rank, cap in self._caps.items():
-            if rank not in self._released:
+            if rank not in self._released_caps:
                 max_shares[rank] = min(max_shares[rank], cap.max_share)
         included = [r for r in range(len(speeds)) if r not in excluded]
         if sum(max_shares[r] for r in included) < samples:

@@ -132,7 +132,7 @@ class BatchDivision:
             self._hosts = tuple(name.partition(" on ")[2] for name in self._rank_names)
         min_samples = _MIN_NORM_SAMPLES if has_batch_norm(models.module) else 1
         min_share = min(min_samples, max(1, global_batch // ranks))
-        resting = self._resting()
+        rest_periods = self._rest_periods()
         shares: Shares | None = None
         if not isinstance(mode, str):
             shares = shares_by_host(mode, self._hosts, global_batch, min_share)
@@ -151,13 +151,13 @@ class BatchDivision:
         if mode == "auto" or (mode == "even" and may_suggest and global_batch >= ranks):
             initial_shares = shares or even_shares(global_batch, ranks)
             self._controller = Controller(
-                initial_shares, min_share=min_share, drops=drop_slow, resting=resting
+                initial_shares, min_share=min_share, drop_slow=drop_slow, rest_periods=rest_periods
             )
 
-    def _resting(self) -> dict[int, tuple[int, int]]:
+    def _rest_periods(self) -> dict[int, tuple[int, int]]:
         """Returns dropped ranks that are not tried again yet, from checkpoint or process."""
         if not self._saved_state:
-            return {} if self._controller is None else self._controller.resting
+            return {} if self._controller is None else self._controller.rest_periods
         if tuple(self._saved_state.get("hosts", ())) != self._hosts:
             return {}  # other ranks have their numbers
         return {
@@ -287,13 +287,13 @@ class BatchDivision:
         if self.shares is None or self._mode == "even":
             return fits
         controller = self._controller
-        resting = controller.resting if controller else {}
+        rest_periods = controller.rest_periods if controller else {}
         return {
             **fits,
             "shares": list(self.shares),
             "hosts": list(self._hosts),
             "speeds": controller.speeds() if controller else [],
-            "resting": [[rank, *drop] for rank, drop in resting.items()],
+            "resting": [[rank, *drop] for rank, drop in rest_periods.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -443,14 +443,14 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
     assert notes == ["paceline: not started again: 3 starts in a row reached no step"]
 
 
-@pytest.mark.parametrize(("rejoin", "session", "recalls", "note"), [
+@pytest.mark.parametrize(("rejoin", "session", "expansions", "note"), [
     ("now", False, 1, ""),
     ("never", False, 0, "n2 is here, as a spare (--rejoin never)"),
     ("after-save", True, 1, ""),
     ("after-save", False, 0, "n2 is here; it gets ranks after the next checkpoint of rank 0"),
 ])  # fmt: skip
 def test_a_node_that_is_back_interrupts_a_script_when_rejoin_says_so(
-    rejoin: Any, session: bool, recalls: int, note: str, monkeypatch: pytest.MonkeyPatch
+    rejoin: Any, session: bool, expansions: int, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
     saved = asyncio.Event()
@@ -474,11 +474,11 @@ def test_a_node_that_is_back_interrupts_a_script_when_rejoin_says_so(
         driver.on_node_ready(SimpleNamespace(name="n2"))
         driver.on_node_ready(SimpleNamespace(name="n2"))
         await asyncio.sleep(0.05)
-        assert attempt.recall.call_count == (2 * recalls)
+        assert attempt.request_expansion.call_count == (2 * expansions)
         saved.set()
         await asyncio.sleep(0.05)
         waited = rejoin == "after-save" and not session
-        assert attempt.recall.call_count == (1 if waited else 2 * recalls)
+        assert attempt.request_expansion.call_count == (1 if waited else 2 * expansions)
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))

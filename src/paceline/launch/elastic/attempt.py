@@ -66,7 +66,7 @@ class Attempt:
         self._error: Exception | None = None  # of the recovery
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
-        self._recalled = asyncio.Event()
+        self._expansion_requested = asyncio.Event()
         self._strangers: set[str] = set()
         self._commands = RankCommands(plan, job, fleet, recorder.display_path)
         self.startup = StartupTracker(job, len(self._commands.hosts_of))
@@ -138,16 +138,16 @@ class Attempt:
     # --- the end -----------------------------------------------------------------------------
 
     async def _watch(self) -> Result:
-        """Waits until all ranks have ended: by themselves, after a failure or by a signal."""
+        """Returns once all ranks have ended: by themselves, by failure, by signal or to expand."""
         await first_of(self._ended.wait(), self._failed.wait(), self._interrupts.wait(),
-                       self._recalled.wait())  # fmt: skip
+                       self._expansion_requested.wait())  # fmt: skip
         if self._error is not None:
             raise self._error
         if self._interrupts.received:
             return await self._stop_for_user()
         if self._failures:
             return await self._stop_on_failure()
-        if self.recalled:
+        if self.is_expanding:
             await first_of(self._stop_ranks(self._job.grace_s.value), self._interrupts.wait())
             return await self._stop_for_user() if self._interrupts.received else Result(0)
         return Result(0)
@@ -322,14 +322,14 @@ class Attempt:
         return f"note: {communication.unused(self._method)}"
 
     @property
-    def recalled(self) -> bool:
+    def is_expanding(self) -> bool:
         """Whether the ranks were asked to end because they are to start again with more nodes."""
-        return self._recalled.is_set()
+        return self._expansion_requested.is_set()
 
-    def recall(self) -> None:
+    def request_expansion(self) -> None:
         """Asks the ranks to save and end, to start again on more nodes, unless one has finished."""
         if not self._ended.is_set() and not self._early:
-            self._recalled.set()
+            self._expansion_requested.set()
 
     def _note_stranger(self, host: str, address: str) -> None:
         """Reports an address from which connections are refused, once."""

@@ -202,7 +202,7 @@ class ElasticDriver:
 
     def _can_be_repeated(self, attempt: Attempt, result: Result, interrupts: Interrupts) -> bool:
         """Whether other hosts could produce the results again if rank 0's host is lost."""
-        is_success = not (attempt.recalled or interrupts.received) and result.exit_code == 0
+        is_success = not (attempt.is_expanding or interrupts.received) and result.exit_code == 0
         return is_success and self._request.elastic and attempt.startup.is_session
 
     async def _run_attempt(self, plan: Plan, interrupts: Interrupts) -> tuple[Result, Attempt]:
@@ -230,7 +230,7 @@ class ElasticDriver:
             self.attempt = None
             self._actions.set_attempt(None)
             self.recoveries += attempt.recovery.report.completed
-        self._results.has_succeeded = result.exit_code == 0 and not attempt.recalled
+        self._results.has_succeeded = result.exit_code == 0 and not attempt.is_expanding
         await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
         if result.exit_code == 0:
             notes = attempt.describe_independence(), attempt.describe_method()
@@ -305,7 +305,7 @@ class ElasticDriver:
             return False
         if is_collected and failure is not None and failure.kind != "lost":
             return False  # no other host could change that: the disk here is full
-        if failure is None and (attempt is None or not attempt.recalled):
+        if failure is None and (attempt is None or not attempt.is_expanding):
             return False
         if attempt is not None and (reason := attempt.recovery.no_restart_reason):
             self._screen.note(f"paceline: not started again: {reason}")
@@ -465,15 +465,15 @@ class ElasticDriver:
         elif recovery.use_spare():
             return
         elif not recovery.can_recover and len(attempt.plan.nodes) < max_hosts:
-            self._recall_for(node, attempt)
+            self._expand_for(node, attempt)
         else:
             self._screen.note(f"paceline: {node.name} is here, as a spare")
 
-    def _recall_for(self, node: Node, attempt: Attempt) -> None:
+    def _expand_for(self, node: Node, attempt: Attempt) -> None:
         """Starts all ranks again with a new node, now or when ``--rejoin`` says so."""
         rejoin = self._request.job.rejoin.value
         if rejoin == "now" or attempt.startup.is_session:  # a session saves before it ends
-            attempt.recall()
+            attempt.request_expansion()
         elif rejoin == "never":
             self._screen.note(f"paceline: {node.name} is here, as a spare (--rejoin never)")
         elif self._rejoining is None or self._rejoining.done():
@@ -481,9 +481,9 @@ class ElasticDriver:
                 f"paceline: {node.name} is here; it gets ranks after the next checkpoint of rank 0"
                 " (--rejoin now does not wait)"
             )
-            self._rejoining = asyncio.ensure_future(self._recall_after_save(attempt))
+            self._rejoining = asyncio.ensure_future(self._expand_after_save(attempt))
 
-    async def _recall_after_save(self, attempt: Attempt) -> None:
+    async def _expand_after_save(self, attempt: Attempt) -> None:
         """Starts all ranks again once rank 0 has completed a checkpoint."""
         first = self._nodes.first
         folders = {attempt.plan.nodes[0].workdir, first.run_folder}
@@ -491,7 +491,7 @@ class ElasticDriver:
             with contextlib.suppress(PacelineError, ConnectionError):
                 await await_checkpoint(first.channel, sorted(folders), REJOIN_POLL_S)
                 if self.attempt is attempt:
-                    attempt.recall()
+                    attempt.request_expansion()
                 return
             await asyncio.sleep(REJOIN_PAUSE_S)
 

@@ -60,7 +60,7 @@ class RankEvents(RankStates):
 
     def set_recoverable(self, slot: int, able: bool) -> None:
         """A rank has reported whether its training can go on without lost ranks."""
-        self._ranks[slot].able, self._ranks[slot].session_closed = able, False
+        self._ranks[slot].is_recoverable, self._ranks[slot].session_closed = able, False
 
     def close_session(self, slot: int) -> None:
         """A rank's training is over; no other rank could continue its script."""
@@ -132,10 +132,10 @@ class RankEvents(RankStates):
             self._confirm_steps("lost", step)
         rank = self._ranks[slot]
         rank.interrupted_at = None
-        if rank.hung and not rank.killed:  # it has left the collective after all
-            rank.hung, rank.frozen = "", False
+        if rank.hang_reason and not rank.killed:  # it has left the collective after all
+            rank.hang_reason, rank.frozen = "", False
         if rank.state == "joining":
-            rank.state, rank.able, rank.joined_at = "in", True, self._step
+            rank.state, rank.is_recoverable, rank.joined_step = "in", True, self._step
             rank.joined_generation = generation
         self._generation.regrouping.discard(slot)
         if self.is_stable:
@@ -159,9 +159,9 @@ class RankEvents(RankStates):
         """A rank was ended by a signal or has failed."""
         rank = self._ranks[slot]
         if self.is_stopping and failure.kind == "exception":
-            rank.saved = failure.headline.startswith(STOPPED_PREFIX)
+            rank.has_saved = failure.headline.startswith(STOPPED_PREFIX)
             return  # its end follows
-        has_saved = rank.saved or failure.code == SAVED_EXIT_CODE
+        has_saved = rank.has_saved or failure.code == SAVED_EXIT_CODE
         if self.is_stopping and failure.kind == "exit" and has_saved:
             self.rank_finished(slot)
             return
@@ -173,7 +173,7 @@ class RankEvents(RankStates):
         if not ended:
             rank.kill_at = self._now + EXIT_GRACE_S
         if rank.state != "in":
-            self._drop(rank, replace(failure, headline=rank.hung or failure.headline))
+            self._drop(rank, replace(failure, headline=rank.hang_reason or failure.headline))
         elif rank.session_closed and failure.kind == "signal":
             self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
@@ -221,11 +221,11 @@ class RankEvents(RankStates):
                 self._hosts[rank.host] = Host("gone")
                 rank.host = host
                 if rank.state != "done":
-                    rank.state, rank.failed_starts, rank.next_try = "lost", 0, self._now
-                    rank.joined_at = None
+                    rank.state, rank.failed_starts, rank.restart_at = "lost", 0, self._now
+                    rank.joined_step = None
             else:
                 self._ranks[number] = Rank(number, host, "lost", alive=False, lost_at=self._now,
-                                           next_try=self._now)  # fmt: skip
+                                           restart_at=self._now)  # fmt: skip
 
     def store_ended(self, host: str) -> None:
         """The rendezvous store is gone, in which newcomers find how the others began."""
@@ -251,7 +251,7 @@ class RankEvents(RankStates):
 
     def set_hung(self, slot: int, headline: str) -> None:
         """The others have waited for a rank for too long: it is ended for that reason."""
-        self._ranks[slot].frozen, self._ranks[slot].hung = True, headline
+        self._ranks[slot].frozen, self._ranks[slot].hang_reason = True, headline
 
     def _lose_host(self, host: str, failure: Failure) -> None:
         self.store_ended(host)
@@ -262,11 +262,13 @@ class RankEvents(RankStates):
         for rank in host_ranks:
             if rank.state in ("in", "joining", "ready", "starting"):
                 self._drop(rank, failure)
-                rank.failed_starts, rank.next_try, rank.joined_at = 0, self._now, None
+                rank.failed_starts, rank.restart_at, rank.joined_step = 0, self._now, None
 
     def _ended_by_signal(self, rank: Rank, failure: Failure) -> None:
         if rank.killed:
-            headline = rank.hung or "stood still, stopped by a signal (SIGSTOP): it was ended"
+            headline = (
+                rank.hang_reason or "stood still, stopped by a signal (SIGSTOP): it was ended"
+            )
             failure = replace(failure, headline=headline)
         step, count = rank.strikes
         rank.strikes = (self._step, count + 1 if step == self._step else 1)
@@ -281,7 +283,7 @@ class RankEvents(RankStates):
             self._fail(crash, reason=f"{reason}: it is the program's own")
 
     def _complete_regroup(self) -> None:
-        """Reports that all members train in the present generation."""
+        """Reports what is over once all members train in the present generation: a loss or a join."""
         if self._generation.planned:
             joined = tuple(s for s in self._generation.members if self._ranks[s].lost_at)
             if joined:
@@ -302,8 +304,8 @@ class RankEvents(RankStates):
         if not self._generation.is_paused:  # else the losses are reported once they train on
             self._losses, self._lost_slots = [], {}
         for rank in self._in_state("lost"):
-            if rank.joined_at is not None:  # it joined but made no step
-                rank.joined_at = None
+            if rank.joined_step is not None:  # it joined but made no step
+                rank.joined_step = None
                 self._count_failed_start(rank)
 
 
@@ -438,7 +440,7 @@ class Members(RankEvents):
 
         members = self._in_state("in")
         # Their state is out of reach: better to go on from a checkpoint than to wait for them.
-        is_deadlocked = bool(members) and all(rank.hung for rank in members)
+        is_deadlocked = bool(members) and all(rank.hang_reason for rank in members)
         self._deadlocked_at = (self._deadlocked_at or now) if is_deadlocked else None
         is_timed_out = is_deadlocked and now >= (self._deadlocked_at or now) + DEADLOCK_TIMEOUT_S
         # If lost ranks have newcomers that wait for the hung one, no user has paused the job.
@@ -447,7 +449,7 @@ class Members(RankEvents):
         for rank in self._ranks.values():
             is_overdue = rank.kill_at is not None and now >= rank.kill_at
             replaceable = self.can_recover and not (rank.killed or rank.session_closed)
-            is_expendable = ends_frozen or (ends_hung and bool(rank.hung))
+            is_expendable = ends_frozen or (ends_hung and bool(rank.hang_reason))
             if rank.killed and rank.killed_at is None:
                 rank.killed_at = now
             survived_kill = rank.killed_at is not None and now >= rank.killed_at + KILL_RETRY_S
@@ -461,8 +463,8 @@ class Members(RankEvents):
         if self.is_stopping:
             return
         for host, node in self._hosts.items():
-            if not node.ordered and node.state in ("no server", "lost"):
-                node.ordered = True
+            if not node.is_return_ordered and node.state in ("no server", "lost"):
+                node.is_return_ordered = True
                 restarts = node.state == "no server"
                 self._actions.append(Prepare(host) if restarts else Dial(host, node.pause_s))
 
@@ -646,13 +648,16 @@ class Members(RankEvents):
             return
         for host, node in self._hosts.items():
             # A rank that had joined is restarted once the others report whether it made a step.
-            lost = [rank for rank in self._in_state("lost")
-                    if rank.host == host and not rank.alive and rank.joined_at is None]  # fmt: skip
+            lost = [
+                rank
+                for rank in self._in_state("lost")
+                if rank.host == host and not rank.alive and rank.joined_step is None
+            ]
             for rank in lost:
                 if self._policy.newcomer_delay_s(rank.failed_starts) is None:
                     rank.state = "left out"
                     self._actions.append(RankAbandoned(rank.number, rank.loss))
-            startable = [r for r in lost if r.state == "lost" and self._now >= r.next_try]
+            startable = [r for r in lost if r.state == "lost" and self._now >= r.restart_at]
             if startable and node.state == "up":
                 if self._store_is_lost and self.is_stable:
                     self._form_group(self._survivors, planned=True)

@@ -176,22 +176,22 @@ class Rank:
     host: str
     state: RankState = "in"
     alive: bool = True  # whether its process lives, as far as its agent has reported
-    able: bool | None = None  # whether its training can go on without lost ranks
+    is_recoverable: bool | None = None  # whether its training can go on without lost ranks
     interrupted_at: float | None = None
     lost_at: float = 0.0
     kill_at: float | None = None
     killed: bool = False  # by us
     killed_at: float | None = None  # when that was noticed first
     frozen: bool = False
-    hung: str = ""  # why it is ended; empty unless it hangs
+    hang_reason: str = ""  # why it is ended; empty unless it hangs
     failed_starts: int = 0  # newcomers in a row that made no step with the others
     started_at: float = 0.0
-    joined_at: int | None = None  # the step at which a newcomer joined, until it has made one
-    next_try: float = 0.0
+    joined_step: int | None = None  # the step at which a newcomer joined, until it has made one
+    restart_at: float = 0.0
     ready_at: float = 0.0
     strikes: tuple[int, int] = (-1, 0)  # a step, and how many signals ended the rank there
     loss: Failure | None = None
-    saved: bool = False  # it has saved as requested and is about to end
+    has_saved: bool = False  # it has saved as requested and is about to end
     session_closed: bool = False  # its training is over, but its script goes on
     joined_generation: int = 0
 
@@ -201,7 +201,7 @@ class Host:
     """The state of one host."""
 
     state: HostState = "up"
-    ordered: bool = False  # whether the action that brings it back was issued
+    is_return_ordered: bool = False  # whether the action that brings it back was issued
     loss: Failure | None = None  # if it is away and no other host has its ranks
     pause_s: float = 0.0  # before it is dialled
 
@@ -217,7 +217,11 @@ class UnexplainedFailure:
 
 @dataclass(slots=True)
 class Generation:
-    """One group of ranks."""
+    """One group of ranks.
+
+    Attributes:
+        planned, is_paused: As in :class:`Regroup`.
+    """
 
     number: int
     members: tuple[int, ...]
@@ -275,8 +279,8 @@ class RankStates:
     def can_recover(self) -> bool:
         """Whether the ranks recover from losses: all of them have reported that they can."""
         members = [self._ranks[slot] for slot in self._generation.members]
-        has_session = any(rank.able for rank in members)
-        are_able = all(rank.able for rank in members if rank.state == "in")
+        has_session = any(rank.is_recoverable for rank in members)
+        are_able = all(rank.is_recoverable for rank in members if rank.state == "in")
         return has_session and are_able and not self._has_ended
 
     @property
@@ -318,7 +322,7 @@ class RankStates:
     def is_finished(self) -> bool:
         """Whether all ranks of a session have ended with status 0, including the one that saves."""
         first = self._ranks[self._generation.members[0]]
-        return bool(first.able) and first.state == "done" and not self._in_state("in")
+        return bool(first.is_recoverable) and first.state == "done" and not self._in_state("in")
 
     @property
     def is_pending(self) -> bool:
@@ -355,8 +359,8 @@ class RankStates:
     def _drop(self, rank: Rank, failure: Failure | None) -> None:
         """Counts the process of a slot as lost."""
         if rank.state == "in":
-            rank.lost_at, rank.next_try = failure.time if failure else self._now, self._now
-            rank.failed_starts = 0 if rank.joined_at is None else rank.failed_starts
+            rank.lost_at, rank.restart_at = failure.time if failure else self._now, self._now
+            rank.failed_starts = 0 if rank.joined_step is None else rank.failed_starts
             self._lost_slots[rank.number] = rank.host
             if failure is not None and failure not in self._losses:
                 self._losses.append(failure)
@@ -365,11 +369,11 @@ class RankStates:
         if rank.number in self._generation.members and self._broken_at is None:
             self._broken_at = self._now
         rank.state, rank.loss = "lost", failure
-        rank.interrupted_at, rank.frozen, rank.hung = None, False, ""
+        rank.interrupted_at, rank.frozen, rank.hang_reason = None, False, ""
 
     def _count_failed_start(self, rank: Rank) -> None:
         rank.failed_starts += 1
-        rank.next_try = self._now + (self._policy.newcomer_delay_s(rank.failed_starts) or 0.0)
+        rank.restart_at = self._now + (self._policy.newcomer_delay_s(rank.failed_starts) or 0.0)
 
     def _close(self, reason: str) -> None:
         """Lets no rank join any more, for this reason."""
@@ -380,7 +384,7 @@ class RankStates:
 
     def _schedule_restart(self, rank: Rank) -> None:
         """Restarts a newcomer without counting a failed start."""
-        rank.state, rank.failed_starts, rank.next_try, rank.joined_at = "lost", 0, 0.0, None
+        rank.state, rank.failed_starts, rank.restart_at, rank.joined_step = "lost", 0, 0.0, None
 
     def _confirm_steps(self, which: RankState, step: int | None = None) -> None:
         """Marks newcomers in a state that have made a step with the others since they joined.
@@ -391,8 +395,8 @@ class RankStates:
         """
         completed_step = self._step if step is None else step
         for rank in self._in_state(which):
-            if rank.joined_at is not None and completed_step > rank.joined_at:
-                rank.joined_at, rank.failed_starts = None, 0
+            if rank.joined_step is not None and completed_step > rank.joined_step:
+                rank.joined_step, rank.failed_starts = None, 0
 
     def _kill(self, rank: Rank) -> None:
         rank.killed, rank.killed_at = True, None

@@ -283,7 +283,7 @@ class RankEvents(RankStates):
             self._fail(crash, reason=f"{reason}: it is the program's own")
 
     def _complete_regroup(self) -> None:
-        """Reports what is over once all members train in the present generation: a loss or a join."""
+        """Reports the loss or the join that is over now that all members train again."""
         if self._generation.planned:
             joined = tuple(s for s in self._generation.members if self._ranks[s].lost_at)
             if joined:

@@ -350,7 +350,7 @@ def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
         name = log_file("n1", 0)
         directory.append_bytes(name, text)
         directory.close()
-    assert log_tail(tmp_path / name, directory.begins[name]) == "of the second run"
+    assert log_tail(tmp_path / name, directory.start_offsets[name]) == "of the second run"
 
 
 def test_what_is_handed_over_is_what_was_written(tmp_path: Path) -> None:

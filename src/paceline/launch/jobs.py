@@ -133,7 +133,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         failure.host, failure.rank)  # fmt: skip
     return RunOutcome(
         directory.path, result, events, recorder.metrics, time.monotonic() - started_at,
-        directory.begins, is_resumable(result, events),
+        directory.start_offsets, is_resumable(result, events),
         executed.world_size if executed else 0, tuple(screen.shipped_copies), is_displayed,
     )  # fmt: skip
 

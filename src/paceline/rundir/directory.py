@@ -35,21 +35,21 @@ class RunDirectory:
     Attributes:
         path: Absolute path.
         run_id: Of the current run.
-        token: A secret in the probe file, by which a node detects that it shares this folder.
-        begins: Bytes of each file that earlier runs wrote.
+        probe_token: A secret in the probe file, by which a node detects that it shares this folder.
+        start_offsets: Bytes of each file that earlier runs wrote.
     """
 
     def __init__(self, path: Path, secrets: Sequence[str] = (), run_id: str = "") -> None:
         self.path, self.run_id = path.absolute(), run_id
-        self.token = os.urandom(16).hex()
+        self.probe_token = os.urandom(16).hex()
         self._redactor = Redactor(secrets)
         self._files: dict[str, IO[bytes]] = {}  # least recently used first
-        self.begins: dict[str, int] = {}
+        self.start_offsets: dict[str, int] = {}
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
             require_usable(self.path)
-            self._read_key()
+            self._read_key()  # SettingError if the file is something else
             self._claim()
             Arrivals(self.path).mark_start()  # before the run writes other files
 
@@ -110,7 +110,7 @@ class RunDirectory:
             **({"run_id": self.run_id} if self.run_id else {}),
         }
         self.write_json(names.OWNER, owner_record)
-        safe_paths.write_file(str(self.path), names.PROBE, self.token.encode())
+        safe_paths.write_file(str(self.path), names.PROBE, self.probe_token.encode())
         # held open to prove that this process is the launcher: see ownership.is_launcher
         self._probe = open_regular(self.path / names.PROBE)
         with contextlib.suppress(OSError):  # a full disk is reported by the next write
@@ -179,7 +179,7 @@ class RunDirectory:
         if file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             fd = safe_paths.open_file(str(self.path), name, flags)
-            self.begins.setdefault(name, os.fstat(fd).st_size)
+            self.start_offsets.setdefault(name, os.fstat(fd).st_size)
             file = os.fdopen(fd, "ab", buffering=0)
         self._files[name] = file
         if len(self._files) > MAX_OPEN_FILES:

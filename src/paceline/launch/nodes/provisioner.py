@@ -180,7 +180,7 @@ async def choose_run_folder(node: Node, directory: RunDirectory) -> None:
     options: dict[str, Any] = {
         "path": str(directory.path),
         "token_file": names.PROBE,
-        "token": directory.token,
+        "token": directory.probe_token,
         "key": directory.key,
     }
     answer = await node.channel.request("run_folder", **options)

@@ -25,7 +25,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         survey.network, "candidates", lambda hosts, *_: ({h: [] for h in hosts}, [])
     )
     monkeypatch.setattr(survey.network, "decide", lambda hosts, *_: (dict.fromkeys(hosts), []))
-    monkeypatch.setattr(survey, "_inspect", look)
+    monkeypatch.setattr(survey, "_survey_files", look)
     monkeypatch.setattr(survey, "_address", lambda _: "")
     monkeypatch.setattr(survey, "replace", lambda found, **_: found)
 

@@ -68,7 +68,10 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
     """
     job, planned = request.job, request.planned
     (networks, network_notes), read = await together(
-        [choose_networks(fleet, job, len(request.hosts)), _inspect(fleet.everyone, job, supplies)]
+        [
+            choose_networks(fleet, job, len(request.hosts)),
+            _survey_files(fleet.everyone, job, supplies),
+        ]
     )
     for node in fleet.everyone:
         assert node.survey is not None
@@ -109,7 +112,7 @@ async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: 
         while True:
             peers = [o for o in fleet.everyone if o is not node and o.survey and not o.lost]
             try:
-                await _probe_with(peers, node, request, supplies)
+                await _survey_with_peers(peers, node, request, supplies)
             except (ConnectionError, PacelineError):
                 await fleet.silences_resolved()  # a silent peer may be lost
                 if node.lost or not any(peer.lost for peer in peers):
@@ -118,8 +121,9 @@ async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: 
                 return
 
 
-async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
+async def _survey_with_peers(peers: Sequence[Node], node: Node, request: Request,
                       supplies: Supplies) -> None:  # fmt: skip
+    """Surveys a node, and chooses the networks of all; NodeError if they cannot train together."""
     members = [*peers, node]
     hosts = [member.host for member in members]
     facts = {member.name: member.facts for member in members}
@@ -132,7 +136,7 @@ async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
     candidates, _ = network.candidates(hosts, facts, request.job.interface.value)
     attempts, _ = await together([
         connectivity.probe_addresses([member.channel for member in members], candidates, together),
-        _inspect([node], request.job, get_supplies()),
+        _survey_files([node], request.job, get_supplies()),
     ])  # fmt: skip
     unchanged = dict(candidates)
     for peer in peers:
@@ -229,7 +233,7 @@ def package_tree(parts: Package) -> Tree:
     return Tree(folder.parent, manifest)
 
 
-async def _inspect(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
+async def _survey_files(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
     """Surveys code, work folder and data of each node; returns the supplies."""
     read = await asyncio.shield(supplies)
 

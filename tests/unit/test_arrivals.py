@@ -23,7 +23,7 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
-from paceline.transfer.follow import is_remote
+from paceline.transfer.follow import is_mirrored
 from paceline.transfer.results import Fetcher
 
 __all__ = ["cache"]  # for all tests here
@@ -315,7 +315,7 @@ def test_a_node_writes_no_record_of_a_run(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_supervisor_writes_its_own_records_alone(name: str) -> None:
-    assert not is_remote(name)
+    assert not is_mirrored(name)
 
 
 @pytest.mark.parametrize("line", ["[", "7", '"a"', '{"own": 3}', "\\xff"])

@@ -37,7 +37,7 @@ class Following:
         self._behind = behind  # after so many answers
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         self._behind -= 1
         return self._behind >= 0
 
@@ -87,10 +87,10 @@ def test_a_run_goes_on_while_its_supervisor_cannot_be_heard(way: Any, broken: Ex
     there = way(Following(RUNNING, broken), Following(ENDED))
 
     async def looks() -> None:
-        assert not (await there.look()).over
-        assert not (await there.look()).over
+        assert not (await there.look()).is_over
+        assert not (await there.look()).is_over
         assert there.last_error
-        assert (await there.look()).over  # dialled again
+        assert (await there.look()).is_over  # dialled again
         assert not there.last_error
 
     asyncio.run(looks())
@@ -125,7 +125,7 @@ def test_a_run_that_somebody_else_has_brought_home_is_over(way: Any) -> None:
 
     async def looks() -> None:
         await there.look()
-        assert (await there.look()).over
+        assert (await there.look()).is_over
 
     asyncio.run(looks())
 

@@ -28,7 +28,7 @@ from paceline.spec.rundir import is_growing
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import follow
 from paceline.transfer.detached_outputs import adopt_outputs, with_outputs
-from paceline.transfer.follow import Follower, RunState, is_remote
+from paceline.transfer.follow import Follower, RunState, is_mirrored
 from paceline.transfer.outputs import RUN_PREFIX, OutputStore
 from paceline.transfer.tree import Tree
 
@@ -89,18 +89,18 @@ def test_what_is_added_comes_and_no_more(cache: Path, tmp_path: Path) -> None:
 
     async def work(follower: Follower, served: Served) -> None:
         first = await follower.refresh()
-        assert (first.state, first.news, first.over) == ("running", True, False)
+        assert (first.state, first.has_changed, first.is_over) == ("running", True, False)
         assert (path / "logs/n1/0.log").read_text() == log
         assert (path / "plan.json").read_text() == '{"a": 1}'
         assert not (path / ".hidden").exists()
         assert not (path / "owner.json").exists()
         assert not (path / "model").exists()  # at the end
         before = served.line.passed
-        assert (await follower.refresh()).news is False
+        assert (await follower.refresh()).has_changed is False
         with (remote / "logs/n1/0.log").open("a") as file:
             file.write("more\n")
         fill(remote, {"plan.json": '{"a": 2}'})
-        assert (await follower.refresh()).news
+        assert (await follower.refresh()).has_changed
         assert served.line.passed - before < 3000  # not the 1000 bytes of the log again
         assert (path / "logs/n1/0.log").read_text() == log + "more\n"
         assert (path / "plan.json").read_text() == '{"a": 2}'
@@ -190,7 +190,7 @@ def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path
     async def work(follower: Follower, _: Served) -> None:
         standing = await follower.refresh()
         assert not await follower.discard(fetched=False)  # nobody has it all
-        assert (standing.state, standing.over) == ("ended", True)
+        assert (standing.state, standing.is_over) == ("ended", True)
         assert detached_of(path) is not None
         await follower.finish()
         assert detached_of(path) is None  # from now on a run as any other
@@ -378,7 +378,7 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
      ("returned/0", False, False), ("files-before-1/model/config.json", False, False)],
 )  # fmt: skip
 def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:
-    assert (is_growing(path), is_remote(path)) == (added, comes)
+    assert (is_growing(path), is_mirrored(path)) == (added, comes)
 
 
 def written(remote: Path, path: str, text: str, place: str, **more: Any) -> None:

@@ -78,7 +78,7 @@ from paceline.transfer.checkpoints import CheckpointFetcher, local_sizes
 from paceline.transfer.data import DataFolder
 from paceline.transfer.detached_outputs import DetachedOutputs, with_outputs
 from paceline.transfer.files import send_tree
-from paceline.transfer.follow import is_remote
+from paceline.transfer.follow import is_mirrored
 from paceline.transfer.links import reject_outward
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
@@ -454,7 +454,7 @@ class _DetachedStart:
         known = outputs.known_places()
         await CheckpointFetcher(channel, root, directory.path, fetcher, note=note).sync()
         await fetcher.fetch(channel, root, self._sent_manifest, directory.path,
-                            skip=lambda path: path in known or not is_remote(path),
+                            skip=lambda path: path in known or not is_mirrored(path),
                             supervisor=True)  # fmt: skip
 
     async def _next_message(self, login: Login) -> dict[str, Any] | None:

@@ -58,20 +58,20 @@ class RunState:
 
     Attributes:
         state: ``running``, ``ended``, or ``lost`` (its supervisor died without a result).
-        news: Whether any file was fetched.
+        has_changed: Whether any file was fetched.
     """
 
     state: str
     record: DetachedRecord | None
-    news: bool = False
+    has_changed: bool = False
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.state != "running"
 
 
-def is_remote(path: str) -> bool:
-    """Whether a file is taken from the supervisor's host, by its name alone."""
+def is_mirrored(path: str) -> bool:
+    """Whether a run's file is copied from the supervisor's host, by its name alone."""
     top = safe_paths.fold_name(path.split("/")[0])
     is_local = top in _LOCAL_FILES or top.startswith(".") or names.is_backup(path)
     # no record of a run is code; other files get their place by rundir/arrivals.py
@@ -115,7 +115,7 @@ class Follower:
         self._outputs = DetachedOutputs(channel, run_id, path, project)
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether a file changed while it was read and is still outdated."""
         return bool(self._missing)
 
@@ -152,7 +152,7 @@ class Follower:
         needed, fetches = 0, list[Coroutine[Any, Any, None]]()
         for path, (mark, size) in changed.items():
             is_small = names.is_growing(path) or size <= MAX_SMALL_BYTES
-            if not is_remote(path) or safe_paths.refusal_reason(path) or not is_small:
+            if not is_mirrored(path) or safe_paths.refusal_reason(path) or not is_small:
                 continue
             new_bytes = max(0, size - self._local_size(path))
             if self._fits(path, size, needed + new_bytes):
@@ -300,7 +300,7 @@ class Follower:
             self.channel, self._root, None, self._path,
             skip=lambda path: path in known or path in _LOCAL_FILES or names.is_growing(path)
             or names.is_fetched_separately(path) or names.is_backup(path),
-            rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),
+            rejection_reason=lambda path: "" if is_mirrored(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip
         if self._excess:

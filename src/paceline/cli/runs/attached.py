@@ -124,7 +124,7 @@ class _AttachedTerminal:
                 self._show_screen(keys)
             is_first = False
             self._feed.update()
-            if status.over and not shown_error:
+            if status.is_over and not shown_error:
                 self._screen.stop_live()
                 fetching.cancel()
                 await asyncio.wait([fetching])

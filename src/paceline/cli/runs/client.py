@@ -47,7 +47,7 @@ class LocalLauncher:
             state = "running"
         else:
             state = "lost" if read_state(self.path).word == "lost" else "ended"
-        return RunState(state, None, news=True)
+        return RunState(state, None, has_changed=True)
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         owner = read_owner(self.path) or {}
@@ -100,7 +100,7 @@ class RemoteLauncher:
         """
         status, clock = self._status, time.monotonic()
         if status is not None and self._follower is None and clock < self._reconnect_at:
-            return replace(status, news=False)
+            return replace(status, has_changed=False)
         try:
             if self._follower is None:
                 self._follower = await follow(self.path, self._detached)
@@ -118,7 +118,7 @@ class RemoteLauncher:
                 raise self._connection_lost(problem) from None
             self.last_error = str(problem).partition("\n")[0]
             self._reconnect_at = time.monotonic() + RECONNECT_DELAY_S
-            status = replace(status, news=False)
+            status = replace(status, has_changed=False)
         return status
 
     def _note_late(self, op: str) -> None:
@@ -128,9 +128,9 @@ class RemoteLauncher:
             self.note(f"paceline: waiting for {host}, which is connected but does not answer")
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether another look brings what the last could not."""
-        return self._follower is not None and self._follower.behind
+        return self._follower is not None and self._follower.is_behind
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         """Returns the launcher's answer; PacelineError if it refuses or cannot be reached."""

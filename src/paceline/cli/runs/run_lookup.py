@@ -80,11 +80,11 @@ def _is_running(path: Path) -> bool:
     if owner is not None and owner_alive(owner):
         return True
     if detached_of(path) is not None:
-        return not read_state(path).over
+        return not read_state(path).is_over
     if read_submission(path) is None or records.is_regular(path / names.RESULT):
         return False
     state = read_state(path)  # asks the scheduler
-    return not state.over and state.word != "not started"
+    return not state.is_over and state.word != "not started"
 
 
 def specified_run(ctx: click.Context) -> str | None:
@@ -119,7 +119,7 @@ def _is_running_remotely(path: Path) -> bool:
 
     with contextlib.suppress(PacelineError, ConnectionError):
         sync_run(path)
-    return not read_state(path).over
+    return not read_state(path).is_over
 
 
 def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:

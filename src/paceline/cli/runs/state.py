@@ -72,7 +72,7 @@ class RunState:
     lost: LostRun | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.exit_code is not None or self.word in ("lost", *END_STATES)
 
     def to_json(self) -> dict[str, Any]:

@@ -44,14 +44,14 @@ async def _sync_once(client: RemoteLauncher, show: Callable[[], None] | None) ->
     try:
         status = await client.look()
         for _ in range(MAX_EXTRA_POLLS):
-            if status.over or not client.behind:
+            if status.is_over or not client.is_behind:
                 break
             status = await client.look()
-        if status.over:
+        if status.is_over:
             await client.fetch_results()
         if show is not None:
             show()
-            if not status.over:
+            if not status.is_over:
                 await client.fetch_outputs()
     finally:
         await client.close()
@@ -77,7 +77,7 @@ def keep_synced(path: Path) -> Iterator[Callable[[], bool]]:
     """
     client = client_for(path)
     if not isinstance(client, RemoteLauncher):
-        yield lambda: read_state(path).over
+        yield lambda: read_state(path).is_over
         return
     thread = _SyncThread(client)
     thread.start()
@@ -126,7 +126,7 @@ class _SyncThread:
         try:
             while not self._ended.is_set():
                 status = await self._client.look()
-                if status.over and not self._client.last_error:
+                if status.is_over and not self._client.last_error:
                     await self._client.fetch_results()
                     self._has_ended = True
                     return
@@ -150,11 +150,11 @@ def stop_remote(path: Path, immediately: bool, patience_s: float) -> bool:
 async def _stop(client: RemoteLauncher, immediately: bool, patience_s: float) -> bool:
     try:
         status = await client.look()
-        was_running = not status.over
+        was_running = not status.is_over
         if was_running:
             await client.stop(immediately=immediately)
         deadline = time.monotonic() + patience_s
-        while not status.over:
+        while not status.is_over:
             if time.monotonic() > deadline:
                 raise NodeError(f"{client.path} has not ended within {patience_s:.0f} s",
                                 found=client.last_error, remedy="--now")  # fmt: skip

@@ -38,7 +38,7 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
         return
     path = resolve_run(ctx)
     state = read_state(path)
-    if state.over or state.word == "not started":
+    if state.is_over or state.word == "not started":
         say(f"{path}: {state.word} already", err=True)
         return
     if state.supervisor is not None:
@@ -47,7 +47,7 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
         return
     end_run(state, now)
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while not read_state(path).over:
+    while not read_state(path).is_over:
         if time.monotonic() > deadline:
             raise NodeError(f"{path} has not ended within {STOP_TIMEOUT_S:.0f} s", remedy="--now")
         time.sleep(POLL_INTERVAL_S)

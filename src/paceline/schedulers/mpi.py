@@ -166,10 +166,10 @@ _RENDERERS: dict[str, _Renderer] = {
 }
 
 
-def environment(mpi: Mpi, ssh_config: str, root: bool) -> dict[str, str | None]:
-    """Returns variables for mpiexec itself."""
+def mpiexec_variables(mpi: Mpi, ssh_config: str, is_root: bool) -> dict[str, str | None]:
+    """Returns the variables to set for mpiexec itself; ``None`` removes one."""
     if mpi.flavour == "openmpi":
-        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
+        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if is_root else ()
         return dict.fromkeys(names, "1")
     return {
         "HYDRA_LAUNCHER_EXTRA_ARGS": f"-F {ssh_config}",
@@ -331,7 +331,7 @@ class MpiStarter:
         temporary.replace(self._config)
 
     def _environment(self) -> Mapping[str, str | None]:
-        return environment(self._mpi, self._config, root=os.geteuid() == 0)
+        return mpiexec_variables(self._mpi, self._config, is_root=os.geteuid() == 0)
 
     def hopeless(self, output: str) -> bool:
         """Whether a host cannot be reached, so that mpiexec cannot succeed."""

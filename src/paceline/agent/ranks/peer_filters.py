@@ -66,7 +66,7 @@ class HostSet:
         If there are too many addresses, it matches larger networks that contain them.
         """
         for dropped_bits in range(0, 33, 8):
-            code = _program(_widen(self.networks, dropped_bits), member_result, other_result)
+            code = _source_filter(_widen(self.networks, dropped_bits), member_result, other_result)
             if len(code) <= MAX_INSTRUCTIONS * _INSTRUCTION.size:
                 break
         return code
@@ -115,7 +115,8 @@ def _widen(networks: List[Network], bits: int) -> List[Network]:
     return sorted(wider, key=lambda item: (item.version, item))
 
 
-def _program(networks: List[Network], member_result: int, default_result: int) -> bytes:
+def _source_filter(networks: List[Network], member_result: int, other_result: int) -> bytes:
+    """Returns classic BPF that gives ``member_result`` to packets from the networks."""
     parts: Dict[int, List[bytes]] = {4: [], 6: []}
     for network in networks:
         size = len(network.network_address.packed) // 4
@@ -129,7 +130,7 @@ def _program(networks: List[Network], member_result: int, default_result: int) -
                 _instruction(_EQUAL, values[at], jump_if_false=3 * remaining + 1),
             ]  # fmt: skip
         parts[network.version].append(_instruction(_RETURN, member_result))
-    four, six = ([*parts[family], _instruction(_RETURN, default_result)] for family in (4, 6))
+    four, six = ([*parts[family], _instruction(_RETURN, other_result)] for family in (4, 6))
     chooses = [
         _instruction(_LOAD, _PROTOCOL),
         _instruction(_EQUAL, _IPV6, jump_if_false=1),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.hosts.dialect import Dialect, FileReference, Parsed, Reading, line_error, printable
-from paceline.hosts.dialects.torchrun import hosts_from_ends
+from paceline.hosts.dialects.torchrun import derive_hosts
 from paceline.hosts.lines import split_lines
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster
@@ -41,7 +41,7 @@ def parse(reading: Reading) -> Parsed:
         raise line_error(reading.label, 1, split_lines(reading.text)[0], "a key `num_machines`")
     count = _integer(reading, settings, "num_machines", 1, minimum=1)
     processes = _integer(reading, settings, "num_processes", 0, minimum=0)
-    hosts = hosts_from_ends(
+    hosts = derive_hosts(
         reading.label,
         str(settings.get("main_process_ip") or ""),
         reading.hostname,
@@ -71,7 +71,12 @@ def write(cluster: Cluster) -> str:
 
 
 def load_yaml(reading: Reading, text: str, expected: str) -> Any:
-    """Parses YAML. Raises HostsError with the line of the error."""
+    """Parses YAML. Raises HostsError with the line of the error.
+
+    Args:
+        text: That of ``reading``, or one with the same lines.
+        expected: What the error says should be there.
+    """
     import yaml  # costs 20 ms; only two dialects need it
 
     try:

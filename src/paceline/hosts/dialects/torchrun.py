@@ -29,9 +29,9 @@ def parse(reading: Reading) -> Parsed:
             found="neither GROUP_WORLD_SIZE nor WORLD_SIZE with LOCAL_WORLD_SIZE is set",
             remedy="name the hosts: a host file or a list such as `-H n1,n2`",
         )
-    first, rank = environ.get("MASTER_ADDR", ""), _number(environ, "GROUP_RANK")
+    first_address, rank = environ.get("MASTER_ADDR", ""), _number(environ, "GROUP_RANK")
     slots = _number(environ, "LOCAL_WORLD_SIZE") or None
-    hosts = hosts_from_ends(LABEL, first, reading.hostname, rank, nodes, slots)
+    hosts = derive_hosts(LABEL, first_address, reading.hostname, rank, nodes, slots)
     return Parsed(hosts, ("node 0 from $MASTER_ADDR; node 1 is this machine",) if nodes > 1 else ())
 
 
@@ -45,14 +45,14 @@ def _quotient(environ: Mapping[str, str]) -> int:
     return world // local if world and local and world % local == 0 else 0
 
 
-def hosts_from_ends(
-    label: str, first: str, hostname: str, rank: int | None, nodes: int, slots: int | None
+def derive_hosts(
+    label: str, first_address: str, hostname: str, rank: int | None, nodes: int, slots: int | None
 ) -> tuple[Host, ...]:
     """Returns all hosts, derived from the address of node 0 and this machine's node rank.
 
     Args:
         label: Name of the description in errors.
-        first: Address of node 0; may be empty.
+        first_address: Of node 0; may be empty.
         hostname, rank: Name and node rank of this machine.
         nodes, slots: Number of nodes, and of processes on each.
 
@@ -61,26 +61,26 @@ def hosts_from_ends(
     """
     if nodes == 1:
         return (Host(hostname, slots=slots, local=True),)
-    if nodes == 2 and rank == 1 and first:
-        user, _, address = first.rpartition("@")
+    if nodes == 2 and rank == 1 and first_address:
+        user, _, address = first_address.rpartition("@")
         head = Host(_checked(label, address), slots=slots, user=user or None)
         return (head, Host(hostname, slots=slots, local=True))
-    unnamed = nodes - len({name for name in (first, hostname if rank else "") if name})
+    unnamed = nodes - len({name for name in (first_address, hostname if rank else "") if name})
     raise HostsError(
         f"{label}: {unnamed} of {nodes} hosts have no name in it",
-        found=f"node 0: {first or 'not named'}; this machine: {hostname}, "
+        found=f"node 0: {first_address or 'not named'}; this machine: {hostname}, "
         f"node rank {'not said' if rank is None else rank}",
-        remedy=_naming_remedy(first, hostname, rank, nodes, slots),
+        remedy=_naming_remedy(first_address, hostname, rank, nodes, slots),
     )
 
 
 def _naming_remedy(
-    first: str, hostname: str, rank: int | None, nodes: int, slots: int | None
+    first_address: str, hostname: str, rank: int | None, nodes: int, slots: int | None
 ) -> str:
     """Returns the list of hosts, with placeholders for unknown ones."""
     if nodes > MAX_LISTED:
         return "name all hosts: a host file or a list such as `-H n1,n2`"
-    names_by_rank = {0: first, **({rank: hostname} if rank else {})}
+    names_by_rank = {0: first_address, **({rank: hostname} if rank else {})}
     count = f":{slots}" if slots else ""
     hosts = ",".join(f"{names_by_rank.get(node) or f'NODE{node}'}{count}" for node in range(nodes))
     return f"name all hosts: a host file, or `-H {hosts}` with names in place of NODE…"

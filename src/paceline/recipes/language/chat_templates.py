@@ -77,7 +77,7 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
                 " accepts it",
             )
         answers = [number for number, message in enumerate(messages) if message.is_target]
-        spans = [_span(messages, number, whole, render) for number in answers]
+        spans = [_answer_span(messages, number, whole, render) for number in answers]
         found = [span for span in spans if span is not None]
         if len(found) == len(answers):
             return [Rendered(whole, tuple(found))]
@@ -93,7 +93,7 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
 def _render_answer(messages: Sequence[Message], location: str, render: Render) -> Rendered:
     """Renders the conversation up to its last message, which is the only one to train on."""
     text = render(messages, False)
-    span = _span(messages, len(messages) - 1, text, render)
+    span = _answer_span(messages, len(messages) - 1, text, render)
     if span is None:
         raise DataError(
             f"{location}: the chat template renders a conversation differently once it goes on",
@@ -103,14 +103,19 @@ def _render_answer(messages: Sequence[Message], location: str, render: Render) -
     return Rendered(text, (span,))
 
 
-def _span(messages: Sequence[Message], number: int, whole: str, render: Render) -> Span | None:
-    """Returns where an answer stands in the whole text; ``None`` if its beginning is not there."""
-    before, after = render(messages[:number], False), render(messages[: number + 1], False)
+def _answer_span(
+    messages: Sequence[Message], index: int, whole: str, render: Render
+) -> Span | None:
+    """Returns where the text of ``messages[index]`` is in the whole conversation's.
+
+    ``None`` if the conversation's text does not begin with that of the messages so far.
+    """
+    before, after = render(messages[:index], False), render(messages[: index + 1], False)
     if not (whole.startswith(before) and whole.startswith(after)):
         return None
     # A template may end the request for an answer with what it removes from answers: <think>.
-    asked = render(messages[:number], True)
-    start = max(_common_length(asked, whole), len(before))
+    prompt = render(messages[:index], True)
+    start = max(_common_length(prompt, whole), len(before))
     return (start, len(after)) if start < len(after) else None
 
 

@@ -41,7 +41,7 @@ def command(ctx: click.Context, /, requirements: Path, folder: str, python: str,
     spec = environments.EnvironmentSpec(requirements, folder, python, activate, offline)
     wheels = environments.download_wheels(requirements) if offline else None
     try:
-        asyncio.run(_environments(hosts, ssh, spec, wheels))
+        asyncio.run(_make_environments(hosts, ssh, spec, wheels))
     finally:
         if wheels is not None:
             import shutil
@@ -51,7 +51,7 @@ def command(ctx: click.Context, /, requirements: Path, folder: str, python: str,
     say(f"use it: paceline run --python {interpreter} … (with ~ written out)")
 
 
-async def _environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
+async def _make_environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
                         wheels: Path | None) -> None:  # fmt: skip
     import asyncio
 
@@ -65,7 +65,7 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
             if channel is not maker:
                 say(f"{channel.host.name}: {spec.folder} is on the same disk as that of"
                     f" {maker.host.name}")  # fmt: skip
-        work = [_environment(maker, spec, wheels) for maker in dict.fromkeys(makers)]
+        work = [_make_environment(maker, spec, wheels) for maker in dict.fromkeys(makers)]
         failed = [error for error in await asyncio.gather(*work) if error is not None]
     finally:
         await asyncio.gather(*(channel.close(5.0) for channel in channels))
@@ -73,8 +73,8 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
         raise environments.combine_failures(failed)
 
 
-async def _environment(channel: Any, spec: Any, wheels: Path | None) -> PacelineError | None:
-    """Makes it on one node; its failure does not end the work on the others."""
+async def _make_environment(channel: Any, spec: Any, wheels: Path | None) -> PacelineError | None:
+    """Makes the environment on one node; returns an error, as the work on others goes on."""
     import asyncio
 
     from paceline.setup import environments

@@ -28,7 +28,10 @@ class HostToken:
 
 
 def parse_host_token(text: str) -> list[HostToken]:
-    """Returns the hosts of one token; several if it has a bracket range. Raises UnreadableError."""
+    """Returns the hosts of a token, all with its number; several for a bracket range.
+
+    Raises UnreadableError.
+    """
     user, at, host_and_number = text.rpartition("@")
     if at:
         check_user(user)

@@ -7,13 +7,13 @@ import re
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_unit
 
-_NO_WORDS = re.compile(r"OSError: (?P<words>\[Errno 22\] Invalid argument)$")
+_INVALID_ARGUMENT = re.compile(r"OSError: (?P<words>\[Errno 22\] Invalid argument)$")
 _READER = re.compile(r"/torch/serialization\.py$")
 
 
 def match(evidence: Evidence) -> Match | None:
-    """Finds torch's reader below a message that names no file."""
-    for unit, message in evidence.search(_NO_WORDS):
+    """Finds EINVAL from the reader of ``torch.load``, which names no file."""
+    for unit, message in evidence.search(_INVALID_ARGUMENT):
         frames = unit.error.frames if unit.error else ()
         if frames and _READER.search(frames[-1].file) and "Reader" in "".join(unit.lines[-4:]):
             cause = f"{unit.label}: a checkpoint is cut off or damaged ({message['words']})"

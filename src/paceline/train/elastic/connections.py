@@ -144,7 +144,7 @@ def open_sockets() -> dict[int, str]:
 
 
 def _unblock_accept(fd: int, ranks: int) -> None:
-    """Gives gloo's listening socket each connection, by number, that it waits for, and ends it."""
+    """Connects to gloo's listening socket as each rank, so that its accept for one returns."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
         if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return

@@ -70,12 +70,12 @@ class DeviceGroup:
                     os.environ[name] = value
 
     def attach(self) -> None:
-        """Takes the default group, which was just made."""
+        """Uses the new default group, and from now on reports errors of its backend."""
         with self._lock:
             self._backend, self._is_aborted = self._find_backend(), False
         if not self._is_watching:
             self._is_watching = True
-            threading.Thread(target=self._watch, name="paceline-device", daemon=True).start()
+            threading.Thread(target=self._poll_errors, name="paceline-device", daemon=True).start()
 
     def wait(self) -> None:
         """Waits until the device has done what is queued on its current stream.
@@ -137,7 +137,7 @@ class DeviceGroup:
         if self._is_aborted:
             raise WaitCancelled(CONNECTIONS_CUT)
 
-    def _watch(self) -> None:
+    def _poll_errors(self) -> None:
         reported: Any = None
         while True:
             time.sleep(_WATCH_INTERVAL_S)

@@ -58,7 +58,7 @@ class Communication:
         self._has_advised = False
         self._steps = self._step = 0  # of the training, and done
         self._warmup_steps = 0
-        self._adopted: dict[str, Any] | None = None  # another rank's choice, to go on with
+        self._adopted_auto: dict[str, Any] | None = None  # state of another rank's AutoMethod
         if self.requested.name == "auto":
             self._auto = self._make_auto()
         else:
@@ -107,12 +107,12 @@ class Communication:
         if self._auto is None:
             self._use_requested()
         elif not self._comms.is_alone:
-            state = self._auto.state() if self._adopted is None else self._adopted
+            state = self._auto.state() if self._adopted_auto is None else self._adopted_auto
             self._auto = self._make_auto()
             self._auto.load_state(state)
         elif former is not None:  # there is no other rank to measure with
             self._use(former.name)
-        self._exchange.former_reducer = self._adopted = None
+        self._exchange.former_reducer = self._adopted_auto = None
         self.begin(self._steps, self._step)
 
     @contextmanager
@@ -289,7 +289,7 @@ class Communication:
         this rank are not known to have counted yet.
         """
         self._set_position(state.get("steps", self._steps), state.get("step", self._step))
-        self._adopted = state.get("auto", {})
+        self._adopted_auto = state.get("auto", {})
         reducer = self._exchange.reducer
         if reducer is not None and state.get("method") == reducer.name:
             reducer.load_replicated_state(state["alike"])

@@ -93,7 +93,7 @@ class _OpenSockets:
         self.shutdowns = 0
 
     def add(self, new: socket.socket, shutdowns: int) -> socket.socket:
-        """Takes a socket that belongs to what was begun after so many shutdowns."""
+        """Adds a new socket; shuts it down if more than ``shutdowns`` shutdowns have happened."""
         with self.lock:
             self.sockets.add(new)
             is_outdated = self.shutdowns != shutdowns

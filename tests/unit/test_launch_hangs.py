@@ -246,7 +246,7 @@ def test_what_it_waits_for_is_said() -> None:
         found = judged(looks, looks, detailed=closely)
         assert found is not None
         assert words in found.text
-        assert found.replaceable
+        assert found.is_replaceable
 
 
 def test_one_that_looks_up_now_and_then_is_not_sure_to_hang() -> None:
@@ -255,7 +255,7 @@ def test_one_that_looks_up_now_and_then_is_not_sure_to_hang() -> None:
     for switches, sure in ((12, True), (40, False)):
         found = judged(before, [look(0, ALL_REDUCE), RankSnapshot(stand, 1.0, switches=switches)])
         assert found is not None
-        assert found.sure == sure
+        assert found.is_certain == sure
 
 
 def test_one_in_another_collective_than_the_others() -> None:
@@ -264,7 +264,7 @@ def test_one_in_another_collective_than_the_others() -> None:
     three = [look(0, BACKWARD), look(1, extra), look(2, BACKWARD)]
     found = judged(three, three)
     assert found is not None
-    assert (found.rank, found.kind, found.replaceable) == (1, "apart", False)
+    assert (found.rank, found.kind, found.is_replaceable) == (1, "apart", False)
     assert found.sides == ((0, 2), (1,))
     assert found.text == (
         "rank 1 on n2 waits in all_reduce (train.py, line 50, in extra) while rank 0 on n1, rank 2 "
@@ -440,7 +440,7 @@ def test_one_that_stays_in_the_former_group_keeps_the_others() -> None:
     looks = [look(0, BACKWARD), look(1, anew), look(2, anew)]
     found = judged(looks, looks)
     assert found is not None
-    assert (found.rank, found.kind, found.replaceable) == (0, "still", True)
+    assert (found.rank, found.kind, found.is_replaceable) == (0, "still", True)
     assert "rank 1 on n2, rank 2 on n3 wait for it" in found.text
 
 
@@ -459,7 +459,7 @@ def test_the_last_one_that_stands_still_is_told_of() -> None:
     assert hang is not None
     assert hang.text.startswith("rank 1 on n2 stands still at train.py, line 21")
     assert hang.text.endswith(", and all others have ended")
-    assert (hang.kind, hang.replaceable, persists(hang, both[1])) == ("last", False, True)
+    assert (hang.kind, hang.is_replaceable, persists(hang, both[1])) == ("last", False, True)
     assert judged(*both) is None  # nobody has ended: it may be a pause of its own
     assert judged(*both, ended=[("n2", 1)]) is None  # a former process of its number
     works = [look(1, ASLEEP, cpu_s=1.0)], [look(1, ASLEEP, cpu_s=2.9)]

@@ -399,7 +399,7 @@ class Attempt:
         host = hang.host or "the job"
         text = hang.text.removeprefix(f"rank {hang.rank} on {hang.host} ")
         headline = f"hung for longer than {limit}: {text}"
-        rank = hang.rank if hang.replaceable else None
+        rank = hang.rank if hang.is_replaceable else None
         if rank is not None and self.recovery.end_hung_rank(rank, headline):
             return True
         if hang.kind == "apart" and self.recovery.end_strays(hang.sides, headline):

@@ -251,7 +251,9 @@ class ElasticDriver:
             await fork_servers_up(fleet, fleet.nodes, request.job)
 
         def ready() -> list[Node]:
-            return [node for node in fleet.spares if node.name in self.missing and node.could_start]
+            return [
+                node for node in fleet.spares if node.name in self.missing and node.can_start_ranks
+            ]
 
         num_free = request.max_hosts - len(fleet.nodes)
         await hosts.wait_for(
@@ -380,13 +382,13 @@ class ElasticDriver:
         if failure.rank is None or failure.is_secondary or failure.was_requested:
             return False
         fleet = self._nodes
-        lost = [node for node in fleet.nodes if node.lost and not node.outlived]
+        lost = [node for node in fleet.nodes if node.lost and not node.is_loss_recovered]
         return all(abs(failure.time - node.lost_at) > fleet.lease_s for node in lost)
 
     def _available(self) -> list[Node]:
         """Returns the nodes that can have ranks, those that had some first."""
         fleet, order = self._nodes, [host.name for host in self._request.hosts]
-        ready = [node for node in fleet.spares if node.could_start and node.survey is not None]
+        ready = [node for node in fleet.spares if node.can_start_ranks and node.survey is not None]
         ready.sort(key=lambda node: order.index(node.name))
         return [*(node for node in fleet.nodes if not node.lost), *ready]
 

@@ -71,7 +71,8 @@ class RecoveryReport:
         names = tuple(map(format_location, news.hosts, news.slots))
         self.completed.append(Recovery(names, reason, round(news.seconds, 3)))
         for node in self._fleet.nodes:
-            node.outlived = node.outlived or (node.lost and node.name in news.hosts)
+            if node.lost and node.name in news.hosts:
+                node.is_loss_recovered = True
         continued = f"Training went on with {survivors} after {news.seconds:.1f} s"
         self.announce(f"{reason}. {continued}; no step was lost", news.seconds)
 

@@ -125,7 +125,7 @@ class Hang:
     Attributes:
         host, rank: The rank that the others wait for; ``None`` if all wait for each other.
         kind: See :data:`Kind`.
-        sure: Whether the rank waits for one single thing; otherwise it wakes up now and then.
+        is_certain: Whether the rank waits for one single thing; otherwise it wakes up now and then.
         at: The line of code at which it stands.
         calls: See :func:`latest_calls`.
         sides: Groups of ranks that wait in the same collective, if ranks wait in different ones.
@@ -135,7 +135,7 @@ class Hang:
     rank: int | None
     text: str
     kind: Kind = "still"
-    sure: bool = True
+    is_certain: bool = True
     at: str = ""
     calls: tuple[tuple[int, str], ...] = ()
     sides: tuple[tuple[int, ...], ...] = ()
@@ -146,7 +146,7 @@ class Hang:
         return this == that
 
     @property
-    def replaceable(self) -> bool:
+    def is_replaceable(self) -> bool:
         """Whether a new process in the rank's place could go on: the program is not at fault."""
         return self.rank is not None and self.kind in ("frozen", "still", "busy")
 
@@ -192,7 +192,7 @@ def diagnose(first: Sequence[RankSnapshot], second: Sequence[RankSnapshot], betw
     if len(second) != len(first) or (detailed and len(detailed) != len(second)):
         return None  # a rank came, ended or cannot be inspected: the others may wait for that one
     groups: dict[str, list[RankSnapshot]] = {"waits": [], "still": [], "busy": []}
-    sure = True
+    is_certain = True
     for snap in second:
         previous, detail = earlier.get(snap.stack.rank), details.get(snap.stack.rank)
         if previous is None or (detailed and detail is None):
@@ -203,9 +203,11 @@ def diagnose(first: Sequence[RankSnapshot], second: Sequence[RankSnapshot], betw
         if not activity or has_moved:
             return None
         if activity == "still" and not snap.is_stopped:
-            sure = sure and snap.switches - previous.switches <= MAX_SWITCHES_PER_S * between_s
+            is_certain = (
+                is_certain and snap.switches - previous.switches <= MAX_SWITCHES_PER_S * between_s
+            )
         groups[activity].append(_merge_details(snap, detail))
-    hang = _verdict(groups["waits"], groups["still"], groups["busy"], idle_s, ended, sure)
+    hang = _verdict(groups["waits"], groups["still"], groups["busy"], idle_s, ended, is_certain)
     return hang and replace(hang, calls=latest_calls(detailed))
 
 
@@ -259,9 +261,9 @@ def _merge_details(snap: RankSnapshot, detail: RankSnapshot | None) -> RankSnaps
 
 def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
              busy: Sequence[RankSnapshot], idle_s: float, ended: Sequence[tuple[str, int]],
-             sure: bool) -> Hang | None:  # fmt: skip
+             is_certain: bool) -> Hang | None:  # fmt: skip
     if not waiting:
-        return None if busy else _remaining_ranks_hang(blocked, ended, sure)
+        return None if busy else _remaining_ranks_hang(blocked, ended, is_certain)
 
     # Connections of the former group were cut: a rank that waits there waits for no other rank.
     if regrouping := [snap for snap in waiting if is_regrouping(snap.stack)]:
@@ -275,7 +277,7 @@ def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
         for_it += _describe_unlaunched(waiting[0], snap)
         also = _describe_also([peer for peer in blocked if peer is not snap])
         text = f"{snap.stack.label} {_describe_block(snap)} while {for_it}{also}"
-        return _hang_of(snap, text, "frozen" if snap.is_stopped else "still", sure)
+        return _hang_of(snap, text, "frozen" if snap.is_stopped else "still", is_certain)
     if busy:
         stack = busy[0].stack
         text = f"{stack.label} is busy {describe_position(stack)} while {for_it}"
@@ -308,19 +310,19 @@ def _describe_unlaunched(waiting: RankSnapshot, blocked: RankSnapshot) -> str:
 
 
 def _remaining_ranks_hang(blocked: Sequence[RankSnapshot], ended: Sequence[tuple[str, int]],
-                          sure: bool) -> Hang | None:  # fmt: skip
+                          is_certain: bool) -> Hang | None:  # fmt: skip
     """Returns the hang of ranks that stand still although all others have ended."""
     remaining = {(snap.stack.host, snap.stack.rank) for snap in blocked}
     if not blocked or remaining.issuperset(ended):
         return None
     snap, also = blocked[0], _describe_also(blocked[1:])
     text = f"{snap.stack.label} {_describe_block(snap)}, and all others have ended{also}"
-    return _hang_of(snap, text, "last", sure)
+    return _hang_of(snap, text, "last", is_certain)
 
 
-def _hang_of(snap: RankSnapshot, text: str, kind: Kind, sure: bool) -> Hang:
+def _hang_of(snap: RankSnapshot, text: str, kind: Kind, is_certain: bool) -> Hang:
     at = "" if snap.is_stopped else describe_position(snap.stack)
-    return Hang(snap.stack.host, snap.stack.rank, text, kind, sure, at)
+    return Hang(snap.stack.host, snap.stack.rank, text, kind, is_certain, at)
 
 
 def _describe_also(blocked: Sequence[RankSnapshot]) -> str:

@@ -251,7 +251,9 @@ class HangWatch:
             return None
         between_s = time.monotonic() - taken_at
         hang = diagnose(first, second, between_s, idle_s, self._ended)
-        if hang is None or not (hang.sure or idle_s > min(UNREPORTED_IDLE_S, self._max_patience_s)):
+        if hang is None or not (
+            hang.is_certain or idle_s > min(UNREPORTED_IDLE_S, self._max_patience_s)
+        ):
             return None
         detailed = await self._take_snapshots(closely=True)
         if detailed is None:

@@ -300,7 +300,7 @@ class Reconnector:
 
     def replace(self, lost: NodePlan) -> NodePlan | None:
         """Gives a lost host's ranks to a spare, if any; returns its plan. Redials the host."""
-        ready = (node for node in self._fleet.spares if node.could_start and node.survey)
+        ready = (node for node in self._fleet.spares if node.can_start_ranks and node.survey)
         spare = next(ready, None)
         if spare is None or not self._request.elastic:
             return None

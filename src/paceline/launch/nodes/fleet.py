@@ -73,7 +73,7 @@ class Node:
         lost: True after the connection has ended or fallen silent.
         loss_reason: Why it is lost; empty while it is not.
         lost_at: When that became known, on the monotonic clock.
-        outlived: Whether the other ranks have recovered from its loss.
+        is_loss_recovered: Whether the other ranks have recovered from its loss.
         common_silence_s: Seconds of silence if all others were silent, too, which points to the
             launcher's own network; 0 if only this node was silent.
         active_at: When one of its ranks last worked or wrote, on the launcher's monotonic clock;
@@ -95,14 +95,14 @@ class Node:
     lost: bool = False
     loss_reason: str = ""
     lost_at: float = 0.0
-    outlived: bool = False
+    is_loss_recovered: bool = False
     common_silence_s: float = 0.0
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     survey: HostSurvey | None = None
 
     @property
-    def could_start(self) -> bool:
+    def can_start_ranks(self) -> bool:
         """Whether it can start ranks now."""
         ready = self.ready
         return not self.lost and ready is not None and ready.done() and ready.result() is None

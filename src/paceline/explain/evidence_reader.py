@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from paceline.explain.documents import is_document
 from paceline.explain.evidence import Evidence, Launcher, Log, lines_of
 from paceline.explain.prefixes import Line, strip_prefixes
 from paceline.rundir.outputs import script_checkpoint
@@ -113,7 +114,7 @@ def _supervisor(detached: SupervisorLocation, alive: bool | None) -> Launcher:
 
 
 def from_log(text: str) -> Evidence:
-    """Reads the evidence in one log of any launcher."""
+    """Reads the evidence in one log of any launcher; a document that quotes messages has none."""
     logs = split_by_rank(text)
     return Evidence(tuple(logs), debug=tuple(logs))
 
@@ -232,7 +233,8 @@ def _encoding(head: bytes) -> str:
 def split_by_rank(text: str) -> list[Log]:
     """Splits a log by the prefixes of its lines: one log a rank, then lines without prefix."""
     streams: dict[tuple[str, int | None], list[Line]] = {}
-    for line in strip_prefixes(lines_of(text)):
+    lines = lines_of(text)
+    for line in () if is_document(lines) else strip_prefixes(lines):
         streams.setdefault((line.host, line.rank), []).append(line)
     logs = [
         Log(host, rank, tuple(line.text for line in lines), tuple(line.number for line in lines))

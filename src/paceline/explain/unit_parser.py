@@ -12,6 +12,7 @@ from paceline.explain.units import Exit, Frame, Kind, PythonError, Unit
 
 MAX_MESSAGE_LINES = 40
 MAX_BLOCK_LINES = 200
+MAX_PATCH_LINES = 5000
 _TRACEBACK = "Traceback (most recent call last):"
 _GLOG = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]{8,20} +\d{1,9} \S{1,200}(?<!\.go):\d{1,6}\] ?")
 _C10D = re.compile(r"\[(?P<level>[IWEF])(?:\d{3,4} [\d:.]{8,30})? ?[\w./-]{1,100}:\d{1,6}\] ?")
@@ -83,8 +84,13 @@ _MPI_WORDS = ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted", "Framework:", "Loca
 _MPICH_END = re.compile(r"YOUR APPLICATION TERMINATED|This typically refers|Please see the FAQ")
 _RULER = re.compile(r"^([-=*])\1{15,}\s*$")
 _CUDA_ASSERT = re.compile(r"\S{1,300}:\d{1,6}: .{0,200}Assertion `.{1,300}` failed")
-_COMMIT = re.compile(r"commit [0-9a-f]{40}\b")  # git log
+_COMMIT = re.compile(r"commit [0-9a-f]{7,40}(?: \(.{1,300}\))?$")  # git log
 _COMMIT_LINE = re.compile(r"(?:Author|AuthorDate|Commit|CommitDate|Date|Merge): |\s|$")
+_PATCH = re.compile(r"diff --(?:git|cc) |--- (?:a/|/dev/null)")
+_PATCH_LINE = re.compile(
+    r"[ +@\\-]|$|index [0-9a-f]|(?:new|deleted|old) (?:file )?mode |similarity index"
+    r"|(?:rename|copy) (?:from|to) |Binary files |diff --"
+)
 _STARTS_UNIT = re.compile(
     r"\[[IWEF]\d|\[[IWEF] |srun: |slurmstepd: |pdsh@|={20}|-{20}|\[rank\d|RESULT |mpirun "
     r"|Process name"
@@ -450,6 +456,8 @@ def _plain(cursor: _Cursor, line: str) -> Unit:
         return cursor.unit("foreign", cursor.end_of(is_foreign_frame, end, MAX_BLOCK_LINES))
     if _COMMIT.match(line):
         return cursor.unit("foreign", cursor.end_of(_COMMIT_LINE.match, end, MAX_BLOCK_LINES))
+    if _PATCH.match(line):
+        return cursor.unit("foreign", cursor.end_of(_PATCH_LINE.match, end, MAX_PATCH_LINES))
     kind, level = classify(line)
     return cursor.unit(kind, end, level=level)
 

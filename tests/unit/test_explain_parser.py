@@ -91,6 +91,14 @@ def test_messages_of_the_kernel_concern_their_host() -> None:
     assert not outcome("\n".join([*steps[:6], f"gpu-b | {xid}", *steps[6:]])).has_failed
 
 
+def test_the_kernels_loss_of_what_came_back_is_none() -> None:
+    down = "Jun 01 03:10:31 cn7 kernel: mlx5_core 0000:5e:00.0 ib0: Link down\n"
+    (failure,) = outcome(down).context
+    assert failure.host == "cn7"
+    assert outcome(down.replace("cn7", "cn8") + down).context
+    assert not outcome(down + down.replace("down", "up")).context
+
+
 def test_an_abort_by_the_watchdog_follows_from_its_time_out() -> None:
     watchdog = (
         "[rank1]:[E1122 06:40:01.6 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective"
@@ -264,6 +272,38 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
 ])  # fmt: skip
 def test_what_a_job_survives_is_no_failure(text: str) -> None:
     assert not outcome(text).has_failed
+
+
+JOURNAL = """\
+Jun 01 03:00:01 nas systemd[1]: Started backup.service - Nightly backup.
+Jun 01 03:00:02 nas borg[551]: Traceback (most recent call last):
+Jun 01 03:00:02 nas borg[551]:   File "/usr/bin/borg", line 4690, in main
+Jun 01 03:00:02 nas borg[551]: OSError: [Errno 28] No space left on device: '/backup/data/0/17'
+Jun 01 03:00:02 nas systemd[1]: backup.service: Failed with result 'exit-code'.
+"""
+
+
+@pytest.mark.parametrize("text", [
+    JOURNAL,
+    '2026-06-01 10:00:01.120 CET [4] ERROR:  could not extend file "base/2": No space left on'
+    " device\n2026-06-01 10:00:01.130 CET [1] LOG:  server process (PID 4) was terminated by"
+    " signal 9: Killed\n",
+    "ERROR 06-01 11:01:01 [serving.py:116] Traceback (most recent call last):\n"
+    'ERROR 06-01 11:01:01 [serving.py:116]   File "/v/serving.py", line 301, in _validate\n'
+    "ERROR 06-01 11:01:01 [serving.py:116] ValueError: the context is too long\n"
+    'INFO:     127.0.0.1:40112 - "POST /v1/completions HTTP/1.1" 400 Bad Request\n'
+    'INFO:     127.0.0.1:40114 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+    "INFO 06-01 11:02:11 [loggers.py:111] Engine 000: Avg prompt throughput: 10.1 tokens/s\n",
+])  # fmt: skip
+def test_what_other_programs_write_is_no_failure(text: str) -> None:
+    assert outcome(text).first is None
+
+
+def test_a_job_in_the_journal_of_a_system_is_a_job() -> None:
+    for program in ("python3", "job.sh"):
+        log = JOURNAL.replace("borg[", f"{program}[").replace("17", "loss")
+        (failure,) = outcome(log).failures
+        assert failure.text.startswith("OSError")
 
 
 def test_a_message_ends_with_a_list() -> None:

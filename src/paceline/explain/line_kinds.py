@@ -38,7 +38,7 @@ _FINISH = re.compile(
     r"\b(?:done|finished|complete[d]?|ended (?:well|normally))\b"
     r"|\bsav(?:ed|ing) .{0,80}(?:model|checkpoint|\.pt\b|\.safetensors|weights)"
     r"|\b(?:finished|completed) (?:successfully|training|in |with(?:out| no| 0) error)"
-    r"|`Trainer\.fit` stopped"
+    r"|`Trainer\.fit` stopped|\bApplication shutdown complete"
     r"|\bexit(?:ed)? (?:status|code|with code):? 0\b|\btrain_runtime\b|\bsucceeded\b)"
 )
 _SOME_FAILED = re.compile(r"\b[1-9]\d{0,8} (?:\w{1,40} )?failed\b")
@@ -92,7 +92,8 @@ _FOREIGN = re.compile(
             r'\S{1,60} - \S{1,60} \[.{10,40}\] "[A-Z]{3,8} ',  # access log of a web server
             r"\[\w{1,10}\] \d{1,9}#\d{1,9}: ",  # nginx
             r"\[[A-Z][a-z]{2} [A-Z][a-z]{2} \d\d [\d:.]{8,20} \d{4}\] ",  # Apache
-            r"\[\d{1,9}\] (?:LOG|FATAL|ERROR|DETAIL|STATEMENT|HINT|PANIC): ",  # PostgreSQL
+            r"(?:[A-Z]{3,5} )?\[\d{1,9}\] (?:LOG|FATAL|ERROR|DETAIL|STATEMENT|HINT|PANIC|CONTEXT"
+            r"|NOTICE|WARNING): {2}",  # PostgreSQL
             rf"[A-Z][a-z]{{2}} [ \d]\d [\d:]{{8}} \S{{1,253}} (?:{SYSTEM_DAEMONS})\b",
             r"systemd\[\d{1,9}\]: |haproxy\[|mysqld|redis|nginx|named\[",
             r"\[[\w .#-]{1,60}/(?:INFO|WARN|ERROR|FATAL)\]",  # games in Java
@@ -109,6 +110,9 @@ _FOREIGN = re.compile(
             r"[IWEF]\d{4} [\d:.]{8,20} {1,9}\d{1,9} \S{1,200}\.go:\d{1,6}\] ",  # Kubernetes
         )
     )
+)
+_ANSWERED = re.compile(  # a request to a server in Python
+    r'(?:INFO: {2,9})?\S{1,60} - "[A-Z]{3,8} \S{1,300} HTTP/[\d.]{1,3}" (?P<status>\d)\d\d\b'
 )
 _FOREIGN_FRAME = re.compile(
     r"\s{1,8}at \S{1,200} ?(?:\(|\[as )|\s{1,8}at \S{1,300}:\d{1,6}:\d{1,6}$"
@@ -127,8 +131,10 @@ def classify(line: str) -> tuple[Kind, str]:
         if heads:  # an evaluation without a result stops no training
             is_evaluation = all(map(_EVALUATION.search, heads))
             return ("progress", "") if is_evaluation else ("numeric", "error")
-    if _FOREIGN.match(short):
+    if is_foreign(short):
         return "foreign", ""
+    if " HTTP/" in short and (answer := _ANSWERED.match(short)):
+        return ("progress" if answer["status"] in "23" else "foreign"), ""
     if '"' in short and _DATA.match(short):
         return "foreign", ""
     level = level_of(short)
@@ -168,6 +174,11 @@ def level_of(line: str) -> str:
     """The level that a logger wrote at the beginning of a line, such as ``ERROR`` or ``E``."""
     match = _LEVEL.match(line[:80])
     return (match["level"] or match["letter"]) if match else ""
+
+
+def is_foreign(line: str) -> bool:
+    """Whether a line has the form of a program that is no training job."""
+    return _FOREIGN.match(line[:MAX_CHARS]) is not None
 
 
 def is_foreign_frame(line: str) -> bool:

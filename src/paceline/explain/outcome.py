@@ -66,6 +66,12 @@ _KERNEL_CONCERN = re.compile(
 )
 
 
+# What the kernel reports as lost, and as working again
+_KERNEL_SUBJECT = r"(?P<subject>nfs: server \S{1,253}|\S{1,40} \S{1,40}:) "
+_KERNEL_LOSS = re.compile(rf"{_KERNEL_SUBJECT}(?:not responding|(?:NIC )?Link (?:is )?[Dd]own)")
+_KERNEL_RETURN = re.compile(rf"{_KERNEL_SUBJECT}(?:OK\b|(?:NIC )?Link (?:is )?[Uu]p)")
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a job ended.
@@ -137,10 +143,12 @@ def judge(
     primary = [unit for unit in survivors if not follows(unit)]
     consequences = [unit for unit in survivors if follows(unit)]
     primary.sort(key=lambda unit: (not _concerns(unit, root), unit.kind == "exit"))
+    recovered = _recovered(units)
     weak = [
         unit
         for unit in units
         if _is_weak(unit)
+        and id(unit) not in recovered
         and (not life.continued_after(unit) or (survivors and _ANNOUNCED.search(unit.text)))
     ]
     if survivors:
@@ -291,6 +299,24 @@ def _is_weak(unit: Unit) -> bool:
     return (unit.kind in ("library", "text") and unit.level in ("error", "warning")) or (
         unit.kind == "warning"
     )
+
+
+def _recovered(units: Sequence[Unit]) -> set[int]:
+    """The ids of the kernel's messages of a return, and of the loss before it."""
+    recovered = set()
+    returned: set[tuple[str, str]] = set()
+    for unit in reversed(units):
+        if unit.kind != "kernel":
+            continue
+        if match := _KERNEL_RETURN.search(unit.text):
+            returned.add((unit.host, match["subject"]))
+            recovered.add(id(unit))
+        elif (match := _KERNEL_LOSS.search(unit.text)) and (
+            unit.host,
+            match["subject"],
+        ) in returned:
+            recovered.add(id(unit))
+    return recovered
 
 
 def _admissible(weak: list[Unit], primary: Sequence[Unit]) -> list[Unit]:

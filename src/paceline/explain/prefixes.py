@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from paceline.explain.line_kinds import SYSTEM_DAEMONS
+from paceline.explain.line_kinds import SYSTEM_DAEMONS, is_foreign
 
 MAX_LAYERS = 6
 MIN_LABELED_SHARE = 0.6
@@ -42,6 +42,8 @@ _BY_START = {
         r"\((?:raylet|autoscaler|gcs_server)(?:, ip=(?P<host>[\w.:]{1,100}))?\) ",
     ),
     "0123456789": (
+        rf"{_TIME} (?P<host>[\w.-]{{1,253}}) (?!kernel|(?:{SYSTEM_DAEMONS})\b)[\w./@-]{{1,100}}"
+        r"\[\d{1,9}\]:(?: |$)",  # syslog
         rf"{_TIME} std(?:out|err) [FP](?: |$)",  # a container runtime's log file
         rf"{_TIME}(?:: | - | |\t|$)",
     ),
@@ -49,12 +51,30 @@ _BY_START = {
         rf"{_MONTH} [ \d]\d {_CLOCK} (?P<host>[\w.-]{{1,253}}) "
         rf"(?!kernel|(?:{SYSTEM_DAEMONS})\b)[\w./@-]{{1,100}}(?:\[\d{{1,9}}\])?:(?: |$)",  # syslog
     ),
+    "DIWEC": (  # vLLM
+        r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d "
+        r"\[?[\w./]{1,100}\.py:\d{1,6}\] ?",
+    ),
 }
 _UNAMBIGUOUS = {
-    start: tuple(re.compile(f"^(?:{pattern})") for pattern in patterns)
-    for starts, patterns in _BY_START.items()
-    for start in starts
-}
+    start: tuple(re.compile(f"^(?:{pattern})") for starts, patterns in _BY_START.items()
+                 for pattern in patterns if start in starts)
+    for start in "".join(_BY_START)
+}  # fmt: skip
+# The journal of a system, and which of its programs may be a training job
+_JOURNAL = re.compile(
+    rf"(?:{_MONTH} [ \d]\d {_CLOCK}|{_TIME}) [\w.-]{{1,253}} (?P<program>[\w./@-]{{1,100}})"
+    r"(?:\[\d{1,9}\])?: "
+)
+_DAEMON = re.compile(rf"(?:{SYSTEM_DAEMONS})\b")
+_JOB_PROGRAM = re.compile(
+    r"(?i:python|torch|train|slurm|srun|mpi|ray|deepspeed|accelerate|paceline|kernel|nvidia|enroot"
+    r"|docker|containerd|kubelet)"
+)
+_JOB_WORD = re.compile(
+    r"(?i:\b(?:rank ?\d|torch\w{0,10}|cuda|nccl|rccl|gloo|epoch|loss|gpus?|checkpoint)\b"
+    r"|-packages/torch/)"
+)
 # Prefixes that may also be ordinary text.
 _AMBIGUOUS = tuple(
     re.compile(f"^(?:{pattern})")
@@ -117,6 +137,7 @@ class Line:
 def strip_prefixes(texts: Sequence[str]) -> list[Line]:
     """Strips all prefixes of the lines of one log, outermost first."""
     lines = _decode_json([Line(number, text) for number, text in enumerate(texts)])
+    lines = _blank_other_programs(lines)
     for _ in range(MAX_LAYERS):
         lines = [_strip_unambiguous(line) for line in lines]
         layer = _credible_layer(lines)
@@ -174,7 +195,7 @@ def _identify(groups: Mapping[str, str | None]) -> tuple[str, int | None]:
 
 def _credible_layer(lines: Sequence[Line]) -> re.Pattern[str] | None:
     """The form of label that most lines have, or most displaced lines of tracebacks."""
-    texts = [line.text for line in lines if line.text.strip()]
+    texts = [text for line in lines if (text := line.text).strip() and not is_foreign(text)]
     displaced = [text for text in texts if (at := _ANCHOR.search(text)) and at.start() > 0]
     displaced = [text for text in displaced if not text.startswith(("During", "Original"))]
     for form in _AMBIGUOUS:
@@ -220,6 +241,25 @@ def _are_labels(matches: Sequence[re.Match[str]], num_lines: int) -> bool:
         return False
     names = [value for value in values if _PATH_NAME.match(value) or _RANK_WORD.search(value)]
     return len(names) == len(values) and not any(map(_SECONDS.match, values))
+
+
+def _blank_other_programs(lines: list[Line]) -> list[Line]:
+    """Empties the lines of a system's journal that programs wrote which are no training job."""
+    texts = [line.text for line in lines if line.text]
+    if not texts or not _JOURNAL.match(texts[0]):
+        return lines
+    matches = [match for text in texts if (match := _JOURNAL.match(text))]
+    programs = {match["program"] for match in matches}
+    if len(matches) < MIN_LABELED_SHARE * len(texts) or not any(map(_DAEMON.match, programs)):
+        return lines
+    jobs = {match["program"] for match in matches if _JOB_WORD.search(match.string)}
+    others = {name for name in programs - jobs if not _JOB_PROGRAM.search(name)}
+
+    def is_of_other(line: Line) -> bool:
+        match = _JOURNAL.match(line.text)
+        return match is not None and match["program"] in others
+
+    return [replace(line, text="") if is_of_other(line) else line for line in lines]
 
 
 def _decode_json(lines: list[Line]) -> list[Line]:

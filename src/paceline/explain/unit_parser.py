@@ -44,9 +44,11 @@ _LIBRARY = re.compile(
     r"|\[\d{1,9}\] MPI startup\(\): "
     r"|\[[\d-]{10} [\d:]{8},\d{1,6} (?P<ray>[IWEF]) \d{1,9} \d{1,9}\] "
 )
+_WORKERS_FINISHED = "worker group successfully finished"
 _ERROR_LEVELS = ("E", "F", "WARN", "ERROR", "FATAL")
 _KERNEL = re.compile(
-    r"NVRM: |\[ {0,8}\d{1,9}\.\d{3,6}\] |(?:.{0,200} )?kernel: (?:\[ {0,8}[\d.]{1,20}\] )?"
+    r"NVRM: |\[ {0,8}\d{1,9}\.\d{3,6}\] |(?:(?:.{0,200} )?(?P<host>[\w.-]{1,253}) )?kernel: "
+    r"(?:\[ {0,8}[\d.]{1,20}\] )?"
 )
 _MESSAGE_LINE = re.compile(
     r"\s|nccl\w{1,40}Error|ncclInvalidUsage|Last error:|CUDA kernel errors might"
@@ -411,6 +413,8 @@ def _library(cursor: _Cursor, line: str) -> Unit | None:
     match = _C10D.match(line) or _NCCL.match(line) or _LIBRARY.match(line)
     if match is None and not glog:
         return None
+    if _WORKERS_FINISHED in line:
+        return cursor.unit("finish", cursor.index + 1)
     groups = match.groupdict() if match else {}
     values = [value for key, value in groups.items() if value and key not in ("host", "pid")]
     is_error = any(value in _ERROR_LEVELS for value in [*values, glog])
@@ -442,9 +446,10 @@ def _library_end(cursor: _Cursor, start: int) -> int:
 
 
 def _kernel(cursor: _Cursor, line: str) -> Unit | None:
-    if not _KERNEL.match(line):
+    match = _KERNEL.match(line)
+    if match is None:
         return None
-    return cursor.unit("kernel", cursor.index + 1, level="info")
+    return cursor.unit("kernel", cursor.index + 1, level="info", host=match["host"] or "")
 
 
 # --- lines ----------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ NESTINGS: dict[str, tuple[Callable[[str], str], str, int | None]] = {
     "journal": (lambda line: f"Nov 26 10:00:01 n2 train.sh[71]: {line}", "n2", None),
     "json": (lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr"}), "", None),
     "unknown": (lambda line: f"<<7 core.py:700>> {line}", "", None),
+    "unknown and torch": (lambda line: f"<<7 core.py:700>> [rank3]: {line}", "", 3),
+    "stream": (lambda line: f"stderr: {line}", "", None),
 }  # fmt: skip
 
 
@@ -332,6 +334,14 @@ def test_a_service_that_ended_badly_did_not_survive() -> None:
 ])  # fmt: skip
 def test_an_evaluation_without_a_number_is_no_failure(line: str) -> None:
     assert not outcome(f"Epoch 1 {line}\nTraining finished").has_failed
+
+
+def test_what_explains_a_failure_without_a_label_is_of_its_rank() -> None:
+    log = "UserWarning: CUDA unknown error\n" + "\n".join(
+        f"[rank3]: {x}" for x in TRACEBACK.split("\n")
+    )
+    (warning,) = outcome(log.replace("KeyError", "RuntimeError")).context
+    assert warning.rank == 3
 
 
 @pytest.mark.parametrize("line", ["val_loss=nan loss=nan", "train loss: nan", "loss is nan"])

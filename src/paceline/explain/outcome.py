@@ -152,6 +152,7 @@ def judge(
         and (not life.continued_after(unit) or (survivors and _ANNOUNCED.search(unit.text)))
     ]
     if survivors:
+        weak = [_attribute(unit, primary) for unit in weak]
         weak = _admissible(weak, primary) + _last_words(units, primary or consequences)
     else:
         weak = _alarming(weak, life)
@@ -299,6 +300,14 @@ def _is_weak(unit: Unit) -> bool:
     return (unit.kind in ("library", "text") and unit.level in ("error", "warning")) or (
         unit.kind == "warning"
     )
+
+
+def _attribute(unit: Unit, primary: Sequence[Unit]) -> Unit:
+    """Gives what a process without a label wrote the host and rank of the failure it explains."""
+    is_own = unit.kind in ("text", "warning") and not unit.host and unit.rank is None
+    if not is_own or not primary or primary[0].rank is None:
+        return unit
+    return replace(unit, host=primary[0].host, rank=primary[0].rank)
 
 
 def _recovered(units: Sequence[Unit]) -> set[int]:

@@ -94,8 +94,10 @@ _ANCHOR = re.compile(
     r"|terminate called after|Fatal Python error: "
 )
 _RANK_WORD = re.compile(r"\b(?:rank|task)[ =_:-]?(\d{1,9})\b")
+_RANK_MARK = re.compile(r"\[rank ?\d{1,9}\]")
 _RANK_HEAD = re.compile(r"\W{0,3}rank[ =:_-]?(?P<rank>\d{1,9})\b", re.IGNORECASE)
 _VARYING = re.compile(r"\d\w*")
+_NO_HOSTS = ("stdout", "stderr", "out", "err", "output", "console", "log")
 _SECONDS = re.compile(r"^\d+\.\d+$")  # the clock of the kernel
 _NAME = re.compile(r"^(?=[\w.-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")
 _PATH_NAME = re.compile(r"^(?=[\w./-]{1,253}$).{0,253}?(?:\d|[A-Za-z]-[A-Za-z])")  # pod/container
@@ -180,8 +182,9 @@ def _strip_match(line: Line, form: re.Pattern[str]) -> Line | None:
 
 def _identify(groups: Mapping[str, str | None]) -> tuple[str, int | None]:
     """Host and rank of a label."""
-    host, rank = groups.get("host") or "", groups.get("rank")
-    label = groups.get("label")
+    host, rank, label = groups.get("host") or "", groups.get("rank"), groups.get("label")
+    if host in _NO_HOSTS:
+        host = ""
     if label:
         if label.isdigit():
             return host, int(label[:9])
@@ -215,6 +218,8 @@ def _credible_layer(lines: Sequence[Line]) -> re.Pattern[str] | None:
 def _common_head(displaced: Sequence[str]) -> re.Pattern[str] | None:
     """A pattern of what most displaced lines of tracebacks have before their own text."""
     heads = [text[: match.start()] for text in displaced if (match := _ANCHOR.search(text))]
+    heads = [head[: mark.start()] if (mark := _RANK_MARK.search(head, 1)) else head
+             for head in heads]  # fmt: skip
     heads = [head for head in heads if head.strip() and len(head) <= MAX_HEAD]
     shapes = Counter(_VARYING.sub("#", head) for head in heads)
     shape, count = max(shapes.items(), key=lambda item: item[1], default=("", 0))

@@ -36,7 +36,7 @@ UNKNOWN = -1  # exit code of a run that left no result
 # Errors of a healthy rank whose peer failed: the peer's failure is the cause.
 CONNECTIONS_CUT = "its connections were cut"  # by Paceline itself, see train/elastic/waits.py
 _LOST = r"Connection (?:closed|reset) by peer|Broken pipe|connectFullMesh|Socket Timeout"
-_LOST += f"|{CONNECTIONS_CUT}"
+_LOST += f"|{CONNECTIONS_CUT}|received errors while waiting for send/recv from rank"
 # gloo's messages for a peer that does not answer; without its prefix, another socket may be meant
 _PEER = r"\[[\w.:%]{1,80}\]:\d{1,5}(?:\$\d{1,9})?"
 _NO_ANSWER = (

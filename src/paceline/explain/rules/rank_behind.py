@@ -11,6 +11,8 @@ from paceline.explain.rule import Match, match_unit
 from paceline.explain.units import Unit
 from paceline.spec.failure import format_location
 
+MIN_WAITING = 3  # ranks that show which of them is the outlier
+MAX_STEPS_BEHIND = 3
 _WAITED = re.compile(
     r"\[Rank (?P<rank>\d{1,9})\] Watchdog caught collective operation timeout: "
     r"WorkNCCL\(SeqNum=(?P<number>\d{1,18}), OpType=(?P<operation>\w{1,40})"
@@ -36,7 +38,7 @@ def match(evidence: Evidence) -> Match | None:
         waits.setdefault(int(found["rank"]), wait)
     if not waits:
         return None
-    return _operations_match(waits) or _behind_match(evidence, waits)
+    return _operations_match(waits) or _out_of_step(waits) or _behind_match(evidence, waits)
 
 
 def _operations_match(waits: Mapping[int, _Wait]) -> Match | None:
@@ -51,6 +53,26 @@ def _operations_match(waits: Mapping[int, _Wait]) -> Match | None:
             )
             return match_unit(wait.unit, cause, 0.95)
     return None
+
+
+def _out_of_step(waits: Mapping[int, _Wait]) -> Match | None:
+    """One rank that waited in a collective that all others had behind them.
+
+    Groups count their collectives separately, so only close numbers are of one group.
+    """
+    last = max(wait.number for wait in waits.values())
+    behind = {rank: wait for rank, wait in waits.items() if wait.number < last}
+    if len(behind) != 1 or len(waits) < MIN_WAITING:
+        return None
+    (rank, wait), others = *behind.items(), [w for w in waits.values() if w.number == last]
+    if last - wait.number > MAX_STEPS_BEHIND or others[0].operation == wait.operation:
+        return None
+    cause = (
+        f"{format_location(wait.unit.host, rank)} called other collectives than the rest: it waited"
+        f" in number {wait.number} ({wait.operation}), the others in number {last}"
+        f" ({others[0].operation})"
+    )
+    return match_unit(wait.unit, cause, 0.8)
 
 
 def _behind_match(evidence: Evidence, waits: Mapping[int, _Wait]) -> Match | None:

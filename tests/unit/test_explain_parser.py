@@ -252,6 +252,13 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
     f"Training finished\nException in thread Thread-3 (_pin_memory_loop):\n{TRACEBACK}",
     f"[W1101 08:00:01.1 socket.cpp:767] [c10d] cannot be retrieved (gai error: -2)\n{STEPS}",
     f"{TRACEBACK}\nno names, skipped\nscored the rest\nwrote a table",
+    f"{STEPS}\n{TRACEBACK}\nW0601 10:11:18.2 910 torch/agent/server/api.py:879] [default] Worker"
+    f" group FAILED. 1/1 attempts left; will restart worker group\n{STEPS}\nI0601 10:31:18.3 910"
+    " torch/agent/server/api.py:895] [default] worker group successfully finished. Waiting 300"
+    " seconds for other agents to finish.",
+    "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1,2 +1,1 @@\n-killed by signal 9\n \n"
+    " RuntimeError: CUDA out of memory\n",
+    "commit 5fd1e1cc0b (HEAD -> main)\nAuthor: A <a@b>\n\n    Fix a rank killed by signal 9\n",
     f"{TRACEBACK}\nnames not found, using numbers\nfinal acc 0.9",
     "".join(f"worker-0 | {line}\nworker-1 | ok\n" for line in [*TRACEBACK.splitlines(), "no names"])
     + "worker-0 exited with code 0\nworker-1 exited with code 0",
@@ -402,6 +409,19 @@ def test_a_message_of_open_mpi_names_the_rank_that_ended() -> None:
         f"  Process name: [[20640,1],3]\n  Exit code:    7\n{'-' * 60}\n"
     )
     assert outcome(text).exits == (Exit(rank=3, code=7),)
+
+
+def test_a_message_of_mpi_needs_no_rulers() -> None:
+    box = "mpirun was unable to start\nthe program\n\nNode:       gpu2\nExecutable: /v/python\n"
+    (message,) = outcome(f"{STEPS}\n{box}next\n").context
+    assert (message.host, message.lines[-1]) == ("gpu2", "Executable: /v/python")
+
+
+def test_what_a_compiler_reported_explains_that_a_build_failed() -> None:
+    compiler = "a.cpp:1:10: fatal error: Python.h: No such file or directory\n"
+    built = outcome(f"{compiler}[rank1]: RuntimeError: Error building extension 'ext'\n")
+    assert [(unit.rank, unit.text) for unit in built.context] == [(1, compiler.strip())]
+    assert not outcome(f"{compiler}[rank1]: RuntimeError: shapes\n").context
 
 
 def test_a_traceback_that_another_interrupts_says_nothing_more() -> None:

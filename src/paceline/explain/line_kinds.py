@@ -54,7 +54,8 @@ _EVALUATION = re.compile(  # before "loss"
 _WORD = re.compile(r"[a-z]+")
 _ERROR_WORDS = {
     "abort", "aborted", "aborting", "cancelled", "cannot", "corrupt", "corrupted", "damaged",
-    "dead", "denied", "errno", "error", "errors", "exceeded", "exhausted", "expired", "fail",
+    "dead", "denied", "errno", "error", "errors", "evicted", "exceeded", "exceeds", "exhausted",
+    "expired", "fail",
     "failed", "fails", "failure", "failures", "fatal", "incompatible", "insufficient",
     "invalid", "killed", "lost", "mismatch", "mismatched", "oom", "refused", "refuses", "retry",
     "timeout", "unable", "unavailable", "undefined", "unexpected", "unknown", "unreachable",

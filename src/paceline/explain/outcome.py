@@ -50,6 +50,13 @@ _EXITED_WELL = re.compile(r"(?P<host>[\w.-]{1,253}) exited with code 0$")
 _MISMATCH = re.compile(r"collective mismatch error|Mismatched collective")
 _CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) [\d.]{1,20} ON .{0,300} CANCELLED AT ")
 _ANNOUNCED = re.compile(r"(?i:spot instance interruption|\b(?:is|was|be|being) preempted)")
+_OF_TASK = re.compile(r"slurmstepd[\w.-]{0,253}: error: (?:pyxis|spank)")
+_EVICTED = re.compile(r"\s{0,9}Warning {2,9}Evicted ")
+_BUILD_FAILED = re.compile(
+    r"Error building extension|Command '?\[?'?\S{0,200}"
+    r"(?:ninja|gcc|g\+\+|cc|c\+\+|clang|nvcc|hipcc|icpx)\b.{0,2000}non-zero exit status"
+)
+_COMPILER_ERROR = re.compile(r":\d{1,6}: fatal error: |^/?\S{0,200}\bld: cannot find ")
 _STAGE_END = re.compile(r"(?i:\bsav(?:ed|ing)\b|^\W{0,4}done \(t=)")  # training may go on
 _WAITED = re.compile(  # in vain, for another process that did not end
     rf"{COLLECTIVE_TIMEOUT.pattern}|(?i:trying to connect|connect(?:ion)? (?:to \S{{1,300}} )?:? ?"
@@ -154,6 +161,7 @@ def judge(
     if survivors:
         weak = [_attribute(unit, primary) for unit in weak]
         weak = _admissible(weak, primary) + _last_words(units, primary or consequences)
+        weak += _compiler_errors(units, primary)
     else:
         weak = _alarming(weak, life)
     followers = [unit for unit in weak if is_consequence(unit)]
@@ -249,6 +257,8 @@ class _Life:
             return in_stream >= needed or (finished and everywhere >= RESTARTED)
         if unit.kind in ("text", "warning") and (unit.host or unit.rank is not None):
             return in_stream >= SURVIVED
+        if unit.kind == "library" and _EVICTED.match(unit.text):
+            return id(unit) in self._job_ended_after
         if unit.kind == "library" and _CANCELLED.search(unit.text):
             return everywhere >= (RESTARTED if id(unit) in self._job_ended_after else REQUEUED)
         signs = everywhere
@@ -304,7 +314,8 @@ def _is_weak(unit: Unit) -> bool:
 
 def _attribute(unit: Unit, primary: Sequence[Unit]) -> Unit:
     """Gives what a process without a label wrote the host and rank of the failure it explains."""
-    is_own = unit.kind in ("text", "warning") and not unit.host and unit.rank is None
+    is_own = unit.kind in ("text", "warning") or _OF_TASK.match(unit.text)
+    is_own = is_own and not unit.host and unit.rank is None
     if not is_own or not primary or primary[0].rank is None:
         return unit
     return replace(unit, host=primary[0].host, rank=primary[0].rank)
@@ -374,6 +385,17 @@ def _last_words(units: Sequence[Unit], ends: Sequence[Unit]) -> list[Unit]:
              for unit in before if (unit.kind == "text" and not unit.level)
              or (unit.kind == "foreign" and unit.text.startswith("ERROR: "))]  # fmt: skip
     return words[-MAX_LAST_WORDS:]
+
+
+def _compiler_errors(units: Sequence[Unit], primary: Sequence[Unit]) -> list[Unit]:
+    """What a compiler reported before the first failure, if that is of building an extension."""
+    if not primary or not _BUILD_FAILED.search(primary[0].text):
+        return []
+    first = primary[0]
+    errors = [unit for unit in units if unit.kind == "foreign" and unit.number < first.number
+              and unit.host in ("", first.host) and _COMPILER_ERROR.search(unit.text)]  # fmt: skip
+    return [replace(unit, kind="text", level="error", host=first.host, rank=first.rank)
+            for unit in errors[-MAX_LAST_WORDS:]]  # fmt: skip
 
 
 def _known_ranks(units: Sequence[Unit]) -> frozenset[int]:

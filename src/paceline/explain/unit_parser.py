@@ -12,6 +12,7 @@ from paceline.explain.units import Exit, Frame, Kind, PythonError, Unit
 
 MAX_MESSAGE_LINES = 40
 MAX_BLOCK_LINES = 200
+MAX_BOX_LINES = 16  # without rulers
 MAX_PATCH_LINES = 5000
 _TRACEBACK = "Traceback (most recent call last):"
 _GLOG = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]{8,20} +\d{1,9} \S{1,200}(?<!\.go):\d{1,6}\] ?")
@@ -83,6 +84,12 @@ _CRASH_LINE = re.compile(
     r"Exception raised from|frame #|nccl\w{1,40}Error|Last error|\*\*\*|Aborted|Abort was called"
 )
 _MPI_WORDS = ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted", "Framework:", "Local host:")
+_MPI_FAILED = re.compile(
+    r"(?:\[[^\]]{1,100}\] )?(?:mpirun|mpiexec|prterun|orterun|ORTE|PRTE|Open MPI) "
+    r"(?:was unable to|has lost|could not|failed to)"
+)
+_MPI_FIELD = re.compile(r" {0,8}(?:Local host|Node|Executable|Host|Framework|Component): {1,9}\S")
+_MPI_HOST = re.compile(r" {0,8}(?:Local host|Node|Host): {1,9}(?P<host>[\w.-]{1,253})$")
 _MPICH_END = re.compile(r"YOUR APPLICATION TERMINATED|This typically refers|Please see the FAQ")
 _RULER = re.compile(r"^([-=*])\1{15,}\s*$")
 _CUDA_ASSERT = re.compile(r"\S{1,300}:\d{1,6}: .{0,200}Assertion `.{1,300}` failed")
@@ -398,7 +405,24 @@ def _box(cursor: _Cursor, line: str) -> Unit | None:
         return cursor.unit("text", cursor.index + 1, level="info")
     exited = parse_box(block)
     exits = (exited,) if exited else ()
-    return cursor.unit("exit" if exits else "library", end + 1, exits=exits, level="error")
+    host = "" if exits else _box_host(block)
+    kind: Kind = "exit" if exits else "library"
+    return cursor.unit(kind, end + 1, exits=exits, level="error", host=host)
+
+
+def _unruled_box(cursor: _Cursor, line: str) -> Unit | None:
+    """The same without its rulers, as prefixes and cuts leave it."""
+    if not _MPI_FAILED.match(line):
+        return None
+    end = cursor.end_of(lambda other: not _RULER.match(other), cursor.index + 1, MAX_BOX_LINES)
+    fields = [at for at in range(cursor.index, end) if _MPI_FIELD.match(cursor.lines[at])]
+    end = fields[-1] + 1 if fields else cursor.index + 1
+    host = _box_host(cursor.lines[cursor.index : end])
+    return cursor.unit("library", end, level="error", host=host)
+
+
+def _box_host(lines: Sequence[str]) -> str:
+    return next((match["host"] for line in lines if (match := _MPI_HOST.match(line))), "")
 
 
 def _exit(cursor: _Cursor, line: str) -> Unit | None:
@@ -467,4 +491,14 @@ def _plain(cursor: _Cursor, line: str) -> Unit:
     return cursor.unit(kind, end, level=level)
 
 
-_RECOGNISERS = (_traceback, _exception_line, _crash, _table, _box, _exit, _library, _kernel)
+_RECOGNISERS = (
+    _traceback,
+    _exception_line,
+    _crash,
+    _table,
+    _box,
+    _exit,
+    _unruled_box,
+    _library,
+    _kernel,
+)

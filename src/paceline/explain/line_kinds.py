@@ -61,19 +61,23 @@ _ERROR_WORDS = {
     "timeout", "unable", "unavailable", "undefined", "unexpected", "unknown", "unreachable",
     "unrecognized", "unsupported", "violated", "violation",
 }  # fmt: skip
-_ERROR_PHRASES = (
-    "can't", "could not", "not found", "no such", "no module", "timed out", "not enough",
-    "too long", "too many", "closed by", "reset by", "no route", "not available", "no space",
-    "out of memory", "is your shell clean", "waiting for clients", "not compatible",
-    "has changed", "no components", "bad termination", "required but", "not permitted",
-    "low on resource", "nodes are available", "oom_kill", "oom-kill", "spot instance interruption",
-    "preempted",
-)  # fmt: skip
+_ERROR_PHRASES = {  # by the rarest word of each
+    "can": "can't", "could": "could not", "found": "not found", "such": "no such",
+    "module": "no module", "timed": "timed out", "enough": "not enough", "long": "too long",
+    "many": "too many", "closed": "closed by", "reset": "reset by", "route": "no route",
+    "available": "not available", "space": "no space", "memory": "out of memory",
+    "shell": "is your shell clean", "clients": "waiting for clients",
+    "compatible": "not compatible", "changed": "has changed", "components": "no components",
+    "termination": "bad termination", "required": "required but", "permitted": "not permitted",
+    "resource": "low on resource", "nodes": "nodes are available", "oom": "oom_kill",
+    "kill": "oom-kill", "interruption": "spot instance interruption", "preempted": "preempted",
+}  # fmt: skip
 # A program that continues without what it lacks, such as one that only describes the machine
 _GOES_ON = re.compile(
     r"\b(?:fall(?:ing|s)? back|skipp(?:ed|ing)|ignor(?:ed|ing)|continuing)\b|, using "
     r"|\b(?:nvidia-smi|rocm-smi|lspci|ibstat|ibv_devinfo): (?:command )?not found"
 )
+_GOES_ON_WORDS = ("fall", "skipp", "ignor", "continuing", ", using ", "not found")
 _LAUNCHER = re.compile(
     r"(?:slurmstepd(?:-[\w.-]{1,253})?|srun|sbatch|salloc|(?:mpirun|mpiexec)(?:\.openmpi)?|prterun"
     r"|orterun|orted|prted): "
@@ -146,16 +150,21 @@ def classify(line: str) -> tuple[Kind, str]:
         return "finish", ""
     if not is_wandb and _shows_progress(short, lowered):
         return "progress", ""
-    if level[:1] not in ("I", "D") and _states_error(lowered) and not _GOES_ON.search(lowered):
+    if level[:1] not in ("I", "D") and _states_error(lowered) and not _goes_on(lowered):
         return "text", "error"
     return "text", "info" if is_wandb else ""
 
 
 def _states_error(lowered: str) -> bool:
     """Whether a line has words of an error."""
-    if any(map(lowered.__contains__, _ERROR_PHRASES)):
+    words = set(_WORD.findall(lowered))
+    if not _ERROR_WORDS.isdisjoint(words):
         return True
-    return not _ERROR_WORDS.isdisjoint(_WORD.findall(lowered))
+    return any(_ERROR_PHRASES[word] in lowered for word in _ERROR_PHRASES.keys() & words)
+
+
+def _goes_on(lowered: str) -> bool:
+    return any(map(lowered.__contains__, _GOES_ON_WORDS)) and _GOES_ON.search(lowered) is not None
 
 
 def _shows_end(line: str, lowered: str) -> bool:
@@ -165,10 +174,9 @@ def _shows_end(line: str, lowered: str) -> bool:
 
 
 def _shows_progress(line: str, lowered: str) -> bool:
-    if not any(map(lowered.__contains__, _PROGRESS_WORDS)):
+    if not (_DIGIT.search(line) or "resum" in lowered or "optimization" in lowered):
         return False
-    is_counted = _DIGIT.search(line) or "resum" in lowered or "optimization" in lowered
-    return bool(is_counted) and _PROGRESS.search(line) is not None
+    return any(map(lowered.__contains__, _PROGRESS_WORDS)) and _PROGRESS.search(line) is not None
 
 
 def level_of(line: str) -> str:

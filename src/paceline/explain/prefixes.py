@@ -19,6 +19,7 @@ from paceline.explain.line_kinds import SYSTEM_DAEMONS, is_foreign
 MAX_LAYERS = 6
 MIN_LABELED_SHARE = 0.6
 MIN_LABELED_LINES = 2  # in a log of so few lines, all
+MAX_SAMPLE = 2000  # lines of a long log that show whether it is worth to look at all
 MAX_HEAD = 200  # characters of a prefix
 
 _DATE = r"\d\d(?:\d\d)?[-/]\d\d[-/]\d\d"
@@ -198,7 +199,9 @@ def _identify(groups: Mapping[str, str | None]) -> tuple[str, int | None]:
 
 def _credible_layer(lines: Sequence[Line]) -> re.Pattern[str] | None:
     """The form of label that most lines have, or most displaced lines of tracebacks."""
-    texts = [text for line in lines if (text := line.text).strip() and not is_foreign(text)]
+    texts = [text for line in lines if (text := line.text).strip()
+             and not (text[0] == "[" and is_foreign(text))]  # fmt: skip
+    sample = texts[:: len(texts) // MAX_SAMPLE + 1]
     displaced = [text for text in texts if (at := _ANCHOR.search(text)) and at.start() > 0]
     displaced = [text for text in displaced if not text.startswith(("During", "Original"))]
     for form in _AMBIGUOUS:
@@ -206,7 +209,8 @@ def _credible_layer(lines: Sequence[Line]) -> re.Pattern[str] | None:
         is_common = matches and len(matches) >= MIN_LABELED_SHARE * len(displaced)
         if is_common and (len(matches) > 1 or _is_repeated(form, matches[0], texts)):
             return form
-        if len(texts) < MIN_LABELED_LINES:
+        num_labeled = sum(form.match(text) is not None for text in sample)
+        if len(texts) < MIN_LABELED_LINES or num_labeled < len(sample) * MIN_LABELED_SHARE / 2:
             continue
         matches = [match for text in texts if (match := form.match(text))]
         share = MIN_LABELED_SHARE if len(texts) > MIN_LABELED_LINES else 1.0

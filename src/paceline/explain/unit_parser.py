@@ -470,7 +470,7 @@ def _library_end(cursor: _Cursor, start: int) -> int:
 
 
 def _kernel(cursor: _Cursor, line: str) -> Unit | None:
-    match = _KERNEL.match(line)
+    match = _KERNEL.match(line) if line[:1] in "N[" or "kernel: " in line else None
     if match is None:
         return None
     return cursor.unit("kernel", cursor.index + 1, level="info", host=match["host"] or "")

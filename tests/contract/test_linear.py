@@ -32,7 +32,7 @@ EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/",
 READERS = [
     "paceline.explain.evidence_reader", "paceline.explain.stacks", "paceline.explain.rule",
     "paceline.explain.prefixes", "paceline.explain.unit_parser", "paceline.explain.line_kinds",
-    "paceline.explain.exit_reports", "paceline.explain.outcome",
+    "paceline.explain.exit_reports", "paceline.explain.outcome", "paceline.explain.documents",
     "paceline.launch.failure_analysis", "paceline.launch.terminal.screen", "paceline.report.bundle",
     "paceline.spec.failure", "paceline.spec.libraries", "paceline.explain.libraries",
     "paceline.spec.terminal", "paceline.remote.openssh",

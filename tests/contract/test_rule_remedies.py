@@ -144,6 +144,7 @@ DOCUMENTED = {
     "Intel MPI": {"I_MPI_PORT_RANGE", "I_MPI_ROOT"},
     "Open MPI": {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"},
     "OpenBLAS": {"OPENBLAS_NUM_THREADS"},
+    "Triton": {"TRITON_PTXAS_PATH"},
     "UCX": {"UCX_NET_DEVICES", "UCX_TLS"},
     "Weights & Biases": {"WANDB_API_KEY", "WANDB_MODE"},
     "DeepSpeed": {"DS_BUILD_OPS"},

@@ -314,9 +314,10 @@ def _is_weak(unit: Unit) -> bool:
 
 def _attribute(unit: Unit, primary: Sequence[Unit]) -> Unit:
     """Gives what a process without a label wrote the host and rank of the failure it explains."""
-    is_own = unit.kind in ("text", "warning") or _OF_TASK.match(unit.text)
-    is_own = is_own and not unit.host and unit.rank is None
-    if not is_own or not primary or primary[0].rank is None:
+    is_of_task = unit.kind in ("text", "warning") or _OF_TASK.match(unit.text) is not None
+    if unit.host or unit.rank is not None or not is_of_task:
+        return unit
+    if not primary or primary[0].rank is None:
         return unit
     return replace(unit, host=primary[0].host, rank=primary[0].rank)
 

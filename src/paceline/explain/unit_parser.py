@@ -48,9 +48,9 @@ _LIBRARY = re.compile(
 _WORKERS_FINISHED = "worker group successfully finished"
 _ERROR_LEVELS = ("E", "F", "WARN", "ERROR", "FATAL")
 _KERNEL = re.compile(
-    r"NVRM: |\[ {0,8}\d{1,9}\.\d{3,6}\] |(?:(?:.{0,200} )?(?P<host>[\w.-]{1,253}) )?kernel: "
-    r"(?:\[ {0,8}[\d.]{1,20}\] )?"
+    r"NVRM: |\[ {0,8}\d{1,9}\.\d{3,6}\] |(?:.{0,200} )?kernel: (?:\[ {0,8}[\d.]{1,20}\] )?"
 )
+_KERNEL_HOST = re.compile(r"(?P<host>[\w.-]{1,253}) kernel: ")
 _MESSAGE_LINE = re.compile(
     r"\s|nccl\w{1,40}Error|ncclInvalidUsage|Last error:|CUDA kernel errors might"
     r"|For debugging consider|Compile with `|Search for `|GPU device may|Device-side assert"
@@ -473,7 +473,9 @@ def _kernel(cursor: _Cursor, line: str) -> Unit | None:
     match = _KERNEL.match(line) if line[:1] in "N[" or "kernel: " in line else None
     if match is None:
         return None
-    return cursor.unit("kernel", cursor.index + 1, level="info", host=match["host"] or "")
+    named = _KERNEL_HOST.search(match[0])
+    host = named["host"] if named else ""
+    return cursor.unit("kernel", cursor.index + 1, level="info", host=host)
 
 
 # --- lines ----------------------------------------------------------------------------------------

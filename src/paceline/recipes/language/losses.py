@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from paceline import train
 from paceline.recipes.language.rows import IGNORED
@@ -21,7 +21,8 @@ def example_losses(logits: Tensor, labels: Tensor, examples: Tensor, count: int)
         examples: Number of each token's example, shape ``[rows, length]``.
     """
     is_target = labels[:, 1:] != IGNORED
-    scores = logits[:, :-1][is_target]
+    # Scores without those of the last token would be copied once more in the backward pass.
+    scores = logits[pad(is_target, (0, 1))]
     if scores.dtype in (torch.bfloat16, torch.float16):
         scores = scores.float()
     losses = cross_entropy(scores, labels[:, 1:][is_target], reduction="none")

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from overriding import overridden
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, checkpoint_gradients
-from paceline.recipes.language.base_model import content_hash, settings_hash
+from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.chat_templates import template_render
 from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
@@ -375,3 +375,36 @@ def test_answers_are_generated_at_each_evaluation(place: Path, tmp_path: Path) -
     found = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [list(one) for one in found] == [["prompt", "expected", "generated"]] * 2
     assert all(one["prompt"].endswith("<|start|>assistant\n") for one in found)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+def test_a_model_from_a_gguf_file_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5 marks such a model as quantized, and refuses to save what it made floats."""
+    import transformers
+    from transformers.quantizers.base import HfQuantizer
+
+    class Quantizer(HfQuantizer):  # type: ignore[misc]
+        is_trainable = True
+
+        def __init__(self) -> None:
+            self.quantization_config = type("Config", (), {"quant_method": "gguf"})
+
+        def is_serializable(self) -> bool:
+            return False
+
+    def load(**_: object) -> object:
+        model = tiny_language_model.make_model()
+        model.config.quantization_config = {"quant_method": "gguf"}
+        model.hf_quantizer = Quantizer()
+        return model
+
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    (tmp_path / "x.gguf").touch()
+
+    BaseModel(str(tmp_path / "x.gguf")).load().save_pretrained(str(tmp_path / "out"))
+
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config

@@ -21,6 +21,7 @@ from paceline.spec.errors import DataError
 from paceline.train.elastic.replica_check import checksums
 
 INSTALL = "pip install 'paceline[language]'"
+_NO_CODE = {"trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,21 @@ class BaseModel:
         """The folder or file on this host."""
         return local_path(Path(self.name).expanduser())
 
+    def outline(self) -> Any:
+        """Builds the model without its weights, on the device ``meta``.
+
+        A GGUF file is loaded: its description takes nearly as long to read as its weights.
+
+        Raises:
+            DataError: As of :meth:`load`.
+        """
+        transformers, arguments = self._prepare()
+        if "gguf_file" in arguments:
+            return self.load()
+        config, build = self._config(), transformers.AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            return self._get(f"--model {self.name}", lambda: build(config, **_NO_CODE))
+
     def load(self, dtype: torch.dtype | str = "auto") -> Any:
         """Loads the model, by default in the precision in which it is saved.
 
@@ -47,20 +63,14 @@ class BaseModel:
         """
         transformers, arguments = self._prepare()
         if "gguf_file" not in arguments:
-            find_adapters = transformers.utils.find_adapter_config_file
-            source, local = (
-                arguments["pretrained_model_name_or_path"],
-                arguments["local_files_only"],
-            )
-            label = f"--model {self.name}"
-            adapters = self._get(label, lambda: find_adapters(source, local_files_only=local))
-            check_adapters(adapters, self.name)
-            load_config = transformers.AutoConfig.from_pretrained
-            check_config(self._get(label, lambda: load_config(**arguments)))
+            self._config()
         load = transformers.AutoModelForCausalLM.from_pretrained
         model = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
         if not isinstance(model, nn.Module):
             raise DataError(f"--model {self.name} is no causal language model")
+        if "gguf_file" in arguments:  # its weights are floats now, but it would refuse to be saved
+            vars(model.config).pop("quantization_config", None)
+            vars(model).pop("hf_quantizer", None)
         # recorded with adapters, for which a path on another host means nothing
         vars(model)["name_or_path"] = self.name
         return model
@@ -80,6 +90,18 @@ class BaseModel:
                 remedy="a model with tokenizer.json",
             )
         return tokenizer
+
+    def _config(self) -> Any:
+        """Returns the description of a model that is no GGUF file; DataError if it is refused."""
+        transformers, arguments = self._prepare()
+        source, local = arguments["pretrained_model_name_or_path"], arguments["local_files_only"]
+        label, find_adapters = f"--model {self.name}", transformers.utils.find_adapter_config_file
+        adapters = self._get(label, lambda: find_adapters(source, local_files_only=local))
+        check_adapters(adapters, self.name)
+        load_config = transformers.AutoConfig.from_pretrained
+        config = self._get(label, lambda: load_config(**arguments))
+        check_config(config)
+        return config
 
     def _get(self, label: str, get: Callable[[], Any]) -> Any:
         """Calls a loader; of what is not on this host, one process downloads and others wait."""
@@ -102,7 +124,7 @@ class BaseModel:
         transformers.utils.logging.disable_progress_bar()
         location: dict[str, Any] = {
             "local_files_only": self.offline or path.exists(),
-            "trust_remote_code": False,
+            **_NO_CODE,
         }
         if path.is_file():
             if path.suffix != ".gguf":

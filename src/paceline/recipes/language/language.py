@@ -23,6 +23,12 @@ from paceline import train
 from paceline.recipes import common
 from paceline.recipes.language.corpus import Corpus
 from paceline.recipes.language.decoder import Decoder, Shape
+from paceline.recipes.language.memory import (
+    MemoryNeeds,
+    check_memory,
+    decoder_needs,
+    examples_at_once,
+)
 from paceline.recipes.language.muon import MuonWithAuxiliary
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.rows import IGNORED, MICRO_BATCH_TOKENS, with_micro_batch
@@ -70,6 +76,10 @@ def train_language(options: LanguageOptions) -> None:
         options = derive(options, shape, training, held_out)
         session.say(describe_training(options, shape, training))
         batching = common.make_batching(session, options)
+        muon_parameters = shape.parameters - shape.vocabulary * shape.width if options.muon else 0
+        needs = decoder_needs(shape, muon_parameters)
+        needs = replace(needs, examples=examples_at_once(options, batching))
+        check_memory(session, needs, {f"--max-length {shape.length // 2}": half_length})
         loader = common.make_loader(session, options, training, batching)
         decoder = Decoder(shape)
         network = session.place(decoder, shard=options.shard)
@@ -112,6 +122,11 @@ def train_language(options: LanguageOptions) -> None:
         measured = {"samples": len(held_out), **figures}
         session.save_model({**metadata, "metrics": {corpus.held_out: measured}}, average=True)
         session.say(summary(figures, held_out))
+
+
+def half_length(needs: MemoryNeeds) -> MemoryNeeds:
+    """Returns the needs of rows with half the tokens."""
+    return replace(needs, length=needs.length / 2, longest=needs.longest // 2)
 
 
 def derive(

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,13 @@ from paceline.recipes.language.chat_templates import Render, plain_render, templ
 from paceline.recipes.language.conversations import Conversation, Format
 from paceline.recipes.language.examples import Encoder, ExampleSet, parse_records, show_example
 from paceline.recipes.language.losses import example_losses, target_weight
+from paceline.recipes.language.memory import (
+    Change,
+    MemoryNeeds,
+    base_needs,
+    check_memory,
+    examples_at_once,
+)
 from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.records import read_file, read_splits
 from paceline.recipes.language.rows import with_micro_batch
@@ -71,7 +78,15 @@ def train_sft(options: SftOptions) -> None:
         if options.show_examples:
             return
         save_tokenizer(session, tokenizer, options)
-        model = session.together(base.load)
+
+        options, lengths = with_micro_batch(options, max(training.lengths())), training.lengths()
+        batching = common.make_batching(session, options)
+        model = session.together(base.outline)
+        needs = memory_needs(session, options, model, training)
+        needs = replace(needs, examples=examples_at_once(options, batching))
+        check_memory(session, needs, memory_changes(session, options, needs, model))
+        if model.device.type == "meta":
+            model = session.together(base.load)
         base_hash = content_hash(model)
         session.agree("the content of the base model", base_hash)
         session.agree("the settings of the base model", settings_hash(model))
@@ -79,9 +94,6 @@ def train_sft(options: SftOptions) -> None:
         window = getattr(model.config, "max_position_embeddings", None) or 0
         session.together(lambda: training.check_fit(size, window, tokenizer))
         session.together(lambda: held_out.check_fit(size, window, tokenizer))
-
-        options = with_micro_batch(options, max(training.lengths()))
-        batching, lengths = common.make_batching(session, options), training.lengths()
         loader = common.make_loader(session, options, training, batching, lengths)
 
         adapted = add_adapters(model, options.method, options.lora_rank, options.lora_alpha)
@@ -120,12 +132,13 @@ def train_sft(options: SftOptions) -> None:
         )  # fmt: skip
         prompts = make_prompts(encoder, data, options)
         is_full, figures = options.method == "full", dict[str, float]()
+        at_once = min(EVALUATION_BATCH, batching.limit or EVALUATION_BATCH)
         for _ in common.epochs(session, loader, options):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)
             with session.averaged():
-                figures = evaluate(session, network, held_out)
+                figures = evaluate(session, network, held_out, at_once)
                 session.log(data.held_out, samples=len(held_out), **figures)
                 if best.update(figures["loss"], session.progress.step) and not is_full:
                     save_adapter(session, network, "best")
@@ -134,7 +147,7 @@ def train_sft(options: SftOptions) -> None:
             common.stop_early(session, options, best, "held-out loss", figures["loss"])
 
         with session.averaged():  # a resumed run that had finished has no evaluation yet
-            figures = figures or evaluate(session, network, held_out)
+            figures = figures or evaluate(session, network, held_out, at_once)
             save_adapter(session, network, "last")
         measured = {"samples": len(held_out), **figures}
         session.save_model({**metadata, "metrics": {data.held_out: measured}}, average=True)
@@ -277,6 +290,44 @@ def save_tokenizer(session: train.Session, tokenizer: Any, options: SftOptions) 
     )
 
 
+def memory_needs(
+    session: train.Session, options: SftOptions, model: Any, training: ExampleSet
+) -> MemoryNeeds:
+    """Returns what the memory of a process depends on, with one example at once.
+
+    Args:
+        model: The base, also without weights.
+    """
+    lengths = training.lengths()
+    return replace(
+        base_needs(model, options.method, options.lora_rank, session.precision, session.device),
+        length=sum(lengths) / len(lengths),
+        longest=max(lengths),
+        target_part=float(training.targets.sum()) / sum(lengths),
+        is_checkpointed=options.gradient_checkpointing,
+    )
+
+
+def memory_changes(
+    session: train.Session, options: SftOptions, needs: MemoryNeeds, model: Any
+) -> dict[str, Change]:
+    """Returns what other flags would change in the needs, by flags."""
+    changes: dict[str, Change] = {}
+    if session.device.type != "cpu" and session.precision.compute is None:
+        frozen_bytes = needs.frozen_bytes if options.method == "full" else 2
+        changes["--dtype bf16"] = partial(replace, number_bytes=2, frozen_bytes=frozen_bytes)
+    if not needs.is_checkpointed:
+        changes["--gradient-checkpointing"] = partial(replace, is_checkpointed=True)
+    if options.method == "full":
+        lora = base_needs(model, "lora", options.lora_rank, session.precision, session.device)
+        sizes = {"parameters": lora.parameters, "trained": lora.trained}
+        changes["--method lora"] = partial(replace, **sizes)
+    if (half := needs.longest // 2) > 1:
+        cut = partial(replace, longest=half, length=min(needs.length, half))
+        changes[f"--max-length {half} --too-long cut"] = cut
+    return changes
+
+
 def describe_training(network: TrainedPart) -> str:
     """Describes in a line what is trained, and what crosses the network for it."""
     trained = sum(p.numel() for p in network.parameters())
@@ -308,13 +359,20 @@ def keeps_apart(network: TrainedPart, training: ExampleSet) -> bool:
 
 @torch.no_grad()
 def evaluate(
-    session: train.Session, network: TrainedPart, held_out: ExampleSet
+    session: train.Session,
+    network: TrainedPart,
+    held_out: ExampleSet,
+    at_once: int = EVALUATION_BATCH,
 ) -> dict[str, float]:
-    """Returns loss per trained token and perplexity over every example once, on every rank."""
+    """Returns loss per trained token and perplexity over every example once, on every rank.
+
+    Args:
+        at_once: Examples that a process computes at once.
+    """
     session.phase("evaluate")
     network.eval()
     meter = session.meter()
-    for batch in session.shard(held_out, EVALUATION_BATCH):
+    for batch in session.shard(held_out, at_once):
         tokens, positions, labels, examples = batch
         with session.autocast():
             logits = network(tokens, positions)

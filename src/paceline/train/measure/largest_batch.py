@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -309,21 +310,34 @@ def _memory_limit(session: Session) -> Iterator[str]:
         resource.setrlimit(kind, former)
 
 
+def device_memory(device: torch.device, local_size: int) -> tuple[float, float]:
+    """Returns all bytes and free bytes of a process: of its accelerator, or its part of the host.
+
+    Args:
+        local_size: Processes of this host.
+    """
+    if device.type != "cpu":
+        free, total = torch.get_device_module(device).mem_get_info(device)
+        return float(total), float(free)
+    total = min([float(files.memory_bytes()), *_group_limits()])
+    return total / local_size, _free_bytes() / local_size
+
+
 def _free_bytes() -> float:
     """Returns free memory of this host, or of the control group if that has less."""
-    candidates = [float(psutil.virtual_memory().available)]
     local_bytes = psutil.Process().memory_info().rss
-    for folder in _control_groups():
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limit = int((folder / "memory.max").read_text(encoding="utf-8"))
-            candidates.append(max(0.0, limit - local_bytes))
-    return min(candidates)
+    limits: list[float] = [max(0.0, limit - local_bytes) for limit in _group_limits()]
+    limits.append(float(psutil.virtual_memory().available))
+    return min(limits)
 
 
-def _control_groups() -> Iterator[Path]:
-    """Yields folders of this process's control group (version 2) and those above it."""
+def _group_limits() -> list[float]:
+    """Returns bytes that this process's control group (version 2) and those above it may have."""
+    limits = [math.inf]
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            if line.startswith("0::"):
-                folder = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-                yield from (folder, *folder.parents)
+            folder = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+            for group in (folder, *folder.parents) if line.startswith("0::") else ():
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    limits.append(float((group / "memory.max").read_text(encoding="utf-8")))
+    return limits

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from paceline.bench import forecast as forecasting
 from paceline.bench.step_model import LinkTiming, Probe, StepTiming
 from paceline.cli import program
 from paceline.cli.measure import forecasts, probes, project_code
@@ -18,6 +19,7 @@ from paceline.cli.verbs.bench import scaling as scaling_verb
 from paceline.launch import jobs
 from paceline.launch.results import summary
 from paceline.spec.errors import ConnectError, JobError, SettingError
+from paceline.spec.formatting import parse_bit_rate
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.settings import Setting
@@ -30,7 +32,9 @@ class Fake:
 
     def __init__(self, hosts: int, **given: Any) -> None:
         self.cluster = Cluster(tuple(Host(f"n{number + 1}") for number in range(hosts)))
-        self.ctx = SimpleNamespace(params={"weak": False, "each_host": False, **given})
+        self.ctx = SimpleNamespace(
+            params={"weak": False, "each_host": False, "link": None, **given}
+        )
         self.tried: list[tuple[str, tuple[int, ...], tuple[float, ...]]] = []
 
     def on(self, hosts: Any, *, batches: Any = (), parts: Any = ()) -> Probe:
@@ -74,6 +78,42 @@ def test_one_of_each_kind_is_tried_alone_and_the_first_two_together() -> None:
     assert known.hosts[:2] != ("n3", "n4")
 
 
+def test_with_an_assumed_link_only_one_host_is_tried() -> None:
+    fake = Fake(1, link=8e3)
+
+    known = probes.measure(fake, 2)  # type: ignore[arg-type]
+
+    assert fake.tried == [("n1", (), (1.0, 0.5, 0.5))]
+    alone, both = forecasting.forecast(known, [1, 2])
+    assert not both.declined
+    # 64 samples take 0.64 s, or 0.32 s on each of two; then 1,000 bytes travel, and a message does
+    assert alone.step.seconds == pytest.approx(0.64)
+    assert both.step.seconds == pytest.approx(0.32 + 1.0 + 0.001)
+    assert both.communication == "int4"
+    assert forecasting.conclusion([alone, both]) == (
+        "fastest: 1 host, 6.4 s of training; with --communication int4: 2 hosts, about 4.5 s"
+    )
+
+
+def test_a_link_is_not_assumed_for_a_method_that_has_to_be_tried() -> None:
+    argv = ["forecast", "image", "--link", "100mbit", "--communication", "auto"]
+
+    result = CliRunner().invoke(program, argv)
+
+    assert "auto is tried on two hosts" in str(result.exception)
+
+
+@pytest.mark.parametrize("text", ["100", "0mbit", "-1gbit", "1e3mbit", "nanmbit", ""])
+def test_no_rate(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a rate"):
+        parse_bit_rate(text)
+
+
+def test_rates() -> None:
+    rates = [parse_bit_rate(text) for text in ("100mbit", "2.5Gbit/s", "64kbit")]
+    assert rates == [100e6, 2.5e9, 64e3]
+
+
 def test_hosts_of_a_kind_that_differ_are_tried_each(capsys: pytest.CaptureFixture[str]) -> None:
     """Else the time for which one waits for the other would be the link's."""
     fake = Fake(3)
@@ -114,7 +154,7 @@ def test_hosts_that_are_away_are_named_before_anything_is_tried(
     monkeypatch.setattr(probes, "measure_links", measured_links)
     hosts = tuple(map(Host, ("n1", "n2", "n3")))
     params = {"hosts": "n1,n2,n3", "python": None, "iface": None, "ssh_config": None,
-              "accept_new_host_keys": False, "weak": False}  # fmt: skip
+              "accept_new_host_keys": False, "weak": False, "link": None}  # fmt: skip
     probing = SimpleNamespace(
         cluster=Cluster(hosts),
         ctx=SimpleNamespace(params=params),

@@ -121,8 +121,10 @@ def _decline_reason(model: StepModel, result: Forecast) -> str:
         return f"a global batch of {result.batch} has no sample for each of {num_ranks} processes"
     if result.hosts == 1:
         return ""
-    if not model.probed:
-        return "it needs steps on two hosts, and only one is named: -H with two"
+    if not model.probed and not model.moving:
+        return (
+            "it needs steps on two hosts, and only one is named: -H with two, or --link with a rate"
+        )
     if step.relative_error > MAX_RELATIVE_ERROR:
         return (
             f"between {format_duration(max(step.low, 0))} and {format_duration(step.high)} a step:"
@@ -244,6 +246,14 @@ def conclusion(results: Sequence[Forecast]) -> str:
             f"; most hosts that are at least {MIN_EFFICIENCY:.0%} efficient: {largest.hosts}"
             f" ({format_duration(largest.total)})"
         )
+    faster = [(r.with_it * r.steps, r) for r in usable if r.with_it is not None]
+    if faster:
+        total, result = min(faster, key=lambda pair: pair[0])
+        if total < best.total:
+            text += (
+                f"; with --communication {result.communication}: {pluralize(result.hosts, 'host')},"
+                f" about {format_duration(total)}"
+            )
     return text
 
 

@@ -24,6 +24,7 @@ from paceline.spec.training.step_time import StepTime
 MIN_SPREAD = 0.02  # relative; a step time is never known better
 MIN_SPEED_RATIO = 1.25  # hosts whose computing times differ by more have different speeds
 EXTRAPOLATION_ERROR = 0.06  # relative error of the laws beyond the probed hosts (bench/forecast)
+ASSUMED_DELAY_S, ASSUMED_SPREAD = 0.001, 0.1  # if only the rate of the link is known
 RING_STALL_S = 0.005  # gloo's loss in a ring of short messages
 MAX_STALLED_BYTES, MIN_STALLED_RANKS = 1 << 18, 4  # when that occurs: per rank and bucket
 SHARDED_BYTES_FACTOR = 1.5  # parameters are gathered twice and gradients scattered once
@@ -300,7 +301,8 @@ class StepModel:
 
 def fit_model(single_probes: Mapping[str, Probe], pair_probe: Probe | None,
               rates: Mapping[tuple[str, str], float] | None = None,
-              twins: Mapping[str, str] | None = None) -> StepModel:  # fmt: skip
+              twins: Mapping[str, str] | None = None,
+              link_rate: float | None = None) -> StepModel:  # fmt: skip
     """Fits a model to the probes.
 
     Args:
@@ -308,6 +310,7 @@ def fit_model(single_probes: Mapping[str, Probe], pair_probe: Probe | None,
         pair_probe: Steps on two hosts; ``None`` if there is only one.
         rates: Bits a second between hosts.
         twins: For hosts that were not probed alone, an equal host that was.
+        link_rate: Bits a second of a link that is assumed, without steps on two hosts.
     """
     timings = {name: HostTiming.fit(probe.timings) for name, probe in single_probes.items()}
     for name, twin in (twins or {}).items():
@@ -315,6 +318,10 @@ def fit_model(single_probes: Mapping[str, Probe], pair_probe: Probe | None,
     first = next(iter(single_probes.values()))
     model = StepModel(timings, len(first.hosts), first.global_batch, first.steps, first.samples,
                       balance=first.balance)  # fmt: skip
+    if link_rate is not None:
+        moving = ring_volume(2 * model.ranks) * first.bytes * 8 / link_rate
+        return replace(model, moving=moving, delay=ASSUMED_DELAY_S, bytes=first.bytes,
+                       device=first.device, spread=ASSUMED_SPREAD)  # fmt: skip
     if pair_probe is None or pair_probe.link is None:
         return model
     link, names = pair_probe.link, tuple(dict.fromkeys(pair_probe.hosts))

@@ -41,6 +41,14 @@ def format_bit_rate(rate: float) -> str:
     return f"{rate:.0f} bit/s"
 
 
+def parse_bit_rate(text: str | float) -> float:
+    """Returns the bits a second of ``100mbit`` or ``2.5gbit``; ValueError for anything else."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmg])bit(?:/s)?", str(text).strip().lower())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is not a rate: type 100mbit or 1gbit")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
 def format_size(count: int) -> str:
     """Bytes: ``512 MiB``, ``1.5 GiB``."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

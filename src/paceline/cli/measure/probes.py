@@ -94,7 +94,9 @@ def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
     ctx, hosts = prober.ctx, prober.cluster.hosts
     weak = ctx.params["weak"]
     parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / max_hosts]
-    rates, kinds = measure_links(prober)  # before anything that takes long: all have to be there
+    link_rate = ctx.params["link"]
+    # before anything that takes long: all have to be there
+    rates, kinds = measure_links(prober) if link_rate is None else ({}, {})
     first = prober.on(hosts[:1], parts=parts)
     if isinstance(first.balance, Mapping):
         validate_weights(first.balance, [host.name for host in hosts])
@@ -107,7 +109,7 @@ def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
         else:
             twins[host.name] = twin
     pair = None
-    if len(hosts) > 1:
+    if len(hosts) > 1 and link_rate is None:
         batch = max(own_batches)
         pair_batches = [2 * batch] if weak else [batch, max(2 * min(own_batches), 2)]
         pair = prober.on(hosts[:2], batches=pair_batches)
@@ -120,7 +122,7 @@ def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
         single |= {host.name: prober.on([host], batches=own_batches)
                   for host in hosts if host.name in twins}  # fmt: skip
         twins.clear()
-    return step_model.fit_model(single, pair, rates, twins)
+    return step_model.fit_model(single, pair, rates, twins, link_rate)
 
 
 def measure_links(prober: Prober) -> tuple[dict[tuple[str, str], float], dict[str, str]]:

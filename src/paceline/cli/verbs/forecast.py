@@ -24,7 +24,7 @@ from paceline.cli.measure.forecasts import (
 )
 from paceline.cli.measure.probes import Prober, measure
 from paceline.cli.measure.project_code import require_training_library
-from paceline.cli.options import Number, Seconds, launch_options
+from paceline.cli.options import Number, Parsed, Seconds, launch_options
 from paceline.cli.recipe_job import (
     check_host_names,
     parse_recipe_options,
@@ -37,6 +37,7 @@ from paceline.launch.planning.entry import entry_of, opens_store, preload_of
 from paceline.recipes import RECIPES
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import parse_bit_rate
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job, bounds
 from paceline.spec.terminal import wrap
@@ -71,6 +72,9 @@ class ForecastVerb(Verb):
               metavar="N",
               help="How long to measure steps in each try. A round through all batch sizes"
               " that has begun is finished.")  # fmt: skip
+@click.option("--link", type=Parsed("rate", parse_bit_rate), metavar="RATE",
+              help="Assume a link such as 100mbit or 1gbit between equal hosts. Steps are then"
+                   " measured on one host only.")  # fmt: skip
 @click.option("--price", type=Number(0.0), metavar="MONEY",
               help="Price of a host per hour: also print the cost of the training.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
@@ -176,6 +180,12 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
         communication.validate_forecast(options.communication)
+        if ctx.params["link"] and options.communication != "exact":
+            raise SettingError(
+                f"--communication {options.communication} is tried on two hosts, and --link"
+                " measures one",
+                remedy="leave it out: the forecast says which method would help",
+            )
         if options.batch_per_process and not ctx.params["weak"]:
             raise SettingError(
                 f"--batch-per-process {options.batch_per_process} has a larger global batch on more"

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from overriding import overridden
+from paceline.recipes.language import memory
 from paceline.recipes.language.corpus import PIECE_CHARACTERS, Corpus, cut
 from paceline.recipes.language.decoder import Decoder, Shape
 from paceline.recipes.language.language import derive, main
@@ -398,3 +399,15 @@ def test_exports_are_folders_of_transformers(run: Path, capsys: pytest.CaptureFi
     assert "has no adapters" in capsys.readouterr().err
     assert export.main([f"--run={run}", "--format=onnx"]) == 2
     assert "--format transformers" in capsys.readouterr().err
+
+
+def test_what_no_memory_can_hold_is_refused(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "device_memory", lambda device, local_size: (6e8, 6e8))
+
+    assert train(data, tmp_path / "run") == 2
+
+    error = capsys.readouterr().err
+    assert "the training does not fit into the memory of" in error
+    assert "a smaller model, or a host with more memory" in error

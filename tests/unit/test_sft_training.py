@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from torch.nn.functional import cross_entropy
 
 from overriding import overridden
+from paceline.recipes.language import memory
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, checkpoint_gradients
 from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.chat_templates import template_render
@@ -408,3 +410,20 @@ def test_a_model_from_a_gguf_file_can_be_saved(
 
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in config
+
+
+def test_memory_is_stated_and_what_cannot_fit_is_refused(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs = 1e6  # bytes, of which 0.3 are for scores and 0.1 for weights
+    monkeypatch.setattr(memory, "device_memory", lambda *_: (memory.PROCESS_BYTES + needs, needs))
+    flags = ("--global-batch=16", "--steps=1")
+
+    assert train(place, tmp_path / "run", *flags) == 2
+
+    error = capsys.readouterr().err
+    assert "the training does not fit into the memory of" in error
+    assert re.search(r"--micro-batch \d", error)

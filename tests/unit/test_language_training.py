@@ -7,6 +7,7 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from overriding import overridden
 from paceline.recipes.language import memory
 from paceline.recipes.language.corpus import PIECE_CHARACTERS, Corpus, cut
 from paceline.recipes.language.decoder import Decoder, Shape
-from paceline.recipes.language.language import derive, main
+from paceline.recipes.language.language import derive, main, read_once_per_host
 from paceline.recipes.language.muon import MuonWithAuxiliary, orthogonalize
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.token_files import (
@@ -411,3 +412,30 @@ def test_what_no_memory_can_hold_is_refused(
     error = capsys.readouterr().err
     assert "the training does not fit into the memory of" in error
     assert "a smaller model, or a host with more memory" in error
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "host", "num_read"),
+    [(0, "n1", 1), (1, "n1", 0), (1, "n2", 1)],
+    ids=["first", "second", "without its host's first"],
+)
+def test_one_process_of_a_host_reads_the_corpus(
+    local_rank: int, host: str, num_read: int, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, read = corpus(data), []
+    lazy = Corpus(LanguageOptions(data=str(data)), reads=False)
+    assert not lazy.fingerprint
+    monkeypatch.setattr(lazy, "read", lambda: (read.append(1), Corpus.read(lazy)))
+    first = json.dumps(["n1", whole.fingerprint, whole.num_characters])
+    session: Any = SimpleNamespace(
+        world=SimpleNamespace(local_rank=local_rank, host=host),
+        comms=SimpleNamespace(texts=lambda report: [first, report]),
+        together=lambda act: act(),
+        phase=lambda name: None,
+    )
+
+    read_once_per_host(session, lazy)
+
+    assert len(read) == num_read
+    assert (lazy.fingerprint, lazy.num_characters) == (whole.fingerprint, whole.num_characters)
+    assert texts(lazy) == texts(whole)

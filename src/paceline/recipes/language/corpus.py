@@ -28,21 +28,24 @@ class Corpus:
 
     Attributes:
         source: Name of the data, as typed.
-        fingerprint: Hash over texts and parts.
-        num_characters: Length of all texts.
+        fingerprint: Hash over texts and parts; empty until they are read.
+        num_characters: Length of all texts; 0 until they are read.
         num_skipped: Files that hold no text.
         split: How the parts were made.
 
     Args:
         divides: Holds out a part of data that have none; otherwise all of them are held out.
+        reads: Reads all texts, for their hash.
 
     Raises:
         DataError: The data are not found, or cannot be read.
     """
 
-    def __init__(self, options: LanguageOptions, *, divides: bool = True) -> None:
+    def __init__(
+        self, options: LanguageOptions, *, divides: bool = True, reads: bool = True
+    ) -> None:
         self.source, self._column = options.data, options.text_column
-        self.num_characters = self.num_skipped = 0
+        self.fingerprint, self.num_characters, self.num_skipped = "", 0, 0
         self._sources = self._find(options)
         self.split: dict[str, str | float] = {"method": "as in the files"}
         self._interval = 0  # one piece of so many is held out
@@ -51,6 +54,11 @@ class Corpus:
         elif set(self._sources) == {"train"}:
             self._interval = round(1 / options.val_fraction)
             self.split = {"method": "pieces", "val_fraction": options.val_fraction}
+        if reads:
+            self.read()
+
+    def read(self) -> None:
+        """Computes hash and length of all texts; DataError if they cannot be read."""
         digest = hashlib.sha256(repr((self._interval, *self._sources)).encode())
         for source in self._sources.values():
             for text in self._documents(source):

@@ -7,6 +7,7 @@ follow from ``--depth`` and the data; :func:`derive` says how.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -43,14 +44,19 @@ from paceline.recipes.language.token_files import (
 from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.tokens import TOKENIZER
 from paceline.spec import rundir
+from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import Best, files
+from paceline.train.comms import parse_texts
+
+_CORPUS_SCHEMA = tuple_of(text(), text(), integer())  # host, hash, length
 
 
 def train_language(options: LanguageOptions) -> None:
     """Runs one training; called on every rank."""
-    corpus = Corpus(options)
+    corpus = Corpus(options, reads=False)
     options = common.with_fast_dtype(options, large=True)
     with common.join("language", options) as session:
+        read_once_per_host(session, corpus)
         session.agree("the data set", corpus.fingerprint)
         common.agree_on_precision(session, options)
         session.say(describe_corpus(corpus))
@@ -122,6 +128,19 @@ def train_language(options: LanguageOptions) -> None:
         measured = {"samples": len(held_out), **figures}
         session.save_model({**metadata, "metrics": {corpus.held_out: measured}}, average=True)
         session.say(summary(figures, held_out))
+
+
+def read_once_per_host(session: train.Session, corpus: Corpus) -> None:
+    """Lets one process of each host read all of a corpus; the others take its hash and length."""
+    session.phase("read the data")
+    world = session.world
+    session.together(lambda: corpus.read() if world.local_rank == 0 else None)
+    report = json.dumps([world.host, corpus.fingerprint, corpus.num_characters])
+    for host, fingerprint, count in parse_texts(session.comms.texts(report), _CORPUS_SCHEMA):
+        if host == world.host and fingerprint:
+            corpus.fingerprint, corpus.num_characters = fingerprint, count
+    if not corpus.fingerprint:  # this process joins a running job without its host's first one
+        corpus.read()
 
 
 def half_length(needs: MemoryNeeds) -> MemoryNeeds:

@@ -170,7 +170,6 @@ def finish_paceline(process: subprocess.Popen[bytes], run: Path) -> Training:
     return Training(step_s, held_out[-1], "; ".join([*choice[-1:], *parts[-1:]]))
 
 
-
 # -- trl -----------------------------------------------------------------------------------
 
 

@@ -671,7 +671,7 @@ def test_hostile_events(tmp_path: Path) -> None:
         except InvalidValue:
             return 1
         ranks = [SimpleNamespace(rank=0)]
-        plan: Any = SimpleNamespace(master_addr="", master_port=0, nodes=[
+        plan: Any = SimpleNamespace(master_addr="", master_port=0, closed_store=False, nodes=[
             SimpleNamespace(host="n2", ranks=ranks)
         ])  # fmt: skip
         interrupts: Any = None

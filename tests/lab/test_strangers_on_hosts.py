@@ -61,3 +61,45 @@ def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> No
     assert "refused a connection" in warned[0]
     assert "is not one of this job's hosts" in warned[0]
     assert not ended.events("checkpoint copy failed")
+
+
+KNOCK = """
+import socket, sys
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), 3) as calling:
+        calling.sendall(b"0" * 96)
+        heard = b""
+        while part := calling.recv(100):
+            heard += part
+except OSError:
+    print("closed")
+else:
+    print(len(heard))
+"""
+
+
+def test_the_store_is_closed_and_scripts_meet_in_it_as_ever(site: Site) -> None:
+    """Rank 1 stands for another user of its host, whose connections pass the packet filter."""
+    gateway = [site.lab.address("n1"), "29531"]
+    with site.start("--nnodes", "2", "--master-port", gateway[1], "meet.py", *gateway) as launch:
+        launch.until(lambda: len([*site.project.glob("met-*")]) == 2, "both have met")
+        for host in ("n1", "n2"):
+            listening = [at for at in site.lab.listeners(host) if at.endswith(":" + gateway[1])]
+            outside = {"n1": {":".join(gateway)}, "n2": set()}[host]
+            assert set(listening) == {f"127.0.0.1:{gateway[1]}", *outside}
+        argv = [sys.executable, "-c", KNOCK, *gateway]
+        heard = {host: site.lab.exec(host, argv, timeout=60, check=True) for host in ("n2", "n3")}
+        assert heard["n2"].stdout == "32\n"  # a challenge, which it cannot answer
+        assert heard["n3"].stdout == "closed\n"
+        (site.project / "enough").touch()
+        ended = launch.end()
+    assert ended.code == 0, ended.err
+    for rank in (0, 1):
+        assert ended.lines(rank) == [f"{rank}: 2 at 127.0.0.1 port {gateway[1]}"] * 2
+
+
+def test_an_open_store_has_the_address_of_its_host(site: Site) -> None:
+    ended = site.run("--nnodes", "2", "--no-torch", "--env", "PACELINE_STORE=open", "tell.py")
+    assert ended.code == 0, ended.err
+    assert ended.said(1)["place"]["MASTER_ADDR"] == site.lab.address("n1")
+    assert ended.json("plan.json")["store"] == "agent"

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli.verbs.run import data_of
 from paceline.launch.nodes.survey import host_names
 from paceline.launch.planning import plan_text, planner
-from paceline.launch.planning.entry import entry_argv, local_rank_flag
+from paceline.launch.planning.entry import entry_argv, local_rank_flag, opens_store
 from paceline.launch.planning.planner import HostSurvey, Place, Supplies
 from paceline.launch.planning.request import Request
 from paceline.recipes.data import local_path
@@ -335,7 +335,7 @@ def test_ranks_are_counted_through_unequal_hosts() -> None:
     env = made.rank_env(made.nodes[2], made.nodes[2].ranks[1])
     keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
             "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PACELINE_HOST"]  # fmt: skip
-    assert [env[key] for key in keys] == ["4", "1", "6", "3", "2", "3", "10.0.0.1", "29400", "n3"]
+    assert [env[key] for key in keys] == ["4", "1", "6", "3", "2", "3", "127.0.0.1", "29400", "n3"]
 
 
 def test_the_same_input_makes_the_same_plan() -> None:
@@ -361,6 +361,45 @@ SECRETS = Environment(
 )
 
 
+@pytest.mark.parametrize(
+    ("changes", "holder", "address"),
+    [
+        ({}, "agents, on loopback", "127.0.0.1"),
+        ({"environment": Environment(public={"PACELINE_STORE": "open"})}, "agent", "10.0.0.1"),
+        ({"opens_store": True}, "rank 0", "10.0.0.1"),
+    ],
+)
+def test_the_store_is_closed_unless_the_script_or_the_user_opens_it(
+    changes: Any, holder: str, address: str
+) -> None:
+    made = plan(job(**changes))
+    (node, *_) = made.nodes
+    assert made.to_json()["store"] == holder
+    assert made.rank_env(node, node.ranks[0])["MASTER_ADDR"] == address
+    by_hand = plan_text.rank_command(made, node, node.ranks[0])
+    assert "MASTER_ADDR=10.0.0.1" in by_hand
+    is_open = "open to all programs on the job's hosts" in plan_text.describe(made)
+    assert is_open == (address == "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "opens"),
+    [
+        ("dist.init_process_group('gloo')", False),
+        ("TCPStore(environ['MASTER_ADDR'], int(environ['MASTER_PORT']))", False),
+        ("f'tcp://{environ[\"MASTER_ADDR\"]}:23456'", True),
+        ("TCPStore(environ['MASTER_ADDR'], int(environ['MASTER_PORT']) + 1)", True),
+        ("mp.spawn(f)\nenviron['MASTER_ADDR'] = 'localhost'; environ['MASTER_PORT'] = '1'", True),
+    ],
+)
+def test_scripts_that_open_ports_of_their_own_at_the_first_host(
+    text: str, opens: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "a.py"
+    script.write_text(text)
+    assert opens_store(Entry("script", str(script), ())) == opens
+
+
 def test_no_secret_in_any_form_of_the_plan() -> None:
     made = plan(job(environment=SECRETS))
     for text in (json.dumps(made.to_json()), plan_text.describe(made), repr(SECRETS.forwarded)[:0]):
@@ -377,7 +416,7 @@ def test_named_secrets_are_redacted() -> None:
 
 def test_the_plan_in_words() -> None:
     text = plan_text.describe_full(plan(job()))
-    assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400" in text
+    assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400 (for this" in text
     assert "29400 (found: free)" in text
     assert "note: a note" in text
     assert "'a b' ';' '' " in text

@@ -665,7 +665,9 @@ def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
         fleet.lose(fleet.nodes[1], "unplugged")
         lost: list[str] = []
         first = SimpleNamespace(host="n2", ranks=[SimpleNamespace(rank=0)])
-        plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
+        plan: Any = SimpleNamespace(
+            nodes=[first], master_addr="127.0.0.1", master_port=1, closed_store=False
+        )
         members = Mock(decide=list, abandon_host=lost.append)
         await recovery_of(plan, members, fleet, reconnector)._restore_host(Dial("n2"))
         assert lost == ["n2"]
@@ -762,7 +764,9 @@ def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
     """While the news of it waited: who tells them to the nodes goes on."""
     monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     first = SimpleNamespace(host="n1", ranks=[SimpleNamespace(rank=0)])
-    plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
+    plan: Any = SimpleNamespace(
+        nodes=[first], master_addr="127.0.0.1", master_port=1, closed_store=False
+    )
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=0.5)
@@ -824,7 +828,9 @@ def test_a_failure_long_after_a_recovered_loss_is_the_program_s_own() -> None:
 
 def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
-    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0)], master_addr="127.0.0.1", master_port=1)
+    plan: Any = SimpleNamespace(
+        nodes=[part_of("n1", 0)], master_addr="127.0.0.1", master_port=1, closed_store=False
+    )
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
@@ -855,7 +861,7 @@ def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
 ) -> None:
     monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
-                                master_port=1)  # fmt: skip
+                                master_port=1, closed_store=False)  # fmt: skip
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
@@ -890,7 +896,7 @@ def able(members: Members, *slots: int) -> Members:
 def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
     """The lost one is dialled on, and is a spare when it comes back."""
     plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
-                                master_port=1)  # fmt: skip
+                                master_port=1, closed_store=False)  # fmt: skip
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
@@ -979,7 +985,9 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
     """However often it is asked; and not any more when another has taken its place."""
     monkeypatch.setattr(recovery_module, "SCHEDULER_SPREAD_S", 0.01)
     ranks = [SimpleNamespace(host=f"n{n}", ranks=[SimpleNamespace(rank=n - 1)]) for n in (1, 2)]
-    plan: Any = SimpleNamespace(nodes=ranks, master_addr="127.0.0.1", master_port=1)
+    plan: Any = SimpleNamespace(
+        nodes=ranks, master_addr="127.0.0.1", master_port=1, closed_store=False
+    )
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)

@@ -41,7 +41,7 @@ async def _late_starts() -> None:
         name="n1", running=False, lost=False, channel=SimpleNamespace(request=request)
     )
     part = SimpleNamespace(host="n1", address="n1", ranks=[SimpleNamespace(rank=0)])
-    plan: Any = SimpleNamespace(nodes=[part], master_addr="n1", master_port=1)
+    plan: Any = SimpleNamespace(nodes=[part], master_addr="n1", master_port=1, closed_store=False)
     fleet: Any = SimpleNamespace(nodes=[node], named=lambda _: node)
     spec = {"ranks": [{"rank": 0, "env": {}}]}
     nothing: Any = None

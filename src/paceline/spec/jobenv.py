@@ -23,6 +23,9 @@ ADDRESSES = "PACELINE_ADDRESSES"
 """Addresses and networks from which the job's hosts connect, comma-separated. Set by the launcher,
 after yours (``--env``); other connections are refused. Empty if a host does not know its addresses:
 then none is refused."""
+STORE = "PACELINE_STORE"
+"""``open`` makes the rendezvous store listen on the address of rank 0's host, which is then
+``MASTER_ADDR``. Set by you (``--env``)."""
 PLANNED_WORLD = "PACELINE_WORLD_SIZE"  # checked by every rank after it has joined
 RUN_DIR = "PACELINE_RUN_DIR"
 """Folder on this node for the run's files. Rank 0's files are copied to the launching machine when
@@ -62,9 +65,11 @@ CONTROL_FD = "PACELINE_CONTROL_FD"
 losses, and on a person's request. Every line is an object with ``control``:
 
 ``regroup``   ``{"control": "regroup", "generation": int, "members": [{"slot": int, "host": str,
-              "local_rank": int, "local_size": int}, …], "store": {"address": str, "port": int},
+              "local_rank": int, "local_size": int}, …], "store": {"address": str, "port": int,
+              "host": str},
               "planned": bool, "holds": bool, "addresses": str}``: make a new group of these
               members, in this order, under the prefix ``generation/N`` of that store.
+              ``host``, if it is there: the address to which the store's address leads.
               ``addresses`` replaces ``PACELINE_ADDRESSES``. Planned: between two steps, because
               ranks join. Not planned: at once, after a loss. Holds: no batch is started in it,
               because nodes are missing; ranks that join get the state

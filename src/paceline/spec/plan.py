@@ -92,8 +92,10 @@ class Plan:
         entry: What every rank runs, as typed.
         master_addr: Address of the node with rank 0.
         master_port: Port of the rendezvous store there.
-        agent_store: True when the agent of that node holds the store, on that address only; False
-            leaves it to rank 0 (which then listens on every interface).
+        agent_store: True when the agent of that node holds the store; False leaves it to rank 0
+            (which then listens on every interface).
+        closed_store: True when that store listens on loopback only, and the agent carries there
+            what the agents of other nodes send to that address. False: it listens on that address.
         nodes: In rank order.
         environment: The user's variables as recorded (see ``Environment.redacted``).
         settings: Every setting that shaped the plan, with its source.
@@ -113,6 +115,7 @@ class Plan:
     master_addr: str
     master_port: int
     agent_store: bool
+    closed_store: bool
     nodes: tuple[NodePlan, ...]
     environment: Mapping[str, str]
     settings: Mapping[str, Setting[Any]]
@@ -123,6 +126,20 @@ class Plan:
     typed: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
 
+    @property
+    def rank_master_addr(self) -> str:
+        """The address at which each rank finds the store."""
+        if not self.closed_store:
+            return self.master_addr
+        return "::1" if ":" in self.master_addr else "127.0.0.1"
+
+    @property
+    def store_holder(self) -> str:
+        """Who holds the store, for people."""
+        if self.closed_store:
+            return "agents, on loopback"
+        return "agent" if self.agent_store else "rank 0"
+
     def rank_env(self, node: NodePlan, rank: RankPlan) -> dict[str, str]:
         """The variables by which one rank knows its place (torchrun's names and ours)."""
         place = {
@@ -132,7 +149,7 @@ class Plan:
             jobenv.LOCAL_WORLD_SIZE: str(len(node.ranks)),
             jobenv.GROUP_RANK: str(node.node_rank),
             jobenv.GROUP_WORLD_SIZE: str(len(self.nodes)),
-            jobenv.MASTER_ADDR: self.master_addr,
+            jobenv.MASTER_ADDR: self.rank_master_addr,
             jobenv.MASTER_PORT: str(self.master_port),
             "ROLE_RANK": str(rank.rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
@@ -159,7 +176,7 @@ class Plan:
             "entry": entry_json(self.entry),
             "world_size": self.world_size,
             "master": {"address": self.master_addr, "port": self.master_port},
-            "store": "agent" if self.agent_store else "rank 0",
+            "store": self.store_holder,
             "nodes": [self._node_json(node) for node in self.nodes],
             "spares": [node.host for node in self.spares],
             "environment": dict(self.environment),

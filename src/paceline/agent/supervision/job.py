@@ -137,8 +137,8 @@ class NodeJob:
 
         Args:
             request: As for ``prepare`` in ``ranks/process.py``; also ``ranks`` (``rank``,
-                ``local_rank``, ``env`` and ``cpus`` of each) and ``store`` (address and port, or
-                null).
+                ``local_rank``, ``env`` and ``cpus`` of each) and ``store`` (address and port, and
+                the key of a closed store; or null).
             store_listener: Reserved socket of the store if it is on this node.
         """
         self._require_server()
@@ -176,29 +176,38 @@ class NodeJob:
 
     def _order_ranks(self, request: Message) -> None:
         """Has the fork server start ranks beside the running ones."""
-        ranks = [RankProcess(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
+        specs, store = request["ranks"], request.get("store") or {}
+        if "key" in store:
+            endpoint = self.store.connect(store)
+            place = {"MASTER_ADDR": endpoint["address"], "MASTER_PORT": str(endpoint["port"])}
+            specs = [dict(spec, env=dict(spec["env"], **place)) for spec in specs]
+        ranks = [RankProcess(spec["rank"], spec["local_rank"]) for spec in specs]
         self.ranks += ranks
         self.running = True
         self._runs_program = request["entry"]["kind"] == "binary"
         self._initial_oom_kills = oom.count_kills()
-        shared = {k: v for k, v in request.items() if k != "ranks"}
+        shared = {k: v for k, v in request.items() if k not in ("ranks", "store")}
         env = self._apply_defaults(request["env"])
         self._send_order({"attempt": dict(shared, env=env, login=self._login_settings)})
-        self._queued_ranks.extend(zip(ranks, request["ranks"]))
+        self._queued_ranks.extend(zip(ranks, specs))
         for _ in range(MAX_STARTING):
             self._start_next()
 
-    def open_store(self, endpoint: Message, listener: socket.socket, addresses: str) -> None:
+    def open_store(self, store: Message, listener: socket.socket, addresses: str) -> None:
         """Has the fork server start a rendezvous store; this node's former one must have ended.
 
         Args:
-            endpoint: Address and port of the store.
-            listener: The store's listening socket, which the caller closes.
+            store: Address and port of the store, or of the gateway to a closed one, and its key.
+            listener: The socket that listens there, which the caller closes.
             addresses: The job's hosts, as in :data:`peer_filters.VARIABLE`.
         """
         self._require_server()
         self.store.restrict(listener, addresses)
-        self._send_order({"store": endpoint}, [listener.fileno()])
+        if "key" not in store:
+            self._send_order({"store": store}, [listener.fileno()])
+            return
+        with self.store.open_gateway(store, listener) as local:
+            self._send_order({"store": self.store.connect(store)}, [local.fileno()])
 
     def _apply_defaults(self, env: Dict[str, str]) -> Dict[str, str]:
         return {name: value for name, value in env.items() if name not in self._yielded_names}
@@ -252,7 +261,7 @@ class NodeJob:
 
     def send_to_ranks(self, line: Message) -> None:
         """Sends a line to every running rank; never blocks."""
-        data = json.dumps(line).encode() + b"\n"
+        data = json.dumps(self.store.localize(line)).encode() + b"\n"
         for rank in self.running_ranks():
             rank.send(data)
 
@@ -496,7 +505,7 @@ class NodeJob:
 
     def close(self) -> None:
         """Ends all processes of the job on this node, including the fork server."""
-        self.store.close_socket()
+        self.store.close_sockets()
         if self._idle_server is not None:
             self._idle_server.close()
             self._idle_server = None

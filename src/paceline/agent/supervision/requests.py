@@ -61,11 +61,10 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def start(agent: Agent, request: Message, _: bytes) -> None:
-    """Starts the ranks; the held port becomes the store's."""
+    """Starts the ranks; with ``opens_store``, the held port becomes the store's."""
     listener, agent.reserved = agent.reserved, None
-    hosts_store = bool(request.get("store")) and listener is not None
     try:
-        agent.job.start(request, listener if hosts_store else None)
+        agent.job.start(request, listener if request["opens_store"] else None)
     finally:
         if listener is not None:
             listener.close()  # the fork server has its own copy
@@ -92,14 +91,16 @@ def kill_ranks(agent: Agent, request: Message, _: bytes) -> None:
 def open_store(agent: Agent, request: Message, _: bytes) -> None:
     """Opens a new rendezvous store on ``address`` while ranks run; answers its port.
 
-    ``addresses``: addresses of the job's hosts.
+    ``addresses``: addresses of the job's hosts. ``key``: of a closed store; else null.
     """
     agent.job.store.end()
     listener = probe.listen_outside_ephemeral(request["address"], facts.ephemeral_ports())
     with contextlib.closing(listener):  # the fork server has its own copy
         port = listener.getsockname()[1]
-        endpoint = {"address": request["address"], "port": port}
-        agent.job.open_store(endpoint, listener, request["addresses"])
+        store = {"address": request["address"], "port": port}
+        if request["key"]:
+            store["key"] = request["key"]
+        agent.job.open_store(store, listener, request["addresses"])
     agent.reply(request, port=port)
 
 

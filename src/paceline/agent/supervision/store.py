@@ -1,26 +1,39 @@
-"""The rendezvous store that the fork server runs on this node, restricted to the job's hosts."""
+"""The rendezvous store of this node's ranks: the fork server runs it, or another node has it.
+
+A *closed* store has a key. It listens on loopback only, and connections between nodes go through
+:mod:`store_relay`. Any other store listens on the address of its node, restricted to the job's
+hosts.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 from ..ranks import peer_filters
+from ..surveys import facts, probe
 from . import processes
+from .store_relay import StoreRelay
 
 EXIT_TIMEOUT_S = 1.0
+GATEWAY_DESCRIPTORS = 4096  # two for each rank of another node, and unproven connections
+Message = Dict[str, Any]
 
 
 class Store:
-    """The store's process and listening socket; empty if this node has no store.
+    """The store's process and listening socket, or the forwarder to the store of another node.
 
     Attributes:
-        process: Its process while it runs.
+        process: Its process while it runs here.
     """
 
     def __init__(self) -> None:
         self.process: Optional[processes.Process] = None
+        self._closed_store: Optional[Message] = None
+        self._endpoint: Message = {}  # address and port on loopback that lead to it
+        self._relay: Optional[StoreRelay] = None
         self._listener: Optional[socket.socket] = None
         self._filter: Optional[peer_filters.PeerFilter] = None
 
@@ -31,6 +44,50 @@ class Store:
         """
         self._listener = listener.dup()
         self._filter = peer_filters.PeerFilter(listener, _parse_hosts(addresses))
+
+    def open_gateway(self, store: Message, listener: socket.socket) -> socket.socket:
+        """Makes ``listener`` the gateway to a closed store; returns the store's listening socket.
+
+        ``store``: address and port of the gateway, and the key.
+        """
+        with contextlib.suppress(OSError):
+            processes.raise_descriptor_limit(GATEWAY_DESCRIPTORS)
+        local = self._listen_locally(store)
+        target = local.getsockname()[:2]
+        self._relay = StoreRelay(listener, target, bytes.fromhex(store["key"]), is_gateway=True)
+        return local
+
+    def connect(self, store: Message) -> Message:
+        """Returns address and port on loopback at which ranks here reach a closed store.
+
+        ``store``: as for :meth:`open_gateway`. Opens a forwarder once if it is on another node.
+        """
+        if store != self._closed_store:
+            self.end()
+            with self._listen_locally(store) as local:
+                target = store["address"], store["port"]
+                self._relay = StoreRelay(
+                    local, target, bytes.fromhex(store["key"]), is_gateway=False
+                )
+        return self._endpoint
+
+    def _listen_locally(self, store: Message) -> socket.socket:
+        """Listens on loopback, on the same port as the gateway if it is free here."""
+        address = "::1" if ":" in store["address"] else "127.0.0.1"
+        try:
+            local = probe.listen(address, store["port"])
+        except OSError:
+            local = probe.listen_outside_ephemeral(address, facts.ephemeral_ports())
+        self._endpoint = {"address": address, "port": local.getsockname()[1]}
+        self._closed_store = store
+        return local
+
+    def localize(self, line: Message) -> Message:
+        """Returns a message to ranks in which a closed store has its address on this node."""
+        if "key" not in line.get("store", ()):
+            return line
+        store = line["store"]
+        return dict(line, store=dict(self.connect(store), host=store["address"]))
 
     def admit(self, addresses: str) -> None:
         """Lets these hosts connect instead of the former ones."""
@@ -48,25 +105,27 @@ class Store:
         return "" if self._filter is None else self._filter.accept_rejected()
 
     def on_exit(self) -> None:
-        """Forgets the process, which has ended, and closes the socket."""
+        """Forgets the process, which has ended, and closes the sockets."""
         self.process = None
-        self.close_socket()
+        self.close_sockets()
 
     def end(self) -> None:
         """Kills the store and waits until its port is free."""
-        self.close_socket()
+        self.close_sockets()
         if self.process is not None:
             processes.send(self.process, signal.SIGKILL)
             processes.wait_for_exit(self.process, EXIT_TIMEOUT_S)
             self.process = None
 
-    def close_socket(self) -> None:
-        """Closes this process's copy of the listening socket."""
+    def close_sockets(self) -> None:
+        """Closes the connections between nodes, and this process's listening sockets."""
+        if self._relay is not None:
+            self._relay.close()
         if self._filter is not None:
             self._filter.close()
         if self._listener is not None:
             self._listener.close()
-        self._filter = self._listener = None
+        self._relay = self._filter = self._listener = self._closed_store = None
 
 
 def _parse_hosts(addresses: str) -> peer_filters.HostSet:

@@ -6,6 +6,7 @@ A segment that was lost and then arrived leaves no count.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List
@@ -47,6 +48,7 @@ def _report_unacked(agent: Agent, request: Message, _: bytes) -> None:
     connections = unacked_connections(processes.tcp_sockets())
     if connections:
         pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
+        pids.append(os.getpid())  # forwards connections to the store
         job_sockets = processes.sockets_of(pids)
         connections = [link for link in connections if link[1] in job_sockets]
     agent.reply(request, connections=connections[:MAX_CONNECTIONS])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -51,14 +52,20 @@ STUCK = "hung in a collective with a lost rank: it was ended"
 class RankCommands:
     """Sends commands to the hosts of one attempt and records which host has which ranks.
 
-    The plan's ranks are the slots. ``run_dir`` is the run directory as the user names it.
+    The plan's ranks are the slots. ``run_dir`` is the run directory as the user names it. Agents
+    prove to each other that they know the key of a closed store, which no rank gets.
     """
 
     def __init__(self, plan: Plan, job: Job, fleet: Fleet, run_dir: str) -> None:
         self.parts = {part.host: part for part in plan.nodes}
         self.hosts_of = {rank.rank: part.host for part in plan.nodes for rank in part.ranks}
         self._plan, self._job, self._fleet, self._run_dir = plan, job, fleet, run_dir
-        self._store: dict[str, Any] = {"address": plan.master_addr, "port": plan.master_port}
+        self._store_key = secrets.token_hex() if plan.closed_store else None
+        self._set_store(plan.master_addr, plan.master_port)
+
+    def _set_store(self, address: str, port: int) -> None:
+        key = {"key": self._store_key} if self._store_key else {}
+        self._store: dict[str, Any] = {"address": address, "port": port, **key}
 
     @property
     def next_slot(self) -> int:
@@ -92,9 +99,9 @@ class RankCommands:
 
     async def start(self, node: Node, part: NodePlan) -> None:
         """Starts all ranks of a node for the first time, with the store on the first node."""
-        has_store = self._plan.agent_store and part.node_rank == 0
-        store = self._store if has_store else None
-        await node.channel.request("start", store=store, **self.start_request(node, part))
+        opens_store = self._plan.agent_store and part.node_rank == 0
+        request = self.start_request(node, part)
+        await node.channel.request("start", opens_store=opens_store, **request)
 
     def start_request(self, node: Node, part: NodePlan) -> dict[str, Any]:
         """Returns the message with which the agent of a node starts its ranks."""
@@ -103,6 +110,7 @@ class RankCommands:
         env[jobenv.LAUNCHER_RUN_DIR] = self._run_dir
         env[jobenv.ADDRESSES] = self._admitted()
         return {
+            "store": self._store,
             "entry": entry_json(part.entry),
             "workdir": part.workdir,
             "env": {**self._job.environment.variables(), **env},
@@ -150,9 +158,10 @@ class RankCommands:
     async def open_store(self, host: str) -> None:
         """Opens a fresh rendezvous store on a host; raises what :meth:`Channel.request` does."""
         node, address = self._fleet.get(host), self.parts[host].address
-        opening = node.channel.request("open_store", address=address, addresses=self._admitted())
+        opening = node.channel.request("open_store", address=address, key=self._store_key,
+                                       addresses=self._admitted())  # fmt: skip
         answer = await asyncio.wait_for(opening, REPLY_TIMEOUT_S)
-        self._store = {"address": address, "port": int(answer["port"])}
+        self._set_store(address, int(answer["port"]))
 
     def regroup_message(self, group: Regroup) -> dict[str, Any]:
         """Returns the message that describes the new group."""

@@ -69,8 +69,16 @@ def entry_argv(entry: Entry, python: str, local_rank: int | str = "LOCAL_RANK") 
 
 
 def opens_store(entry: Entry) -> bool:
-    """Returns whether the script's processes may open a store of their own."""
-    return _is_text(entry) and spawns_and_names_master(Path(entry.target).read_bytes())
+    """Returns whether the script's processes may open a store of their own.
+
+    A script that reads the address of rank 0's host without the port, or adds to the port, means a
+    port of its own on that host.
+    """
+    if not _is_text(entry):
+        return False
+    source = Path(entry.target).read_bytes()
+    reads_address_only = b"MASTER_ADDR" in source and b"MASTER_PORT" not in source
+    return reads_address_only or bool(_OTHER_PORT.search(source)) or spawns_and_names_master(source)
 
 
 def preload_of(entry: Entry) -> tuple[str, ...]:
@@ -88,6 +96,7 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
     return ("torch",)
 
 
+_OTHER_PORT = re.compile(rb"""MASTER_PORT["'][^\n]{0,20}[\])]\s*[+-]\s*\w""")
 COMPILER = "torch._dynamo?"
 COMPRESSION = "paceline.train.ddp.scripts"  # acts on scripts with --communication
 # a call, an argument, a decorator or an import; the words alone stand in many a text

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.launch.planning.entry import entry_argv
+from paceline.spec import jobenv
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import redact
 from paceline.spec.plan import NodePlan, Plan, RankPlan
@@ -23,6 +24,7 @@ def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
     # Values that were not recorded are left to the reader.
     env = {k: v for k, v in env.items() if not v.startswith("(")}
     env |= {k: v for k, v in plan.rank_env(node, rank).items() if k not in _NOT_BY_HAND}
+    env[jobenv.MASTER_ADDR] = plan.master_addr
     binding = ["taskset", "-c", ",".join(map(str, rank.cpus))] if rank.cpus else []
     assignments = [f"{name}={value}" for name, value in env.items()]
     command = entry_argv(node.entry, node.python, rank.local_rank)
@@ -34,7 +36,7 @@ def describe(plan: Plan) -> str:
     ranks, hosts = plan.world_size, len(plan.nodes)
     lines = [
         f"{pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
-        f"store: {plan.master_addr} port {plan.master_port}",
+        f"store: {plan.master_addr} port {plan.master_port}, {_store_exposure(plan)}",
         f"hosts: {_sourced(plan.settings['hosts'])}",
         *(f"{name}: {_sourced(setting)}" for name, setting in plan.settings.items()
           if name != "hosts" and setting.source >= Source.FILE),
@@ -49,6 +51,16 @@ def describe(plan: Plan) -> str:
         *(f"note: {note}" for note in plan.notes),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _store_exposure(plan: Plan) -> str:
+    """Returns who can connect to the store."""
+    if plan.closed_store:
+        return "for this job's agents only: ranks reach it on loopback"
+    holder = "the agent" if plan.agent_store else "rank 0"
+    if plan.agent_store and (plan.master_addr.startswith("127.") or plan.master_addr == "::1"):
+        return f"held by {holder}, on loopback"
+    return f"held by {holder}, open to all programs on the job's hosts"
 
 
 def _sourced(setting: Setting[Any]) -> str:
@@ -120,7 +132,7 @@ def describe_full(plan: Plan) -> str:
     lines = [
         f"world size {plan.world_size}: {pluralize(len(plan.nodes), 'host')}, rank 0 on "
         f"{plan.nodes[0].host}, store at {plan.master_addr} port {plan.master_port}"
-        f" (held by {'the agent' if plan.agent_store else 'rank 0'})",
+        f" ({_store_exposure(plan)})",
         "",
         "settings",
         *(f"  {name:<16} {'found on each host' if setting.value is None else setting.describe()}"

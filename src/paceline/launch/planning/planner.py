@@ -340,6 +340,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         master_addr=surveys[0].network.address,
         master_port=master_port.value,
         agent_store=uses_agent_store(job, facts),
+        closed_store=closes_store(job, facts, surveys[0].network),
         nodes=tuple(nodes),
         environment=job.environment.redacted(),
         settings=_settings(job, hosts, facts, master_port),
@@ -400,6 +401,16 @@ def uses_agent_store(job: Job, facts: Facts) -> bool:
     if job.opens_store or any("tcp://" in arg for arg in job.entry.args):
         return False
     return job.needs_torch or facts.get("torch") is not None
+
+
+def closes_store(job: Job, facts: Facts, first: NodeNetwork) -> bool:
+    """Returns whether the store listens on loopback, and agents carry connections between hosts.
+
+    A store of a job on one host is on loopback anyway.
+    """
+    is_open = job.environment.variables().get(jobenv.STORE) == "open"
+    on_loopback = first.address.startswith("127.") or first.address == "::1"
+    return uses_agent_store(job, facts) and not is_open and not on_loopback
 
 
 def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,

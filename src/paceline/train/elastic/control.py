@@ -25,6 +25,7 @@ class RegroupMessage:
         planned: No rank is lost: others join between two steps.
         is_paused: There are too few nodes to train: no batch is begun in this group.
         addresses: From which the job's hosts connect; empty: not known.
+        store_host: Address of the host to which ``address`` leads; empty: it is that host's own.
     """
 
     generation: int
@@ -34,6 +35,7 @@ class RegroupMessage:
     planned: bool
     is_paused: bool = False
     addresses: str = ""
+    store_host: str = ""
 
     @property
     def is_last(self) -> bool:
@@ -92,6 +94,7 @@ def parse_control(line: str) -> Message:
             bool(content["planned"]),
             bool(content.get("holds")),
             str(content.get("addresses", "")),
+            str(content["store"].get("host", "")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(line) from error

@@ -154,11 +154,13 @@ class JobGroup:
                 store = TCPStore(
                     message.address, message.port, None, False, _CONNECTING, wait_for_workers=False
                 )
-            except RuntimeError:
+            except RuntimeError as error:
                 if self._control.newer(message.generation):
                     raise Superseded from None
                 if time.monotonic() > deadline:
-                    raise
+                    host = message.store_host or message.address
+                    place = f"trying to connect to ({host}, {message.port}), the group's store"
+                    raise RuntimeError(f"{place}: {error}") from None
             else:
                 store.set_timeout(_FORMING)
                 return store

@@ -1,0 +1,266 @@
+"""How connections to the store get from one host to another, and who does not get through."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline.agent.supervision import store_relay
+from paceline.agent.supervision.job import NodeJob
+from paceline.agent.supervision.store import Store
+from paceline.agent.supervision.store_relay import MAX_UNPROVEN, StoreRelay
+from paceline.agent.surveys import probe
+
+KEY, LOCAL = b"key of the job", "127.0.0.1"
+PATIENCE_S = 10.0
+
+
+class Hosts:
+    """A store that sends back what it gets, a gateway to it, and forwarders of other hosts."""
+
+    def __init__(self) -> None:
+        self.closing = contextlib.ExitStack()
+        self._threads: list[threading.Thread] = []
+        self.closing.callback(self._join)
+        self.store = self.listen()
+        self.gateway_listener = self.listen()
+        self.gateway = self.relay(self.gateway_listener, self.store, KEY, is_gateway=True)
+        self.num_served = 0
+        self.spawn(self._serve)
+        self.closing.callback(self.store.shutdown, socket.SHUT_RDWR)  # wakes it
+
+    def spawn(self, work: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=args))
+        self._threads[-1].start()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def listen(self) -> socket.socket:
+        return self.closing.enter_context(socket.create_server((LOCAL, 0)))
+
+    def relay(self, listener: socket.socket, to: socket.socket, key: bytes, *,
+              is_gateway: bool) -> StoreRelay:  # fmt: skip
+        relay = StoreRelay(listener, to.getsockname(), key, is_gateway)
+        self.closing.callback(relay.close)
+        return relay
+
+    def forwarder(self, key: bytes = KEY, gateway: socket.socket | None = None) -> socket.socket:
+        """Opens a forwarder; returns its listening socket."""
+        listener = self.listen()
+        self.relay(listener, gateway or self.gateway_listener, key, is_gateway=False)
+        return listener
+
+    def dial(self, listener: socket.socket) -> socket.socket:
+        calling = socket.create_connection(listener.getsockname(), PATIENCE_S)
+        return self.closing.enter_context(calling)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                served, _ = self.store.accept()
+                self.num_served += 1
+                self.spawn(self._echo, served)
+
+    def _echo(self, served: socket.socket) -> None:
+        with served, contextlib.suppress(OSError):
+            while data := served.recv(1 << 16):
+                served.sendall(data)
+                if data.endswith(b"end"):
+                    return
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts()
+    with made.closing:
+        yield made
+
+
+def answered(calling: socket.socket, text: bytes) -> bool:
+    calling.sendall(text)
+    return calling.recv(len(text)) == text
+
+
+def is_closed(calling: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return calling.recv(1) == b""
+    return True
+
+
+def test_ranks_of_another_host_reach_the_store(hosts: Hosts) -> None:
+    forwarder = hosts.forwarder()
+    first, second = hosts.dial(forwarder), hosts.dial(forwarder)
+    assert answered(first, b"one")
+    assert answered(second, b"two")
+    assert answered(first, b"three")
+    first.close()
+    assert answered(second, b"four")
+    second.sendall(b"end")
+    assert second.recv(9) == b"end"
+    assert is_closed(second)  # as the store did
+
+
+def test_more_than_all_buffers_hold_arrives_whole_and_holds_up_nobody(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = store_relay._prepare
+
+    def prepare_small(sock: socket.socket) -> None:
+        prepare(sock)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, 1 << 16)
+
+    monkeypatch.setattr(store_relay, "_prepare", prepare_small)
+    forwarder, content = hosts.forwarder(), bytes(range(256)) * (3 << 15)  # 24 MiB
+    busy, other = hosts.dial(forwarder), hosts.dial(forwarder)
+    assert answered(busy, b"begin")
+    hosts.spawn(busy.sendall, content)
+    time.sleep(0.2)  # nobody reads the answer
+    assert answered(other, b"meanwhile")
+    received = bytearray()
+    while len(received) < len(content):
+        received += busy.recv(1 << 20)
+    assert received == content
+
+
+def test_who_does_not_know_the_key_reaches_nothing(hosts: Hosts) -> None:
+    stranger, replaying = hosts.dial(hosts.gateway_listener), hosts.dial(hosts.gateway_listener)
+    handshake = store_relay.forwarder_handshake(KEY)
+    next(handshake)
+    proof, _ = handshake.send(stranger.recv(32).decode())
+    replaying.recv(32)
+    replaying.sendall(proof.encode())  # of another connection
+    stranger.sendall(b"0" * len(proof))
+    assert is_closed(stranger)
+    assert is_closed(replaying)
+    assert hosts.num_served == 0
+
+
+def test_a_gateway_that_does_not_know_the_key_is_told_nothing(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_relay, "PROOF_TIMEOUT_S", 0.5)
+    impostor = hosts.listen()
+    calling = hosts.dial(hosts.forwarder(gateway=impostor))
+    calling.sendall(b"secret")
+    accepted, _ = impostor.accept()
+    with accepted:
+        accepted.settimeout(PATIENCE_S)
+        accepted.sendall(b"0" * 32)
+        assert len(accepted.recv(200)) == 96
+        accepted.sendall(b"0" * 64)
+        assert is_closed(accepted)
+    assert is_closed(calling)
+
+
+def test_silent_connections_end_soon(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_relay, "PROOF_TIMEOUT_S", 0.2)
+    silent = hosts.dial(hosts.gateway_listener)
+    assert len(silent.recv(200)) == 32
+    assert is_closed(silent)
+
+
+def test_a_flood_of_silent_connections_keeps_nobody_out(hosts: Hosts) -> None:
+    forwarder = hosts.forwarder()
+    early = hosts.dial(forwarder)
+    assert answered(early, b"early")
+    flood = [hosts.dial(hosts.gateway_listener) for _ in range(MAX_UNPROVEN + 50)]
+    assert answered(hosts.dial(forwarder), b"late")
+    assert answered(early, b"still here")
+    assert len(flood[0].recv(200)) == 32
+    assert is_closed(flood[0])
+
+
+def test_a_forwarder_waits_for_a_gateway_that_opens_later(hosts: Hosts) -> None:
+    with socket.create_server((LOCAL, 0)) as former:
+        place = former.getsockname()
+        forwarder = hosts.forwarder(gateway=former)
+    calling = hosts.dial(forwarder)
+    calling.sendall(b"hello")
+    time.sleep(3 * store_relay.REDIAL_S)
+    with probe.listen(*place) as listener:
+        hosts.relay(listener, hosts.store, KEY, is_gateway=True)
+        assert calling.recv(5) == b"hello"
+
+
+def test_a_forwarder_that_reaches_no_gateway_ends_the_connection(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_relay, "PROOF_TIMEOUT_S", 0.3)
+    with socket.create_server((LOCAL, 0)) as nowhere:
+        forwarder = hosts.forwarder(gateway=nowhere)
+    assert is_closed(hosts.dial(forwarder))
+
+
+def test_closing_ends_all_connections(hosts: Hosts) -> None:
+    forwarder = hosts.listen()
+    relay = hosts.relay(forwarder, hosts.gateway_listener, KEY, is_gateway=False)
+    calling, silent = hosts.dial(forwarder), hosts.dial(hosts.gateway_listener)
+    assert answered(calling, b"here")
+    relay.close()
+    assert is_closed(calling)
+    hosts.gateway.close()
+    silent.recv(32)
+    assert is_closed(silent)
+
+
+# --- the store of a node --------------------------------------------------------------------------
+
+
+def closed_store(gateway: socket.socket) -> dict[str, Any]:
+    address, port = gateway.getsockname()
+    return {"address": address, "port": port, "key": KEY.hex()}
+
+
+def test_a_node_leads_its_ranks_to_the_store_of_each_group(hosts: Hosts) -> None:
+    node = Store()
+    hosts.closing.callback(node.end)
+    store = closed_store(
+        hosts.gateway_listener
+    )  # the gateway has this port here: another one is taken
+    line = node.localize({"control": "regroup", "store": store})
+    endpoint = line["store"]
+    assert endpoint.pop("host") == store["address"]
+    assert set(endpoint) == {"address", "port"}
+    assert endpoint["port"] != store["port"]
+    place = endpoint["address"], endpoint["port"]
+    with socket.create_connection(place, PATIENCE_S) as calling:
+        assert answered(calling, b"one")
+        assert node.localize({"store": store})["store"]["port"] == endpoint["port"]
+        assert answered(calling, b"two")
+        newer = node.localize(line | {"store": {**store, "key": "00"}})["store"]
+        assert newer != store
+        assert is_closed(calling)
+    assert node.localize({"control": "end"}) == {"control": "end"}
+    plain = {"store": {"address": "10.0.0.1", "port": 5}}
+    assert node.localize(plain) == plain
+
+
+def test_ranks_get_the_place_of_the_store_here_and_never_its_key(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[Any] = []
+    job = NodeJob(lambda *_: None, "")
+    hosts.closing.callback(job.store.end)
+    monkeypatch.setattr(job, "_require_server", lambda: None)
+    monkeypatch.setattr(job, "_send_order", lambda order, fds=(): orders.append(order))
+    rank = {"rank": 1, "local_rank": 0, "env": {"MASTER_ADDR": "x", "MASTER_PORT": "1"}}
+    store = closed_store(hosts.gateway_listener)
+    job.start({"ranks": [rank], "store": store, "env": {}, "entry": {"kind": "script"}}, None)
+    for fd in job.ranks[0].fds:
+        os.close(fd)
+    job.ranks[0].close_control()
+    assert KEY.hex() not in str(orders)
+    place = orders[-1]["rank"]["env"]
+    assert place["MASTER_ADDR"] == LOCAL
+    with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), PATIENCE_S) as calling:
+        assert answered(calling, b"here")

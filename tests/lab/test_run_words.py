@@ -196,7 +196,7 @@ def test_a_flood_of_output_is_kept_whole(site: Site) -> None:
         assert log.read_bytes()[-4:] == b"end\n"
 
 
-def test_the_store_listens_on_the_chosen_address_only(site: Site) -> None:
+def test_the_store_listens_on_loopback_and_its_gateway_on_the_chosen_address(site: Site) -> None:
     with site.start("train.py", "2") as launch:
         launch.wait_for("sum 3", times=2)
         listening = {name: site.lab.listeners(name) for name in site.lab.names}
@@ -205,10 +205,10 @@ def test_the_store_listens_on_the_chosen_address_only(site: Site) -> None:
     assert [event["world_size"] for event in ended.events("world joined")] == [2, 2]
     address = site.lab.address("n1")
     port = ended.json("plan.json")["master"]["port"]
-    assert f"{address}:{port}" in listening["n1"]
+    assert {f"{address}:{port}", f"127.0.0.1:{port}"} <= set(listening["n1"])
     for name, found in listening.items():
-        strangers = [one for one in found if not one.startswith(site.lab.address(name) + ":")]
-        assert strangers == []
+        expected = tuple(f"{place}:" for place in ("127.0.0.1", site.lab.address(name)))
+        assert [one for one in found if not one.startswith(expected)] == []
 
 
 def test_a_script_with_a_world_of_its_own_is_stopped(site: Site) -> None:

@@ -13,7 +13,7 @@ MAX_MAIL_HEADERS = 12  # lines above the text of a mail
 MAX_SHORT = 80  # characters of a line that may be no sentence
 _FENCE = re.compile(r" {0,3}(?:```|~~~)")
 _HEADING = re.compile(r"#{1,6} \S")
-_UNDERLINE = re.compile(r"([=\-~^\"*+])\1{2,}$")
+_UNDERLINE = re.compile(r"^([=\-~^\"*+])\1{2,}$")
 _DIRECTIVE = re.compile(r"\.\. (?:[\w-]{1,40}::|_[^:]{1,80}:)")
 _LIST_ITEM = re.compile(r"\s{0,8}(?:[*+-]|\d{1,3}[.)]) \S")
 _TABLE_ROW = re.compile(r"\s{0,3}\|.{0,2000}\|$")

@@ -180,8 +180,9 @@ def test_shards_of_photos_that_are_unfit(tmp_path: Path) -> None:
     train = read(tmp_path / "b", test_fraction=0.1).splits["train"]
     with pytest.raises(DataError, match=r"00000\.tar: 00000000. is no readable|0000000010 is no"):
         train.pixels(np.arange(len(train.labels)))
-    kept = read(tmp_path / "b", skip_damaged=True).splits.values()
-    assert sum(len(part.labels) for part in kept) == 9
+    data = read(tmp_path / "b", skip_damaged=True)
+    assert sum(len(part.labels) for part in data.splits.values()) == 9
+    assert data.damaged == 2
     (tmp_path / "b/classes.txt").write_text("only one\n")
     with pytest.raises(DataError, match="1 lines, and a class 1"):
         read(tmp_path / "b")

@@ -51,6 +51,8 @@ def train_image(options: ImageOptions) -> None:
                 f"{data.ignored} hidden or system files in {options.data} are ignored "
                 "(._*, __MACOSX, Thumbs.db and the like)"
             )
+        if data.damaged:
+            session.say(f"{data.damaged} damaged images in {options.data} are left out")
         common.agree_on_precision(session, options, fast)
 
         normalise = model_input.normalise(data.shape[0]) or normalisation(

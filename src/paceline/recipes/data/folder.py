@@ -98,6 +98,7 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
             f"{folder} has a train folder but nothing held out",
             remedy="add a folder test or val with the same classes",
         )
+    num_images = sum(len(split.labels) for split in splits.values())
     if options.skip_damaged:
         splits = {name: split.readable() for name, split in splits.items()}
     else:
@@ -106,7 +107,10 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
     ignored = sum(
         is_system_file(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     )
-    return ImageData(options.data, classes, (3, size, size), splits, digest, split_info, ignored)
+    damaged = num_images - sum(len(split.labels) for split in splits.values())
+    return ImageData(
+        options.data, classes, (3, size, size), splits, digest, split_info, ignored, damaged
+    )
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:

@@ -94,6 +94,7 @@ class ImageData:
         fingerprint: Hash over content and split; equal exactly when both are.
         split: Record of how the parts were made.
         ignored: Number of system files in the folder (``._*``, ``__MACOSX``).
+        damaged: Number of images that ``--skip-damaged`` left out.
     """
 
     source: str
@@ -103,6 +104,7 @@ class ImageData:
     fingerprint: str
     split: SplitInfo
     ignored: int = 0
+    damaged: int = 0
 
     @property
     def held_out(self) -> str:

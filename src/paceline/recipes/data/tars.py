@@ -110,8 +110,10 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
         name: ShardedImages(_check_classes(part), np.arange(len(part)), size, options.crop)
         for name, part in parts.items()
     }
+    num_images = sum(len(split.labels) for split in splits.values())
     if options.skip_damaged:
         splits = {name: split.readable() for name, split in splits.items()}
+    damaged = num_images - sum(len(split.labels) for split in splits.values())
     split_info: SplitInfo = {"method": "as in the files"}
     if set(splits) == {"train"}:
         ids, split_info = split_seeded(splits["train"].labels, options)
@@ -125,6 +127,7 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
         splits,
         fingerprint([*digests, *labels]),
         split_info,
+        damaged=damaged,
     )
 
 

@@ -96,25 +96,3 @@ except BlockingIOError:
 
 def test_an_exchange_is_remembered_through_a_long_evaluation(tmp_path: Path) -> None:
     assert ranks.run_script(["-c", LONG_EVALUATION], tmp_path).out == "silent\n"
-
-
-LEAVES_GROUPS = """
-import os, torch.distributed as dist
-from paceline.agent.ranks.process import MAX_LEFT_GROUPS, watch_process_group
-from paceline.agent.supervision.gloo_threads import WORKER_THREADS, threads
-watch_process_group(os.open(os.devnull, os.O_WRONLY), any_world=True)
-def join():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-join()
-each = len(threads("self", WORKER_THREADS))
-for _ in range(2 * MAX_LEFT_GROUPS):
-    dist.destroy_process_group()
-    assert len(threads("self", WORKER_THREADS)) >= each
-    join()
-print(len(threads("self", WORKER_THREADS)) <= each * (MAX_LEFT_GROUPS + 1))
-"""
-
-
-def test_groups_are_destroyed_some_groups_later(tmp_path: Path) -> None:
-    """A destructor of torch can wait for ever for a thread that has just ended a collective."""
-    assert ranks.run_script(["-c", LEAVES_GROUPS], tmp_path).out == "True\n"

@@ -92,3 +92,15 @@ def test_this_thread_is_among_those_of_the_process() -> None:
 
 def test_agent_and_training_mean_the_same_threads() -> None:
     assert (gloo.LOOPS, gloo.WORKERS) == (agent_gloo.LOOP_THREADS, agent_gloo.WORKER_THREADS)
+
+
+def test_a_group_is_left_when_its_workers_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seen by a script's rank, whose workers appear by their state in /proc."""
+    states = iter("RSRSSS")
+    monkeypatch.setattr(agent_gloo, "threads", lambda pid, name: [1])
+    monkeypatch.setattr(
+        agent_gloo.processes, "read_stat",
+        lambda pid, worker: agent_gloo.processes.Stat(pid, 1, 1, next(states), 1),
+    )  # fmt: skip
+    agent_gloo.wait_for_idle_workers()
+    assert next(states, None) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import json
@@ -14,10 +13,10 @@ import time
 import traceback
 import types
 import zipfile
-from typing import Any, Callable, Deque, Dict, List
+from typing import Any, Callable, Dict, List
 
 from .. import warm
-from ..supervision import processes
+from ..supervision import gloo_threads, processes
 from . import (
     flight_recorder,
     forkserver,
@@ -37,7 +36,6 @@ DEFAULT_SIGNALS = (  # what the agent, or the background of whoever started it, 
 )  # fmt: skip
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # folder of the package
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
-MAX_LEFT_GROUPS = 16  # of torch, which are kept until others have been left
 
 
 def prepare(request: Message, rank: Message, out: int, err: int, events: int,
@@ -270,18 +268,15 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
     destroy = distributed.destroy_process_group
-    # A thread of gloo frees a collective's tensor a moment after the collective has returned, and
-    # waits for the interpreter's lock. A group's destructor joins that thread, with the lock held
-    # if DDP drops the group last. So groups are destroyed later, when their threads are idle.
-    left_groups: Deque[Any] = collections.deque(maxlen=MAX_LEFT_GROUPS)
 
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> Any:
         if distributed.is_initialized() and group in (None, distributed.group.WORLD):
             _report_event(events, "world left", rank=distributed.get_rank())
-            left_groups.extend(distributed.distributed_c10d._world.pg_map)
-        else:
-            left_groups.append(group)
+        # A worker frees a collective's tensor a moment after the collective has returned, and waits
+        # for the interpreter's lock. The group's destructor joins that worker, with the lock held
+        # if DDP drops the group last: neither would go on.
+        gloo_threads.wait_for_idle_workers()
         return destroy(group)
 
     distributed.destroy_process_group = destroy_process_group

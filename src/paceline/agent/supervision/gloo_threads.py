@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Dict, List, Union
 
 from . import processes
 
 LOOP_THREADS = "gloo_tcp_loop"  # move what goes over connections
 WORKER_THREADS = "pt_gloo_runloop"  # run collectives
+IDLE_CHECKS, CHECK_INTERVAL_S = 3, 0.002  # in a row, after which workers count as idle
+MAX_WAIT_S = 2.0
 LIST_INTERVAL_S = 5.0  # a process may have hundreds of threads: they are listed again after so long
 
 
@@ -30,6 +33,20 @@ def _thread_name(folder: str, task: str) -> str:
             return file.read().strip()
     except OSError:  # it has just ended
         return ""
+
+
+def wait_for_idle_workers() -> None:
+    """Waits until this process's worker threads have nothing to do, at most two seconds.
+
+    Sleeping releases the interpreter's lock, so a worker that needs it gets it and is seen running.
+    """
+    pid, workers, num_idle = os.getpid(), threads("self", WORKER_THREADS), 0
+    deadline = time.monotonic() + MAX_WAIT_S
+    while workers and num_idle < IDLE_CHECKS and time.monotonic() < deadline:
+        time.sleep(CHECK_INTERVAL_S)
+        stats = [processes.read_stat(pid, worker) for worker in workers]
+        is_busy = any(stat is not None and stat.state == "R" for stat in stats)
+        num_idle = 0 if is_busy else num_idle + 1
 
 
 def ticks(pid: int, tasks: List[int]) -> Dict[int, int]:

@@ -380,6 +380,8 @@ def test_the_store_is_closed_unless_the_script_or_the_user_opens_it(
     assert "MASTER_ADDR=10.0.0.1" in by_hand
     is_open = "open to all programs on the job's hosts" in plan_text.describe(made)
     assert is_open == (address == "10.0.0.1")
+    with pytest.raises(SettingError, match="PACELINE_STORE is 'closed'"):
+        plan(job(environment=Environment(public={"PACELINE_STORE": "closed"})))
 
 
 @pytest.mark.parametrize(

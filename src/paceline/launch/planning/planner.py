@@ -407,10 +407,15 @@ def closes_store(job: Job, facts: Facts, first: NodeNetwork) -> bool:
     """Returns whether the store listens on loopback, and agents carry connections between hosts.
 
     A store of a job on one host is on loopback anyway.
+
+    Raises:
+        SettingError: ``PACELINE_STORE`` has an unknown value.
     """
-    is_open = job.environment.variables().get(jobenv.STORE) == "open"
+    setting = job.environment.variables().get(jobenv.STORE)
+    if setting not in (None, "", "open"):
+        raise SettingError(f"{jobenv.STORE} is {setting!r}", remedy="open, or leave it out")
     on_loopback = first.address.startswith("127.") or first.address == "::1"
-    return uses_agent_store(job, facts) and not is_open and not on_loopback
+    return uses_agent_store(job, facts) and not setting and not on_loopback
 
 
 def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,

@@ -363,7 +363,7 @@ def test_damaged_images_are_named_and_skipped_when_asked(tmp_path: Path, capsys)
     assert train(tmp_path / "a", *flags) == 1
     assert str(broken) in capsys.readouterr().err
     assert train(tmp_path / "b", *flags, "--skip-damaged") == 0
-    assert f"1 damaged images in {folder} are left out" in capsys.readouterr().out
+    assert f"1 damaged image in {folder} left out" in capsys.readouterr().out
     assert sum(config(tmp_path / "b")["data"]["sizes"].values()) == 23
 
 

@@ -33,6 +33,7 @@ from paceline.recipes.preprocessing import (
 from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import pluralize
 from paceline.train import Best
 
 
@@ -52,7 +53,8 @@ def train_image(options: ImageOptions) -> None:
                 "(._*, __MACOSX, Thumbs.db and the like)"
             )
         if data.damaged:
-            session.say(f"{data.damaged} damaged images in {options.data} are left out")
+            count = pluralize(data.damaged, "damaged image")
+            session.say(f"{count} in {options.data} left out")
         common.agree_on_precision(session, options, fast)
 
         normalise = model_input.normalise(data.shape[0]) or normalisation(

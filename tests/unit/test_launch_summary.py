@@ -69,3 +69,16 @@ def test_an_error_without_details_takes_one_line() -> None:
         RunOutcome(Path("/run"), Result(1, failure=failure), [], {}, 1.0, ranks=1)
     )
     assert "" not in text.splitlines()
+
+
+def test_a_failed_training_with_checkpoints_says_how_to_resume() -> None:
+    lost = Failure("lost", "n1", None, headline="n1 does not answer")
+    made = Event("checkpoint", "n1", 0, fields={"step": 1200})
+
+    def last_line(*events: Event) -> str:
+        outcome = RunOutcome(Path("/run"), Result(1, failure=lost), events, {}, 1.0,
+                             command=("paceline", "run", "a.py"))  # fmt: skip
+        return report_failure(outcome).splitlines()[-1]
+
+    assert last_line(made) == "to resume: paceline run --run-dir /run a.py"
+    assert "to resume" not in last_line()

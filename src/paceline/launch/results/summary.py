@@ -141,7 +141,7 @@ def _saved_steps(events: Iterable[Event]) -> list[int]:
 
 def _resume_hint(outcome: RunOutcome) -> list[str]:
     """Returns a line with the command that resumes the run in its run directory."""
-    if not outcome.resumable:
+    if not outcome.resumable and not _saved_steps(outcome.events):
         return []
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
     return [f"to resume: {shell_text(resume_command(argv, short(outcome.path)))}"]
@@ -152,7 +152,7 @@ _NEWEST = "paceline: newest checkpoint of the script: "
 
 def _script_hint(outcome: RunOutcome) -> list[str]:
     """Returns lines on the script's newest checkpoint and the command that resumes from it."""
-    if outcome.resumable or not (checkpoint := script_checkpoint(outcome.path)):
+    if _resume_hint(outcome) or not (checkpoint := script_checkpoint(outcome.path)):
         return []
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
     command = shell_text(resume_command(argv, short(outcome.path)))

@@ -38,7 +38,7 @@ class LanguageOptions(Options):
     """Use only the cache, never the network."""
     val_fraction: float = 0.05
     """Fraction of the text to hold out, if the data has no such part. With 0.05, every twentieth
-    piece of 16 kilobytes is held out."""
+    piece of 16,384 characters is held out."""
 
     epochs: int = 0
     """Passes through the training data. 0: until the model has seen twenty tokens for each of its
@@ -49,7 +49,7 @@ class LanguageOptions(Options):
     micro_batch: str = "0"
     """Largest number of rows that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as have 8192 tokens."""
+    fits into its memory). 0: as many as have 8192 tokens together."""
     lr: float = 0.0
     """Highest learning rate of the schedule. 0: chosen by the size of the model and the length of
     the training."""
@@ -150,7 +150,8 @@ class SftOptions(Options):
     micro_batch: str = "0"
     """Largest number of examples that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as have 8192 tokens if all are as long as the longest."""
+    fits into its memory). 0: as many as would have 8192 tokens
+    together if each were as long as the longest."""
     lr: float = 2e-4
     """Highest learning rate of the schedule; 2e-5 suits --method full."""
     schedule: Literal[

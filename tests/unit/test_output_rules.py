@@ -50,6 +50,8 @@ def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
     "runs/a/plan.json", "runs/a/b/events.jsonl", "Runs/a/Detached.json",
     "requirements-dev.txt", "out/dev-requirements.txt", "out/lefthook.json", "out/default.nix",
     "out/compose.yaml", "out/libc.so.6",
+    "events.out.tfevents.x.mk", "events.out.tfevents.17000.n1.py", "out/events.out.tfevents.1.so",
+    "CMakePresets.json", "jest.config.json", "out/mcp.json", "events.out.tfevents.1.n1.pkl",
     "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
 ])  # fmt: skip
 @pytest.mark.parametrize("state", [OWN, USERS])

@@ -33,21 +33,23 @@ CODE_SUFFIXES = _words(
 _PICKLE_SUFFIXES = _words("dill joblib pickle pkl")  # run what is in them when they are loaded
 _TEMPORARY_SUFFIXES = _words("incomplete lock part partial swp temp tmp")
 _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are those of data
-    "angular.json babel.config.json biome.json cmakelists.txt compose.yaml compose.yml"
-    " composer.json deno.json devcontainer.json docker-compose.yaml docker-compose.yml"
-    " firebase.json jsconfig.json launch.json lefthook.json lerna.json npm-shrinkwrap.json nx.json"
-    " package-lock.json package.json project.json pyrightconfig.json renovate.json settings.json"
+    "angular.json biome.json cdk.json cmakelists.txt cmakepresets.json cmakeuserpresets.json"
+    " compose.yaml compose.yml composer.json deno.json devcontainer.json docker-bake.json"
+    " docker-compose.yaml docker-compose.yml firebase.json jsconfig.json launch.json lefthook.json"
+    " lerna.json mcp.json nodemon.json npm-shrinkwrap.json nx.json package-lock.json package.json"
+    " project.json pyrightconfig.json renovate.json settings.json"
     " tasks.json tsconfig.json turbo.json vercel.json"
 )
 _CODE_NAMES = re.compile(
     r"(?:.*[-_.])?(?:requirements|constraints)(?:[-_.].*)?\.txt|.*\.so\.[0-9.]+"
+    r"|.*\.config\.json"
 )
 _CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 # By these, commands take a folder below runs/ for a run.
 _RUN_RECORDS = {rundir.PLAN, rundir.EVENTS, rundir.OWNER, rundir.BATCH, rundir.DETACHED,
         rundir.FORECAST}  # fmt: skip
 _NAMES_WITHOUT_SUFFIX = frozenset({"latest"})  # DeepSpeed's pointer to its newest checkpoint
-_EVENT_FILE = "events.out.tfevents."  # of TensorBoard, which ends in a number
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
@@ -107,7 +109,7 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
         return "in a folder of packages"
     if len(parts) > 2 and parts[0] == rundir.DEFAULT_PARENT and name in _RUN_RECORDS:
         return "a record of a run"
-    if name == DCP_INDEX or name.startswith(_EVENT_FILE):
+    if name == DCP_INDEX:
         return ""
     suffix = _suffix(name)
     if name in _SETTINGS_FILES or _CODE_NAMES.fullmatch(name) or suffix in CODE_SUFFIXES:
@@ -116,6 +118,8 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
         return "a pickle outside a checkpoint folder"
     if suffix in _TEMPORARY_SUFFIXES:
         return "a temporary file"
+    if _EVENT_FILE.fullmatch(name):
+        return ""
     if not suffix and name not in _NAMES_WITHOUT_SUFFIX:
         return "a name without a suffix"
     if not in_own_folder and suffix not in DATA_SUFFIXES:

@@ -13,6 +13,7 @@ MIN_PYTHON = (3, 10)  # of a supervisor: it is paceline itself
 NAMES = ["python3"] + ["python3.%d" % minor for minor in range(20, 9, -1)]
 END_S = 3.0
 RETENTION_S = 7 * 24 * 3600.0  # results that nobody fetches, where their run says nothing else
+DAY_S = 24 * 3600.0
 RUN = ("import sys; sys.path.insert(0, sys.argv.pop(1)); "
        "from paceline.cli.supervise import main; sys.exit(main())")
 
@@ -91,12 +92,20 @@ def folder_of(run_id):
     return os.path.join(parent, run_id)
 
 def remove_expired(parent):
-    """Removes results that were not fetched in time."""
+    """Removes results that were not fetched in time, according to two looks a day apart.
+
+    The clock may have been wrong at the run's end, or may be now.
+    """
     for name in os.listdir(parent):
         try:
             with open(os.path.join(parent, name, "about.json")) as file:
                 about = json.load(file)
-            if time.time() - about["ended"] > about.get("keep_s", RETENTION_S):
+            if time.time() - about["ended"] <= about.get("keep_s", RETENTION_S):
+                continue
+            noted = os.path.join(parent, name, "expired")
+            if not os.path.exists(noted):
+                open(noted, "x").close()
+            elif time.time() - os.stat(noted).st_mtime > DAY_S:
                 shutil.rmtree(os.path.join(parent, name), True)
         except (OSError, ValueError, KeyError, TypeError):
             pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import io
 import json
 import sys
@@ -34,6 +33,7 @@ from paceline.recipes.pretrained_list import (
 )
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import files
+from paceline.train.data.disk_lock import exclusive_lock
 from paceline.train.weights import check_size, saved_state
 
 Kind = Literal["text", "image"]
@@ -421,8 +421,7 @@ def ensure_torch_file(name: str, offline: bool) -> Path:
     digest = path.stem.rpartition("-")[2]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / f"{name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with exclusive_lock(path.parent / f"{name}.lock"):
             if not path.is_file():
                 torch.hub.download_url_to_file(url, str(path), digest, progress=False)
     except (OSError, RuntimeError) as error:  # RuntimeError: wrong checksum

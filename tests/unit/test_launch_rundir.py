@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from paceline.agent.supervision import processes
 from paceline.cli import program
 from paceline.launch.results.summary import log_tail
 from paceline.rundir import directory as rundir
-from paceline.rundir.directory import RunDirectory
+from paceline.rundir.directory import CHECKED_BYTES, RunDirectory
 from paceline.rundir.ownership import FETCHED_AT
 from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import NodeError, SettingError
@@ -177,6 +179,27 @@ def test_a_full_disk_is_explained(tmp_path: Path) -> None:
     assert "No space left" in caught.value.found
     assert "--run-dir" in caught.value.remedy
     directory.close()
+
+
+def test_output_leaves_a_part_of_the_disk_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path)
+    free = 20 << 20
+
+    def usage(path: Path) -> Any:
+        return types.SimpleNamespace(total=1 << 40, free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert directory.append_output("log", b"kept ")
+    free = 10 << 20
+    assert directory.append_output("log", b"a little more is not checked ")
+    assert not directory.append_output("log", bytes(CHECKED_BYTES))
+    assert not directory.append_output("log", b"dropped")
+    free = 20 << 20
+    assert directory.append_output("log", b"again")
+    directory.close()
+    assert (tmp_path / "log").read_bytes() == b"kept a little more is not checked again"
 
 
 def test_a_run_directory_is_for_its_user_alone(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class Recorder:
         self._directory = directory
         self._screen = screen
         self._history = EventHistory()
+        self._has_dropped = False  # output, for which the disk has no room
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
         self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
         self._waiting: NodeWait | None = None  # while no ranks run
@@ -201,8 +202,7 @@ class Recorder:
             self._screen.progress(event.fields)
         elif event.kind == "say":
             self._screen.print(event["text"], event.rank)
-            line = event["text"].encode(errors="replace") + b"\n"
-            self._directory.append_bytes(_log(event), line)
+            self._append(_log(event), event["text"].encode(errors="replace") + b"\n")
         if (written := event.recorded_fields) is not None:
             self.event(event.kind, event.host, event.rank, **written)
         elif event.kind in ("heartbeat", "pace", "progress"):
@@ -220,7 +220,16 @@ class Recorder:
     def _output(self, event: Event, stream: str, blob: bytes) -> None:
         if blob:
             self._screen.output(event.host, _rank(event), stream, blob)
-            self._directory.append_bytes(_log(event), blob, stream)
+            self._append(_log(event), blob, stream)
+
+    def _append(self, name: str, data: bytes, stream: str = "") -> None:
+        """Appends output to a log; a line says once that the disk has no room for more."""
+        if not self._directory.append_output(name, data, stream) and not self._has_dropped:
+            self._has_dropped = True
+            self._screen.note(
+                "paceline: logs are not continued for now: the disk of"
+                f" {short(self._directory.path)} is nearly full. Make room, and they continue"
+            )
 
     def _filter_output(self, event: Event) -> bytes:
         """Returns a rank's output without library lines, which go to a file of their own."""
@@ -228,7 +237,7 @@ class Recorder:
         output, library_lines = self._filters.setdefault(key, LibraryFilter()).feed(event.blob)
         if library_lines:
             name = names.debug_file(event.host, _rank(event))
-            self._directory.append_bytes(name, library_lines, event["stream"])
+            self._append(name, library_lines, event["stream"])
         return output
 
     def _start_metrics(self, *, resumed: bool) -> None:
@@ -242,7 +251,7 @@ class Recorder:
         """Writes the output of a host's ssh and agent beside the ranks' logs."""
         if text.strip():
             with contextlib.suppress(NodeError):
-                self._directory.append_bytes(names.log_file(host, "agent"), text.encode())
+                self._append(names.log_file(host, "agent"), text.encode())
 
 
 def _rank(event: Event) -> int:

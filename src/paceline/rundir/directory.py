@@ -24,6 +24,8 @@ from paceline.spec.formatting import shell_text
 
 MAX_OPEN_FILES = 64  # at once; there is a log for every rank
 RESERVED_BYTES = 1 << 18
+LOG_RESERVE_BYTES = 16 << 20  # of the disk's free space, or a twentieth of the disk: not for logs
+CHECKED_BYTES = 1 << 20  # of output, after which the free space is looked at
 MASK = b"[secret]"
 
 
@@ -45,6 +47,7 @@ class RunDirectory:
         self._redactor = Redactor(secrets)
         self._files: dict[str, IO[bytes]] = {}  # least recently used first
         self.start_offsets: dict[str, int] = {}
+        self._unchecked_bytes = CHECKED_BYTES  # of output since the free space was looked at
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -163,6 +166,23 @@ class RunDirectory:
     def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
         """Appends bytes of a stream to a file, without secrets, even if several calls bring one."""
         self._append(name, self._redactor.piece(name, stream, data))
+
+    def append_output(self, name: str, data: bytes, stream: str = "") -> bool:
+        """Appends a rank's output like :meth:`append_bytes`, or drops it if the disk gets full.
+
+        Returns:
+            Whether it was appended.
+        """
+        self._unchecked_bytes += len(data)
+        if self._unchecked_bytes >= CHECKED_BYTES:
+            with self._explained():
+                usage = shutil.disk_usage(self.path)
+            has_room = usage.free - len(data) >= min(LOG_RESERVE_BYTES, usage.total // 20)
+            self._unchecked_bytes = 0 if has_room else CHECKED_BYTES
+        if self._unchecked_bytes >= CHECKED_BYTES:
+            return False
+        self.append_bytes(name, data, stream)
+        return True
 
     def finish(self, name: str) -> None:
         """Writes data that was held back because it might have been part of a secret."""

@@ -403,6 +403,73 @@ def test_what_a_lost_launcher_had_not_fetched_comes_at_the_next_start(place: Pla
     run(work)
 
 
+def test_a_file_that_did_not_reach_its_place_is_fetched_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "0123456789abcdef01234567"
+    kept = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+
+    def killed(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    async def work(served: Served) -> None:
+        served.agent.run_keys[key] = []
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt_1.pt", zipped("one"))
+        group = await place.store.list_files(folder)
+        hashes = await place.store.receive(folder, group, 1.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(outputs, "_move", killed)
+            with pytest.raises(KeyboardInterrupt):
+                place.store.place_unit("n1", group, hashes)
+        assert not script_checkpoint(place.run)
+        served.agent.job.ranks = [RankProcess(0, 0)]
+        agent_outputs.keep_uncollected(served.agent)
+        again = OutputFolder("n1", served.node.channel, str(kept))
+        fetched = await place.fresh_store().fetch_uncollected(again)
+        assert fetched == (["out/ckpt_1.pt"], True)
+        assert (place.project / "out/ckpt_1.pt").read_bytes() == zipped("one")
+
+    run(work)
+
+
+def test_a_file_that_reached_its_place_before_a_kill_is_the_runs_own(place: Place) -> None:
+    (place.project / "out").mkdir()
+    (place.project / "out/ckpt_1.pt").write_bytes(b"new")
+    for name in ("ckpt_1.pt", "ckpt_2.pt"):
+        output = Output(f"out/{name}", 3, "0" * 64, "n1", "", 5_000_000, 1.0, 5_000_000)
+        place.store.journal.add_pending([output])
+    os.utime(place.project / "out/ckpt_1.pt", (5, 5))
+    assert {*place.fresh_store().journal.outputs} == {"out/ckpt_1.pt"}
+
+
+def test_a_later_run_replaces_what_an_earlier_one_wrote(place: Place) -> None:
+    """Both lie in the folder of runs; the files are part of the code that the second one sends."""
+    place.run = place.run.parent / "runs/first"
+    place.run.mkdir(parents=True)
+    place.store = place.fresh_store()
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt.pt", zipped("first"))
+        place.write("n1", "out/mine.pt", zipped("first"))
+        await place.store.sync(folder)
+        (place.project / "out/mine.pt").write_bytes(b"changed here")
+        place.run = place.run.parent / "second"
+        place.run.mkdir()
+        place.store = OutputStore(place.run, place.notes.append)
+        sent = ["train.py", "out/ckpt.pt", "out/mine.pt"]
+        place.store.set_code(place.project, [[path, "", 0, 4] for path in sent])
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt.pt", zipped("second"), age_s=-60.0)
+        place.write("n1", "out/mine.pt", zipped("second"), age_s=-60.0)
+        await place.store.sync(folder, has_ended=True)
+        assert (place.project / "out/ckpt.pt").read_bytes() == zipped("second")
+        assert (place.project / "out/mine.pt").read_bytes() == b"changed here"
+
+    run(work)
+
+
 def test_rank_0_on_this_machine_writes_in_place(place: Place) -> None:
     """What it wrote is recorded, and goes to the others; other files of the user do not."""
     (place.project / "private.json").write_text("{}")

@@ -248,7 +248,11 @@ class _DetachedStart:
             )
             try:
                 self._screen.starting("connecting", 1, 1)
-                trees = {"code": supplies.code, "package": supplies.package}
+                code = supplies.code
+                if code is not None and code.copy is None:  # they are sent as outputs
+                    paths = [str(entry[0]) for entry in code.manifest]
+                    code = code.without(journal.adopt(code.root, paths))
+                trees = {"code": code, "package": supplies.package}
                 for number, tree in enumerate(supplies.inputs.values()):
                     trees[f"input{number}"] = tree
                 reply, places = await self._send(channel, directory, trees)

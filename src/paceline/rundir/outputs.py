@@ -1,8 +1,9 @@
 """Records in the run directory which files a script wrote, and where they are on this machine.
 
 ``outputs.jsonl`` has a line for each version of a file that arrived, for each file that the script
-removed, and for each folder that a run made in the project. The lines say which files of this
-machine are sent to hosts and replaced, so launchers use only lines that this user sealed.
+removed, and for each folder that a run made in the project. A line before a file moves to its place
+says that it is *pending*. The lines say which files of this machine are sent to hosts and replaced,
+so launchers use only lines that this user sealed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from paceline.spec.rundir import OUTPUTS
 MAX_JOURNAL_BYTES = 64 << 20
 MAX_SHOWN_BYTES = 2 << 20  # read by others than launchers
 MIN_COMPACTED_LINES = 1000
+MAX_EARLIER_RUNS = 20  # of which files in the project are known
+_MAX_NUMBER = 1 << 53  # of bytes, and of microseconds since 1970
 # of a trained model of transformers or peft, outside of checkpoint folders
 _MODEL_FILES = frozenset({"adapter_model.safetensors", "model.safetensors", "pytorch_model.bin"})
 
@@ -60,6 +63,9 @@ class Output:
         entry: dict[str, Any] = {field.name: value.get(field.name) for field in fields(cls)}
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None
+        numbers = [entry[name] for name, kind in kinds.items() if kind is not str]
+        if not all(0 <= number < _MAX_NUMBER for number in numbers):
+            return None
         output = cls(**entry)
         paths = [path for path in (output.path, output.place) if path]
         return None if any(map(safe_paths.refusal_reason, paths)) else output
@@ -69,6 +75,11 @@ class Output:
         if self.place:
             return run / self.place
         return project / self.path if project is not None else None
+
+    def is_unchanged(self, run: Path, project: Path | None) -> bool:
+        """Whether this version is at its place on this machine."""
+        local = self.local_path(run, project)
+        return local is not None and local_version(local) == (self.size, self.local_mtime_us)
 
 
 def local_version(path: Path) -> tuple[int, int] | None:
@@ -87,12 +98,14 @@ class OutputRecords:
 
     Attributes:
         outputs: The latest version of each file that the script has not removed, by path.
+        pending: Versions that were about to move to their places, by path.
         folders: Folders that these runs made in the project.
         versions: Path and SHA-256 of each version that has arrived, by the place where it did.
     """
 
     def __init__(self) -> None:
         self.outputs: dict[str, Output] = {}
+        self.pending: dict[str, Output] = {}
         self.folders: set[str] = set()
         self.versions: dict[str, tuple[str, str]] = {}
         self._local_start_us: int | None = None
@@ -108,6 +121,9 @@ class OutputRecords:
             self._local_start_us = start
         elif isinstance(path := value.get("removed"), str):
             self.outputs.pop(path, None)
+        elif isinstance(pending := value.get("pending"), dict):
+            if (output := Output.read(pending)) is not None:
+                self.pending[output.path] = output
         elif (output := Output.read(value)) is not None:
             self._include([output])
 
@@ -118,6 +134,7 @@ class OutputRecords:
     def _include(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             self.outputs[output.path] = output
+            self.pending.pop(output.path, None)
             self.versions[output.place or output.path] = output.path, output.sha256
 
 
@@ -157,6 +174,7 @@ class OutputJournal(OutputRecords):
         if self._num_lines > MIN_COMPACTED_LINES + 2 * (len(self.outputs) + len(self.folders)):
             lines: list[dict[str, Any]] = [{"folder": folder} for folder in sorted(self.folders)]
             lines += [asdict(output) for output in self.outputs.values()]
+            lines += [{"pending": asdict(output)} for output in self.pending.values()]
             if self._local_start_us is not None:
                 lines.append({"local_start_us": self._local_start_us})
             safe_paths.write_file(str(self._run), OUTPUTS, self._encode(lines))
@@ -165,6 +183,40 @@ class OutputJournal(OutputRecords):
         """Records files that are complete only together, at once."""
         self._append([asdict(output) for output in outputs])
         self._include(outputs)
+
+    def add_pending(self, outputs: Sequence[Output]) -> None:
+        """Records files before they move to their places; :meth:`add` follows when they are there.
+
+        A file that is there counts as the run's own from now on.
+        """
+        self._append([{"pending": asdict(output)} for output in outputs])
+        self.pending |= {output.path: output for output in outputs}
+
+    def confirm_pending(self, project: Path | None) -> None:
+        """Records pending files that have reached their places: an earlier process was killed."""
+        self.add([output for output in self.pending.values()
+                  if output.is_unchanged(self._run, project)])  # fmt: skip
+
+    def adopt(self, project: Path, paths: Collection[str]) -> set[str]:
+        """Records files of the project that other runs beside this one wrote, and nobody changed.
+
+        A later run may replace them, like its own.
+
+        Args:
+            paths: Candidates.
+
+        Returns:
+            The paths of the recorded files.
+        """
+        adopted: dict[str, Output] = {}
+        for other in _newest_runs(self._run):
+            journal = OutputJournal(other, LineSeals(other))
+            for path in journal.outputs.keys() & paths - self.outputs.keys() - adopted.keys():
+                output = journal.outputs[path]
+                if not output.place and output.is_unchanged(other, project):
+                    adopted[path] = output
+        self.add([*adopted.values()])
+        return set(adopted)
 
     def add_folder(self, folder: str) -> None:
         """Records a folder that the run makes in the project, or found empty there."""
@@ -206,6 +258,16 @@ class OutputJournal(OutputRecords):
     def _encode(self, lines: Sequence[dict[str, Any]]) -> bytes:
         sealed = lines if self._seals is None else map(self._seals.sealed, lines)
         return b"".join(json.dumps(line).encode() + b"\n" for line in sealed)
+
+
+def _newest_runs(run: Path) -> list[Path]:
+    """The runs beside a run directory whose scripts last wrote files, newest first."""
+    ages: dict[Path, int] = {}
+    for journal in run.parent.glob(f"*/{OUTPUTS}"):
+        version = local_version(journal)
+        if version is not None and version[0] <= MAX_SHOWN_BYTES and journal.parent != run:
+            ages[journal.parent] = version[1]
+    return sorted(ages, key=ages.__getitem__, reverse=True)[:MAX_EARLIER_RUNS]
 
 
 def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | None:

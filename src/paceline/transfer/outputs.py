@@ -129,7 +129,11 @@ class OutputStore:
     def set_code(self, project: Path | None, manifest: Manifest) -> None:
         """Sets the project, which is not here in a detached run, and the files sent from it."""
         self.project = project
-        self._code = frozenset(fold_name(str(entry[0])) for entry in manifest)
+        self.journal.confirm_pending(project)
+        sent = {str(entry[0]) for entry in manifest}
+        if project is not None and sent:
+            sent -= self.journal.adopt(project, sent)
+        self._code = frozenset(map(fold_name, sent))
 
     def _was_sent(self, path: str) -> bool:
         return fold_name(path) in self._code
@@ -352,16 +356,18 @@ class OutputStore:
             place = self._place_outside(host, file.path) if is_out else ""
             outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
                                   file.mtime_us, round(time.time(), 3), file.mtime_us))  # fmt: skip
-        self.journal.add(outputs)  # first: what is not recorded would count as the user's
+        # Before they are there, they must not count as arrived; then not as files of the user.
+        self.journal.add_pending(outputs)
+        placed = []
         for output in sorted(outputs, key=lambda output: output.mtime_us):
             unplaced = f"{UNPLACED}/{output.path}"
             _set_mtime(self._run, unplaced, output.mtime_us)
+            if not output.place and not self._place(output.path, unplaced, states[output.path]):
+                output = replace(output, place=self._place_outside(host, output.path))
             if output.place:
                 self._keep_out(output, unplaced)
-            elif not self._place(output.path, unplaced, states[output.path]):
-                place = self._place_outside(host, output.path)
-                self.journal.add([replace(output, place=place)])
-                self._keep_out(replace(output, place=place), unplaced)
+            placed.append(output)
+        self.journal.add(placed)
 
     def _state(self, path: str) -> PathState:
         """What this machine has at a path of the project."""
@@ -377,10 +383,10 @@ class OutputStore:
             if is_other or is_run(local):  # another run may resume from what is there
                 return PathState(exists=True)
             own = own or folder in self.journal.folders or _is_empty(local)
-        output = self.journal.outputs.get(path)
-        is_own = output is not None and not output.place and (
-            local_version(self.project / path) == (output.size, output.local_mtime_us)
-        )  # fmt: skip
+        is_own = any(output is not None and not output.place
+                     and output.is_unchanged(self._run, self.project)
+                     for output in (self.journal.outputs.get(path), self.journal.pending.get(path))
+                     )  # fmt: skip
         exists = os.path.lexists(self.project / path)
         return PathState(self._was_sent(path), exists, is_own, own)
 

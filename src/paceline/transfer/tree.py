@@ -54,6 +54,10 @@ class Tree:
         """The local path of a file."""
         return self.cached.get(path) or (self.copy or self.root) / path
 
+    def without(self, paths: Collection[str]) -> Tree:
+        """Returns this folder without some of its files."""
+        return replace(self, manifest=[entry for entry in self.manifest if entry[0] not in paths])
+
     @property
     def size(self) -> int:
         """Bytes in all files."""

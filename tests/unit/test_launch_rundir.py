@@ -44,6 +44,17 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".paceline-brought"]
 
 
+def test_an_owner_whose_process_id_is_unknown_here_keeps_its_folder(tmp_path: Path) -> None:
+    """It is in another container of this host."""
+    first = RunDirectory(tmp_path / "run")
+    owner(tmp_path / "run", pid=2**22 + 1)
+    with pytest.raises(SettingError, match="in use"):
+        RunDirectory(tmp_path / "run")
+    first.close()
+    owner(tmp_path / "run", pid=2**22 + 1)
+    RunDirectory(tmp_path / "run").close()
+
+
 @pytest.mark.parametrize("name", ["config.json", "result.json", "model", "plan.json"])
 def test_files_that_no_run_brought_are_not_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")

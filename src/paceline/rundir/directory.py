@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -95,11 +96,14 @@ class RunDirectory:
     def _claim(self) -> None:
         """Writes the owner file; raises SettingError if another running job owns the folder."""
         owner = read_owner(self.path)
-        if owner is not None and owner_alive(owner):
+        is_locked = self._is_probe_locked()
+        if owner is not None and (is_locked or owner_alive(owner)):
             command = shell_text(["rm", str(self.path / names.OWNER)])
             hint = "" if owner_here(owner) else f"; if {owner['host']} is gone for good: {command}"
             if owner_here(owner) and "start" not in owner:  # the process id may have been reused
                 hint = f"; if that process is no paceline: {command}"
+            if is_locked:
+                hint = ""
             raise SettingError(
                 f"the run directory {self.path} is in use",
                 found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
@@ -116,9 +120,25 @@ class RunDirectory:
         safe_paths.write_file(str(self.path), names.PROBE, self.probe_token.encode())
         # held open to prove that this process is the launcher: see ownership.is_launcher
         self._probe = open_regular(self.path / names.PROBE)
+        with contextlib.suppress(OSError):  # a disk without locks
+            fcntl.flock(self._probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):  # a full disk is reported by the next write
             reserve = os.urandom(RESERVED_BYTES)  # which no file system can compress
             safe_paths.write_file(str(self.path), names.DISK_RESERVE, reserve, durable=False)
+
+    def _is_probe_locked(self) -> bool:
+        """Whether a launcher lives, perhaps in a container with process ids of its own."""
+        try:
+            file = safe_paths.open_file(str(self.path), names.PROBE, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        finally:
+            os.close(file)
+        return False
 
     @property
     def is_owned(self) -> bool:

@@ -82,3 +82,12 @@ def test_a_failed_training_with_checkpoints_says_how_to_resume() -> None:
 
     assert last_line(made) == "to resume: paceline run --run-dir /run a.py"
     assert "to resume" not in last_line()
+
+
+def test_a_refused_setting_is_not_typed_again() -> None:
+    refused = Failure(
+        "exception", "n1", 0, 1.0, headline="SettingError: --lora-rank differs", code=1
+    )
+    events = [Event("checkpoint", "n1", 0, fields={"step": 1200})]
+    outcome = RunOutcome(Path("/run"), Result(1, failure=refused), events, {}, 1.0)
+    assert "to resume" not in report_failure(outcome)

@@ -23,6 +23,7 @@ from paceline.checks.check import (
     warned,
 )
 from paceline.spec.finding import Finding
+from paceline.spec.formatting import shell_text
 
 MIN_FREE_BYTES = 50 << 20
 LOW_FREE_BYTES = 1 << 30
@@ -70,7 +71,7 @@ def _missing_workdirs(survey: Survey, probed: Mapping[str, list[Disk]]) -> list[
             named = "which was named as its work folder"
             message = f"{host.name} has no folder {host.workdir}, {named}"
             remedy = (
-                f"On {host.name}: mkdir -p {host.workdir}\n"
+                f"On {host.name}: mkdir -p {shell_text([host.workdir])}\n"
                 f"(or change workdir under [hosts.{host.name}] in paceline.toml)"
             )
             findings.append(failed("disk", [host.name], message, remedy))
@@ -93,12 +94,18 @@ def _disk_findings(name: str, path: str, disk: Disk, by_use: Mapping[str, Disk])
     )
     if not disk["writable"]:
         command = "chmod 1777" if "tmp" in uses else "chown $USER"
+        quoted = shell_text([path])
         remedy = (
-            f"On {name}: sudo {command} {path} (or remount it: sudo mount -o remount,rw {path})"
+            f"On {name}: sudo {command} {quoted} (or remount it: sudo mount -o remount,rw {quoted})"
             f"{alternative}"
         )
+        if path in ("/", "/home"):  # the login's own folder does not exist
+            remedy = (
+                f"On {name}: work with HOME set to a folder that can be written to{alternative}"
+            )
         return [failed("disk", [name], f"{path} on {name} cannot be written to", remedy)]
-    remedy = f"On {name}: free some space (du -xsh {path}/* | sort -h), or work on another disk"
+    command = f"du -xsh {shell_text([path])}/* | sort -h"
+    remedy = f"On {name}: free some space ({command}), or work on another disk"
     subject = f"the disk at {path} on {name}"
     if total < MIN_FREE_BYTES and free > total // 2:
         message = f"{subject} is too small: it has {format_bytes(total)} in all"

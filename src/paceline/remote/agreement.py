@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.spec.errors import NodeError
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host
 
 Facts = Mapping[str, Any]
@@ -36,7 +37,7 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
         return NodeError(
             f"no torch on {', '.join(lacking)}",
             found=f"{python} on {lacking[0]} has no torch package",
-            remedy=f"On {lacking[0]}: {python} -m pip install torch"
+            remedy=f"On {lacking[0]}: {shell_text([python])} -m pip install torch"
             "\n(or --python PATH for another interpreter; --no-torch for a script without torch)",
         )
     if len(set(versions.values())) < 2:
@@ -46,7 +47,8 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
         "the nodes have different torch versions",
         found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
         remedy="\n".join(
-            f"On {name}: {facts[name]['python']['executable']} -m pip install torch=={expected}"
+            f"On {name}: {shell_text([facts[name]['python']['executable']])} -m pip install"
+            f" torch=={expected}"
             for name in outliers(versions)
         ),
     )

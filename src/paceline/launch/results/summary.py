@@ -13,6 +13,7 @@ from paceline.rundir.directory import short
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
+from paceline.spec.errors import SettingError
 from paceline.spec.events import Event, ShippedCopy, restore_local_paths
 from paceline.spec.failure import Result, describe_end, format_location, signal_name
 from paceline.spec.formatting import format_duration, shell_text
@@ -116,6 +117,8 @@ def report_failure(outcome: RunOutcome) -> str:
         noun = "rank" if result.num_other_failures == 1 else "ranks"
         lines.append(f"  {result.num_other_failures} other {noun} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
+    if failure.headline.startswith(SettingError.__name__):  # the same command would fail again
+        return "\n".join(lines)
     return "\n".join([*lines, *_script_hint(outcome), *_resume_hint(outcome)])
 
 

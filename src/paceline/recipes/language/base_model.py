@@ -18,6 +18,8 @@ from paceline.recipes.data import local_path
 from paceline.recipes.data.hub import explain_error, fetch, prepare_environment
 from paceline.recipes.pretrained import check_adapters, check_config, check_folder
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import shell_text
+from paceline.spec.rundir import is_run
 from paceline.train.elastic.replica_check import checksums
 
 INSTALL = "pip install 'paceline[language]'"
@@ -115,6 +117,13 @@ class BaseModel:
     def _prepare(self) -> tuple[Any, dict[str, Any]]:
         """Returns the library, and the arguments of its loaders."""
         path = self.path
+        for folder in (path, *path.parents[:2]):  # RUN, RUN/model, RUN/adapters/last
+            if path.is_dir() and not (path / "config.json").exists() and is_run(folder):
+                raise DataError(
+                    f"--model {self.name} is part of a run of Paceline",
+                    remedy=f"{shell_text(['paceline', 'export', str(folder)])}\n"
+                    f"Then: --model {shell_text([str(folder / 'export')])}",
+                )
         check_folder(path, self.name)
         if path.is_file():  # its tensors have a progress bar that cannot be turned off otherwise
             os.environ.setdefault("TQDM_DISABLE", "1")

@@ -403,6 +403,27 @@ def test_what_a_lost_launcher_had_not_fetched_comes_at_the_next_start(place: Pla
     run(work)
 
 
+def test_a_node_that_always_has_a_new_file_is_left_at_last(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/1.pt", zipped("one"))
+        list_files, num_lists = place.store.list_files, 1
+
+        async def list_more(folder: OutputFolder) -> list[WrittenFile]:
+            nonlocal num_lists
+            num_lists += 1
+            place.write("n1", f"out/{num_lists}.pt", zipped("more"))
+            return await list_files(folder)
+
+        monkeypatch.setattr(place.store, "list_files", list_more)
+        await place.store.sync(folder, has_ended=True)
+        assert sorted(path.name for path in (place.project / "out").iterdir()) == ["1.pt", "2.pt"]
+
+    run(work)
+
+
 def test_a_file_that_did_not_reach_its_place_is_fetched_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,14 +214,16 @@ class OutputStore:
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
-        failed = set[str]()
+        done = set[str]()
         files = await self.list_files(folder)
+        first = group_files(files).keys()
         while True:
             self._record_removed(folder, files)
             groups = group_files(files)
             units = [
                 unit for unit in order_of_arrival(groups)
-                if unit not in failed and _is_new(folder, groups[unit])
+                if unit not in done and _is_new(folder, groups[unit])
+                and (unit in first or not has_ended)  # a hostile node may always have a new one
                 and (_is_final(unit, groups[unit], has_succeeded) if has_ended
                      else _is_due(folder, unit, groups[unit]))
             ]  # fmt: skip
@@ -233,7 +235,7 @@ class OutputStore:
                 await asyncio.to_thread(self._record_local, folder, batch)
             else:
                 fetched = await self._fetch(folder, batch, share, has_ended)
-                failed |= batch.keys() - fetched.keys()
+                done |= batch.keys() if has_ended else batch.keys() - fetched.keys()
             for group in fetched.values():
                 folder.fetched |= {file.path: file.version for file in group}
                 folder.fetched_at |= dict.fromkeys(map(_path, group), time.monotonic())

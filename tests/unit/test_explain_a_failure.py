@@ -231,3 +231,18 @@ def test_a_labelled_warning_is_survived_by_plain_lines() -> None:
     warning = "[rank0]: UserWarning: cannot write cache: [Errno 28] No space left on device\n"
     end = "failed (exitcode: -9) local_rank: 1 (pid: 123) of binary: /usr/bin/python\n"
     assert conclude(from_log(warning + lines + end), load_all()).matches[0][0].code == "killed"
+
+
+def test_the_rank_that_the_launcher_names_first_did_not_end_in_silence() -> None:
+    """The log holds its exception only, and not that of the next rank in the table."""
+    table = "".join(
+        f"{head}:\n[{n}]:\n  host      : n2\n  rank      : {rank} (local_rank: {rank % 8})\n"
+        f"  exitcode  : 1 (pid: {n})\n  error_file: <N/A>\n"
+        for n, (head, rank) in enumerate([("Failures", 9), ("Root Cause (first failure)", 8)])
+    )
+    store = "torch.distributed.DistNetworkError: The client socket has timed out after 900000ms"
+    text = f"[rank8]: {store} while trying to connect to (10.1.2.3, 29500).\n"
+    ruler = "=" * 60
+    log = f"{text}{ruler}\ntrain.py FAILED\n{'-' * 60}\n{table}{ruler}\n"
+    conclusion = conclude(from_log(log), load_all())
+    assert conclusion.text == "rank 8 on n2: the store at 10.1.2.3 port 29500 does not answer"

@@ -430,3 +430,44 @@ def test_a_traceback_that_another_interrupts_says_nothing_more() -> None:
     found = outcome(f"{cut}\n{stopped}")
     assert not found.failures
     assert [unit.text for unit in found.consequences] == ["KeyboardInterrupt"]
+
+
+@pytest.mark.parametrize("ruler", ["", "-" * 74 + "\n"])
+def test_open_mpi_5_breaks_its_report_into_two_lines(ruler: str) -> None:
+    report = (
+        "prterun noticed that process rank 5 with PID 636815 on node fl98 exited on\n"
+        "signal 11 (Segmentation fault).\n"
+    )
+    (unit,) = outcome(f"{ruler}{report}{ruler}").failures
+    assert unit.exits == (Exit("fl98", 5, signal=11),)
+
+
+def test_a_stack_of_open_mpi_is_a_crash() -> None:
+    text = (
+        "[fl98:636815] *** Process received signal ***\n"
+        "[fl98:636815] Signal: Segmentation fault (11)\n"
+        "[fl98:636815] [ 0] /lib64/libpthread.so.0(+0x12cf0)[0x7f11c3e2bcf0]\n"
+        "[fl98:636815] *** End of error message ***\n"
+    )
+    (unit,) = outcome(f"step 1 loss 2.1\n{text}").failures
+    assert (unit.kind, unit.host, len(unit.lines)) == ("crash", "fl98", 4)
+
+
+def test_what_a_launcher_stops_is_no_sign_of_life() -> None:
+    killed = [f"[INFO] [launch.py:315:sigkill_handler] Killing subprocess {n}" for n in range(8)]
+    (unit, *_) = outcome("\n".join([TRACEBACK, " 4%| 17/387 [05:25]", *killed])).failures
+    assert unit.text == "KeyError: 'names'"
+    report = (
+        "mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+        "the job to be terminated. The first process to do so was:\n\n"
+        "  Process name: [[2281,1],2]\n  Exit code:    1\n"
+    )
+    warning = "n1:9:9 [0] init.cc:497 NCCL WARN Duplicate GPU detected : rank 2 and rank 0\n"
+    (unit,) = outcome(f"{warning}{report}").failures
+    assert unit.exits == (Exit("", 2, 1),)
+    assert outcome(f"{warning}{report}").context
+
+
+def test_generated_text_may_hold_a_traceback() -> None:
+    speed = "generated 2 samples in 3.1 s (812 tokens/s)"
+    assert not outcome(f"sample 1: It prints\n{TRACEBACK}\nUse get('names').\n{speed}\n").failures

@@ -70,7 +70,8 @@ _BAD_TERMINATION = re.compile(
 
 def parse_box(lines: Sequence[str]) -> Exit | None:
     """The end of a process in a message of Open MPI, with its rank."""
-    end = next(filter(None, map(parse_exit, lines)), None)
+    wrapped = " ".join(line.strip() for line in lines)  # Open MPI 5 breaks its sentences
+    end = next(filter(None, map(parse_exit, (*lines, wrapped))), None)
     name = next(filter(None, map(_MPI_NAME.search, lines)), None)
     return replace(end, rank=int(name["rank"])) if end and end.rank is None and name else end
 

@@ -23,7 +23,7 @@ _WARNING = re.compile(
 _PROGRESS = re.compile(
     r"(?i:\b(?:epoch|steps?|iter(?:ation)?|batch|global_step|trial|round|fold|episode)\b"
     r"\W{0,4}\d)|\b(?:\d{1,3})%\|"
-    r"|\d(?:it|s|samples|tokens|step)/(?:s|it|step)\b|['\"\b]?loss['\"]?[ =:]{1,3}-?\d"
+    r"|\d ?(?:it|s|samples|tokens|steps?)/(?:s|it|step)\b|['\"\b]?loss['\"]?[ =:]{1,3}-?\d"
     r"|(?i:\b(?:acc|accuracy|top-?[15]|f1|bleu|ppl|perplexity|auc)\b[ =:@]{1,3}\d)"
     r"|\bTotal optimization steps|\bresum(?:ing|ed) (?:at|from)|\bloss=\d"
 )
@@ -85,6 +85,7 @@ _LAUNCHER = re.compile(
     r"|(?:docker: )?Error response from daemon: (?:could not select device driver|failed to create "
     r"|OCI runtime|pull access denied|manifest )"
     r"|\[(?:mpiexec|proxy|prterun|mpirun)[@:][^\]]{1,300}\] "
+    r"|(?:\[INFO\] )?\[launch\.py:\d{1,6}:sigkill_handler\] "  # of DeepSpeed
 )
 # A row of data, or a quoted text with what a program found about it
 _DATA = re.compile(

@@ -78,17 +78,24 @@ _CRASH = re.compile(
     r"|free\(\): invalid"
     r"|HSA_STATUS_ERROR|:\d:\S{1,100}\.cpp\s{0,9}:\d{1,5} ?: |Program received signal SIG"
     r"|!!!!!!! Segfault encountered|\w{3,12}\(\): (?:invalid|corrupted)"
+    r"|(?:\[(?P<host>[\w.-]{1,253}):\d{1,9}\] )?\*\*\* Process received signal \*\*\*"
 )
 _CRASH_LINE = re.compile(
     r"$|\s|Current thread|Thread 0x|Extension modules|<Cannot show|what\(\)|Python runtime state|"
     r"Exception raised from|frame #|nccl\w{1,40}Error|Last error|\*\*\*|Aborted|Abort was called"
+    r"|(?:\[[\w.-]{1,253}:\d{1,9}\] )?(?:Signal(?: code)?: |Failing at address: |\*\*\* "
+    r"|\[ ?\d{1,3}\] )"  # Open MPI
 )
-_MPI_WORDS = ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted", "Framework:", "Local host:")
+_MPI_WORDS = ("MPI", "mpi", "ORTE", "PRTE", "PMIX", "orted", "prterun", "Framework:",
+              "Local host:")  # fmt: skip
 _MPI_FAILED = re.compile(
     r"(?:\[[^\]]{1,100}\] )?(?:mpirun|mpiexec|prterun|orterun|ORTE|PRTE|Open MPI) "
-    r"(?:was unable to|has lost|could not|failed to)"
+    r"(?:was unable to|has lost|could not|failed to|detected that one or more|noticed that )"
 )
-_MPI_FIELD = re.compile(r" {0,8}(?:Local host|Node|Executable|Host|Framework|Component): {1,9}\S")
+_MPI_FIELD = re.compile(
+    r" {0,8}(?:Local host|Node|Executable|Host|Framework|Component|Process name|Exit code): {1,9}\S"
+    r"|signal \d"
+)
 _MPI_HOST = re.compile(r" {0,8}(?:Local host|Node|Host): {1,9}(?P<host>[\w.-]{1,253})$")
 _MPICH_END = re.compile(r"YOUR APPLICATION TERMINATED|This typically refers|Please see the FAQ")
 _RULER = re.compile(r"^([-=*])\1{15,}\s*$")
@@ -353,7 +360,8 @@ def _exception_line(cursor: _Cursor, line: str) -> Unit | None:
 
 
 def _crash(cursor: _Cursor, line: str) -> Unit | None:
-    if not _CRASH.match(line) and not _CUDA_ASSERT.match(line):
+    match = _CRASH.match(line)
+    if match is None and not _CUDA_ASSERT.match(line):
         return None
     end = cursor.end_of(_CRASH_LINE.match, cursor.index + 1, MAX_BLOCK_LINES)
     lines = cursor.lines[cursor.index : end]
@@ -361,7 +369,8 @@ def _crash(cursor: _Cursor, line: str) -> Unit | None:
                    for frame in map(_FRAME.match, lines) if frame)  # fmt: skip
     text = "\n".join(line for line in lines if not _CPP_FRAME.match(line))
     error = PythonError("", text, tuple(reversed(frames)))
-    return cursor.unit("crash", end, text, level="error", errors=(error,) * bool(frames))
+    host = (match["host"] or "") if match else ""
+    return cursor.unit("crash", end, text, level="error", errors=(error,) * bool(frames), host=host)
 
 
 def _table(cursor: _Cursor, line: str) -> Unit | None:
@@ -403,11 +412,7 @@ def _box(cursor: _Cursor, line: str) -> Unit | None:
         return cursor.unit("exit", end, exits=exits, level="error")
     if not any(word in "\n".join(block) for word in _MPI_WORDS):
         return cursor.unit("text", cursor.index + 1, level="info")
-    exited = parse_box(block)
-    exits = (exited,) if exited else ()
-    host = "" if exits else _box_host(block)
-    kind: Kind = "exit" if exits else "library"
-    return cursor.unit(kind, end + 1, exits=exits, level="error", host=host)
+    return _mpi_message(cursor, end + 1, block)
 
 
 def _unruled_box(cursor: _Cursor, line: str) -> Unit | None:
@@ -417,8 +422,14 @@ def _unruled_box(cursor: _Cursor, line: str) -> Unit | None:
     end = cursor.end_of(lambda other: not _RULER.match(other), cursor.index + 1, MAX_BOX_LINES)
     fields = [at for at in range(cursor.index, end) if _MPI_FIELD.match(cursor.lines[at])]
     end = fields[-1] + 1 if fields else cursor.index + 1
-    host = _box_host(cursor.lines[cursor.index : end])
-    return cursor.unit("library", end, level="error", host=host)
+    return _mpi_message(cursor, end, cursor.lines[cursor.index : end])
+
+
+def _mpi_message(cursor: _Cursor, end: int, block: Sequence[str]) -> Unit:
+    """A message of MPI's launcher: how a process ended, or what else it reports."""
+    if exited := parse_box(block):
+        return cursor.unit("exit", end, exits=(exited,), level="error")
+    return cursor.unit("library", end, level="error", host=_box_host(block))
 
 
 def _box_host(lines: Sequence[str]) -> str:
@@ -499,8 +510,8 @@ _RECOGNISERS = (
     _crash,
     _table,
     _box,
-    _exit,
     _unruled_box,
+    _exit,
     _library,
     _kernel,
 )

@@ -14,7 +14,8 @@ def match(evidence: Evidence) -> Match | None:
     """Names the first process that ended by itself, by its launcher's report.
 
     Without a message of its own, or of ranks that missed it, the cause remains unknown. Python ends
-    with status 1 after an exception: if another rank's is there, the log has lost this one.
+    with status 1 after an exception: if another rank's is there, the log has lost this one. Nor is
+    it another rank if that which the launcher names as the first raised an exception.
     """
     outcome = evidence.outcome
     has_exception = any(unit.kind == "traceback" and unit.error and unit.error.type
@@ -24,6 +25,8 @@ def match(evidence: Evidence) -> Match | None:
     if evidence.events or None in raised:
         return None
     for unit in outcome.failures:
+        if any(end.is_root and end.rank in raised for end in unit.exits):
+            return None
         for end in unit.exits:
             if end.code == 1 and has_exception:
                 return None

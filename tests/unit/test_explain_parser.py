@@ -471,3 +471,21 @@ def test_what_a_launcher_stops_is_no_sign_of_life() -> None:
 def test_generated_text_may_hold_a_traceback() -> None:
     speed = "generated 2 samples in 3.1 s (812 tokens/s)"
     assert not outcome(f"sample 1: It prints\n{TRACEBACK}\nUse get('names').\n{speed}\n").failures
+
+
+def test_pdsh_names_the_hosts_of_few_lines() -> None:
+    lines = strip_prefixes([*STEPS.splitlines(), "n2: bash: a: No such file or directory",
+                            "pdsh@n1: n2: ssh exited with exit code 127"])  # fmt: skip
+    assert [(line.host, line.text) for line in lines[4:]] == [
+        ("n2", "bash: a: No such file or directory"),
+        ("", "pdsh@n1: n2: ssh exited with exit code 127"),
+    ]
+
+
+def test_an_unknown_label_may_hold_the_rank() -> None:
+    steps = [f"pod-{rank} step {step} loss 2.1" for step in range(4) for rank in (0, 1)]
+    error = "pod-1 [rank9]: RuntimeError: CUDA error"
+    assert strip_prefixes([*steps, error])[-1].rank == 9
+    texts = [f"a{rank}f [rank={rank}] || {line}" for rank in (4, 5) for line in
+             TRACEBACK.splitlines()]  # fmt: skip
+    assert [line.rank for line in strip_prefixes(["start", *texts])[1::4]] == [4, 5]

@@ -94,7 +94,13 @@ _ANCHOR = re.compile(
     r'Traceback \(most recent call last\):|  File "[^"]{1,1000}", line \d'
     r"|terminate called after|Fatal Python error: "
 )
+_PDSH = re.compile(r"^pdsh@[\w.-]{1,253}: (?P<host>[\w.-]{1,253}): ")
 _RANK_WORD = re.compile(r"\b(?:rank|task)[ =_:-]?(\d{1,9})\b")
+# A label that few lines have, before torch's own
+_BEFORE_RANK = re.compile(
+    r"^(?=\S{0,63}[\d-])(?P<host>[A-Za-z0-9][\w.-]{0,252}):? (?=\[rank ?\d{1,9}\]:)"
+)
+_RANK_END = re.compile(r"\brank[ =:_-]?$", re.IGNORECASE)
 _RANK_MARK = re.compile(r"\[rank ?\d{1,9}\]")
 _RANK_HEAD = re.compile(r"\W{0,3}rank[ =:_-]?(?P<rank>\d{1,9})\b", re.IGNORECASE)
 _VARYING = re.compile(r"\d\w*")
@@ -141,14 +147,28 @@ def strip_prefixes(texts: Sequence[str]) -> list[Line]:
     """Strips all prefixes of the lines of one log, outermost first."""
     lines = _decode_json([Line(number, text) for number, text in enumerate(texts)])
     lines = _blank_other_programs(lines)
+    lines = _strip_pdsh(lines)
     for _ in range(MAX_LAYERS):
         lines = [_strip_unambiguous(line) for line in lines]
         layer = _credible_layer(lines)
+        if layer is None and any(_BEFORE_RANK.match(line.text) for line in lines):
+            layer = _BEFORE_RANK
         if layer is None:
             break
         heads = {match[0].rstrip() for line in lines if (match := layer.match(line.text))}
         lines = [_strip(line, layer, heads) for line in lines]
     return _attribute_continuations(_attribute_rank_heads(lines))
+
+
+def _strip_pdsh(lines: list[Line]) -> list[Line]:
+    """Strips the names of hosts that pdsh reports about, however few lines have them."""
+    hosts = {match["host"] for line in lines if (match := _PDSH.match(line.text))}
+    stripped = []
+    for line in lines:
+        host, colon, text = line.text.partition(": ")
+        is_labeled = bool(colon) and host in hosts
+        stripped.append(replace(line, host=host, text=text) if is_labeled else line)
+    return stripped
 
 
 def _strip_unambiguous(line: Line) -> Line:
@@ -229,7 +249,13 @@ def _common_head(displaced: Sequence[str]) -> re.Pattern[str] | None:
     shape, count = max(shapes.items(), key=lambda item: item[1], default=("", 0))
     if count < 2 or count < MIN_LABELED_SHARE * len(displaced):
         return None
-    return re.compile(r"\w{1,64}".join(map(re.escape, shape.split("#"))))
+    first, *others = shape.split("#")
+    pattern = re.escape(first)
+    for part in others:
+        is_rank = _RANK_END.search(first) and "(?P<rank>" not in pattern
+        pattern += (r"(?P<rank>\d{1,9})" if is_rank else r"\w{1,64}") + re.escape(part)
+        first = part
+    return re.compile(pattern)
 
 
 def _is_repeated(form: re.Pattern[str], match: re.Match[str], texts: Sequence[str]) -> bool:

@@ -489,3 +489,21 @@ def test_an_unknown_label_may_hold_the_rank() -> None:
     texts = [f"a{rank}f [rank={rank}] || {line}" for rank in (4, 5) for line in
              TRACEBACK.splitlines()]  # fmt: skip
     assert [line.rank for line in strip_prefixes(["start", *texts])[1::4]] == [4, 5]
+
+
+def test_ray_names_the_node_of_an_actor() -> None:
+    text = (
+        "ray.exceptions.ActorDiedError: The actor died.\n\tpid: 7\n\tip: 10.29.214.5\nIt is dead."
+    )
+    (failure,) = outcome(text).failures
+    assert failure.host == "10.29.214.5"
+
+
+def test_a_rank_that_did_not_come_to_ddps_check_is_another_failure() -> None:
+    check = "RuntimeError: DDP expects same model across all ranks, but Rank 5 has 8 params"
+    absent = f"[rank5]: {check}, while rank 0 has inconsistent 0 params."
+    found = outcome(f"{absent}\n[rank0]: KeyError: 'names'")
+    assert [unit.rank for unit in found.failures] == [0]
+    assert [unit.rank for unit in found.consequences] == [5]
+    other = absent.replace("inconsistent 0", "inconsistent 9")
+    assert [unit.rank for unit in outcome(other).failures] == [5]

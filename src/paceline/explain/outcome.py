@@ -46,7 +46,10 @@ _WATCHDOG_ABORT = re.compile(
     r"taking the entire process down|watchdog thread terminated with exception|"
     r"Watchdog caught collective operation timeout"
 )
+_RAY_NODE = re.compile(r"^\s{1,8}ip: (?P<host>[\w.:]{1,100})$", re.MULTILINE)
 _EXITED_WELL = re.compile(r"(?P<host>[\w.-]{1,253}) exited with code 0$")
+# DDP found no parameters on a rank that did not come to its check
+_ABSENT_MODEL = re.compile(r"while rank \d{1,9} has inconsistent 0 params")
 _MISMATCH = re.compile(r"collective mismatch error|Mismatched collective")
 _CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) [\d.]{1,20} ON .{0,300} CANCELLED AT ")
 _ANNOUNCED = re.compile(r"(?i:spot instance interruption|\b(?:is|was|be|being) preempted)")
@@ -189,6 +192,8 @@ def is_consequence(unit: Unit) -> bool:
     if unit.error is not None and unit.error.type.endswith("KeyboardInterrupt"):
         return True
     if _CONSEQUENCE.search(unit.text) and unit.kind != "traceback":
+        return True
+    if unit.kind == "traceback" and _ABSENT_MODEL.search(unit.text):
         return True
     if unit.kind in ("traceback", "crash", "library") and not _MISMATCH.search(unit.text):
         return bool(COLLECTIVE_TIMEOUT.search(unit.text) or SECONDARY_ERROR.search(unit.text))
@@ -462,6 +467,8 @@ def _located(unit: Unit, ranks: dict[tuple[str, str], int], hosts: dict[int, str
         named = _RANK_IN_TEXT.search(unit.text)
         if rank is None and named is not None:
             rank = int(named["rank"])
+    if unit.kind == "traceback" and not host and (node := _RAY_NODE.search(unit.text)):
+        host = node["host"]
     if unit.kind == "exit" and rank is None and host and len(unit.exits) == 1:
         rank = unit.exits[0].rank  # the host is the launcher's
     is_error = unit.kind in _STRONG or (unit.kind == "text" and unit.level == "error")

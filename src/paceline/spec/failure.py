@@ -51,6 +51,7 @@ _UNREACHABLE = rf"(?:Read error|writev) {_PEER}: {_NO_ANSWER}|SO_ERROR: {_NO_ANS
 _UNREACHABLE += rf"|Connect timeout {_PEER}"
 _LOST += rf"|{_UNREACHABLE}|(?:Read error|writev) {_PEER}: {_ABORTED}|SO_ERROR: {_ABORTED}, remote="
 _TIMEOUT = r"Timed out waiting \d+ms|Watchdog caught collective|Application timeout"
+_TIMEOUT += r"|retrieving ncclUniqueId from .{0,200} got error: (?:wait timeout|Socket Timeout)"
 _NETWORK = (
     r"Socket closed|recvValue failed|remote process exited|Connection refused|DistNetworkError"
     r"|failed to recv|Timed out waiting|NCCL.{0,300}(?:abort|remote)"

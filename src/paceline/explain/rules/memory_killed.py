@@ -35,7 +35,7 @@ def match(evidence: Evidence) -> Match | None:
         return Match(first.describe(), (first.host,), None, 0.99)
     for unit, _ in evidence.search(_OOM_KILL):
         line = unit.text.strip().splitlines()[0]
-        killer = "Ray" if _BY_RAY.search(line) else "the kernel"
+        killer = "Ray" if _BY_RAY.search(unit.text) else "the kernel"
         cause = f"{unit.label}: {killer} killed a process for its memory: {line}"
         return match_unit(unit, cause[:300], 0.97)
     return None

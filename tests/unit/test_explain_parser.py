@@ -473,6 +473,37 @@ def test_generated_text_may_hold_a_traceback() -> None:
     assert not outcome(f"sample 1: It prints\n{TRACEBACK}\nUse get('names').\n{speed}\n").failures
 
 
+REPORT = """\
+# [BUG] training fails
+
+## Describe the bug
+
+Training fails at once with `KeyError`, see below.
+
+## To Reproduce
+
+```bash
+torchrun --nproc-per-node 2 train.py
+```
+
+## Logs
+
+```text
+{log}
+```
+"""
+
+
+def test_of_a_report_of_a_failure_the_pasted_log_is_read() -> None:
+    log = "\n".join([STEPS, *(f"[rank1]: {line}" for line in TRACEBACK.splitlines())])
+    (failure,) = outcome(REPORT.format(log=log)).failures
+    assert (failure.rank, failure.text) == (1, "KeyError: 'names'")
+    assert not outcome(REPORT.format(log=STEPS)).has_failed
+    assert not outcome(REPORT.format(log=f"{log}\n```\nor\n```\n{log}")).has_failed
+    manual = REPORT.replace("Describe the bug", "Keys").replace("To Reproduce", "Example")
+    assert not outcome(manual.format(log=log)).has_failed
+
+
 def test_pdsh_names_the_hosts_of_few_lines() -> None:
     lines = strip_prefixes([*STEPS.splitlines(), "n2: bash: a: No such file or directory",
                             "pdsh@n1: n2: ssh exited with exit code 127"])  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.explain.exit_reports import parse_exit
 from paceline.explain.line_kinds import classify, level_of
@@ -25,6 +26,17 @@ _LOG_LINE = re.compile(
     r"|(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{1,60}(?:Error|Exception): |[IWEF]\d{4} "
     r"|(?:srun|slurmstepd|mpirun|pdsh@\S{1,253}): |[\w.-]{1,64}\s{0,9}\| "
 )
+# Headings of the forms in which users report a failure, and others that occur there
+_REPORT_HEADING = re.compile(
+    r"(?i:#{1,6} .{0,40}\b(?:describe the (?:bug|issue|problem)|bug (?:report|description)|bug$"
+    r"|(?:steps )?to reproduce|reproduction"
+    r"|(?:expected|actual|current|observed) (?:behaviou?r|result)|what happened"
+    r"|your (?:current )?environment|system info)\b)"
+)
+_REPORT_DETAIL = re.compile(
+    r"(?i:#{1,6} .{0,40}\b(?:environment|versions?|logs?|(?:error|console) (?:message|output)"
+    r"|stack ?trace|traceback|additional (?:context|information)|system information)\b)"
+)
 _GREETING = re.compile(r"(?:Hi|Hello|Hey|Dear)\b.{0,60}[,!]$")
 _MAIL_HEADER = re.compile(r"(?:From|To|Subject|Date|Cc|Message-ID): \S|From [0-9a-f]{40} ")
 _DEFINITION = re.compile(
@@ -42,6 +54,33 @@ def is_document(lines: Sequence[str]) -> bool:
     """Whether lines are a text in Markdown or reStructuredText, a mail, or a module of Python."""
     sample = lines[:MAX_LINES]
     return _is_python(sample) or _is_mail(sample) or _is_markup(sample)
+
+
+def is_report(lines: Sequence[str]) -> bool:
+    """Whether a document has the headings of a form in which users report a failure."""
+    headings = [line for line, is_code in _split_code(lines[:MAX_LINES])
+                if not is_code and _HEADING.match(line)]  # fmt: skip
+    num_report = sum(_REPORT_HEADING.match(line) is not None for line in headings)
+    num_detail = sum(_REPORT_DETAIL.match(line) is not None for line in headings)
+    return num_report > 0 and num_report + num_detail > 1
+
+
+def code_blocks(lines: Sequence[str]) -> list[tuple[str, ...]]:
+    """The fenced blocks of a document in Markdown, without their fences."""
+    groups = itertools.groupby(_split_code(lines), key=lambda item: item[1])
+    blocks = (tuple(line for line, _ in items) for is_code, items in groups if is_code)
+    return [block[1:-1] for block in blocks if len(block) > 2]
+
+
+def _split_code(lines: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yields each line, and whether it belongs to a fenced block."""
+    fence = ""
+    for line in lines:
+        mark = _FENCE.match(line)
+        is_code = bool(fence or mark)
+        if mark:
+            fence = "" if fence == mark[0].strip() else fence or mark[0].strip()
+        yield line, is_code
 
 
 def _is_markup(lines: Sequence[str]) -> bool:

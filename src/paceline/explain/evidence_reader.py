@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from paceline.explain.documents import is_document
+from paceline.explain.documents import code_blocks, is_document, is_report
 from paceline.explain.evidence import Evidence, Launcher, Log, lines_of
 from paceline.explain.prefixes import Line, strip_prefixes
 from paceline.rundir.outputs import script_checkpoint
@@ -232,9 +232,21 @@ def _encoding(head: bytes) -> str:
 
 def split_by_rank(text: str) -> list[Log]:
     """Splits a log by the prefixes of its lines: one log a rank, then lines without prefix."""
+    return _split(_log_lines(lines_of(text)))
+
+
+def _log_lines(lines: Sequence[str]) -> Sequence[str]:
+    """The lines of a log; none of a document, unless it reports one failure and shows its log."""
+    if not is_document(lines):
+        return lines
+    blocks = code_blocks(lines) if is_report(lines) else []
+    failed = [block for block in blocks if Evidence(tuple(_split(block))).outcome.has_failed]
+    return failed[0] if len(failed) == 1 else ()
+
+
+def _split(lines: Sequence[str]) -> list[Log]:
     streams: dict[tuple[str, int | None], list[Line]] = {}
-    lines = lines_of(text)
-    for line in () if is_document(lines) else strip_prefixes(lines):
+    for line in strip_prefixes(lines):
         streams.setdefault((line.host, line.rank), []).append(line)
     logs = [
         Log(host, rank, tuple(line.text for line in lines), tuple(line.number for line in lines))

@@ -148,6 +148,7 @@ DOCUMENTED = {
     "UCX": {"UCX_NET_DEVICES", "UCX_TLS"},
     "Weights & Biases": {"WANDB_API_KEY", "WANDB_MODE"},
     "DeepSpeed": {"DS_BUILD_OPS"},
+    "vLLM": {"VLLM_HOST_IP"},
     "an example": {"ANSWER"},
 }  # fmt: skip
 _PYTHON: dict[str, Any] = {

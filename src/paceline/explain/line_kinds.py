@@ -169,7 +169,9 @@ def _goes_on(lowered: str) -> bool:
 
 
 def _shows_end(line: str, lowered: str) -> bool:
-    if not any(map(lowered.__contains__, _FINISH_WORDS)) or _SOME_FAILED.search(lowered):
+    if not any(map(lowered.__contains__, _FINISH_WORDS)):
+        return False
+    if "abort" in lowered or _SOME_FAILED.search(lowered):
         return False
     return _FINISH.search(line) is not None
 

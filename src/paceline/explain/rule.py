@@ -167,8 +167,9 @@ def log_matcher(head: FrontMatter) -> Matcher:
 
 
 def _groups(match: re.Match[str]) -> dict[str, str]:
-    """The named groups that matched, without the numbers of their alternatives."""
-    return {name.rsplit("_", 1)[0]: text for name, text in match.groupdict().items() if text}
+    """The named groups that matched, each on one line and without the number of its alternative."""
+    groups = {name.rsplit("_", 1)[0]: text for name, text in match.groupdict().items() if text}
+    return {name: " ".join(text.split()) for name, text in groups.items()}
 
 
 def _has_frame(unit: Unit, pattern: re.Pattern[str] | None) -> bool:

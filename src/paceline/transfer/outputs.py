@@ -149,6 +149,9 @@ class OutputStore:
             folder.since_us = 0
         elif folder.is_local:  # a launcher that was killed may not have recorded the last ones
             folder.since_us = min(self.journal.mark_local_start(folder.since_us), folder.since_us)
+        if not folder.prefix:  # the latest files of the code may be as late
+            folder.fetched |= {file.path: file.version for file in await self.list_files(folder)
+                               if self._was_sent(file.path)}  # fmt: skip
 
     async def list_files(self, folder: OutputFolder) -> list[WrittenFile]:
         """Lists the outputs in a node's folder that may travel while a run goes on.
@@ -163,13 +166,15 @@ class OutputStore:
         known = {_parent(path) for path in self.journal.outputs}
         is_mixed = folder.is_local and not folder.prefix
 
+        def may_be_the_scripts(file: WrittenFile) -> bool:
+            """Whether a file of the user's project does not look like one that the user changed."""
+            is_checkpoint_file = is_checkpoint(file.path, [file.path])
+            is_recent = file.age_s < age_s or _parent(file.path) in known
+            return is_recent and (is_checkpoint_file or not self._was_sent(file.path))
+
         def select() -> list[WrittenFile]:
-            return [
-                file
-                for file in files
-                if self.travels(file.path)
-                and (not is_mixed or file.age_s < age_s or _parent(file.path) in known)
-            ]
+            return [file for file in files if self.travels(file.path)
+                    and (not is_mixed or may_be_the_scripts(file))]  # fmt: skip
 
         return await asyncio.to_thread(select)
 
@@ -178,7 +183,7 @@ class OutputStore:
         if path.startswith(RUN_PREFIX):
             name = path.removeprefix(RUN_PREFIX)
             return not _is_of_run(name) and not name_refusal(name, in_own_folder=True)
-        return not self._was_sent(path) and not name_refusal(path, in_own_folder=True)
+        return not name_refusal(path, in_own_folder=True)
 
     async def sync(self, folder: OutputFolder, *, share: float = 1.0, has_ended: bool = False,
                    has_succeeded: bool = False) -> None:  # fmt: skip
@@ -462,7 +467,7 @@ class OutputStore:
         files = await self.list_files(folder)
         hidden = [unit for unit, group in group_files(files).items()
                   if (is_checkpoint(unit, map(_path, group)) or group[0].path != unit)
-                  and not any(file.path in paths for file in group)
+                  and not any(file.path in paths or self._was_sent(file.path) for file in group)
                   and not (is_source and all(file.is_whole for file in group))]  # fmt: skip
         missing: list[str] = []
         if not is_source and manifest:
@@ -509,7 +514,7 @@ class OutputStore:
         for output in self.journal.outputs.values():
             if output.path.startswith(RUN_PREFIX) != bool(prefix):
                 continue
-            local = output.local_path(self._run, self.project)
+            local = self._newest_copy(output)
             versions[output.path] = local, None if local is None else local_version(local)
         cut_off = {unit_of(path) for path, (_, version) in versions.items() if version is None}
         manifest: Manifest = []
@@ -525,6 +530,16 @@ class OutputStore:
                     manifest.append([path, sha256, 0o644, version[0]])
                     paths[path] = local, version[1]
         return manifest, paths
+
+    def _newest_copy(self, output: Output) -> Path | None:
+        """Where the newest version is here: the user's own file may be newer than an output."""
+        local = output.local_path(self._run, self.project)
+        if output.place and self.project is not None and not output.path.startswith(RUN_PREFIX):
+            own = self.project / output.path
+            version = local_version(own)
+            if version is not None and version[1] > output.mtime_us:
+                return own
+        return local
 
     async def known_paths(self, folder: OutputFolder) -> set[str]:
         """Paths on a node whose present version is here, or was sent from here."""

@@ -1,13 +1,14 @@
 """Is the data the same on all hosts?
 
 Looks at: paths given with --data: names, sizes, and the content of up to 64 small files.
-Fails when: a host does not have the data, or has different data.
+Fails when: a host has different data, or none that this machine could send.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.checks.check import (
@@ -24,9 +25,14 @@ from paceline.spec.formatting import pluralize
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """Returns ``exists``, ``files``, ``bytes`` and ``digest``, by path and host."""
+    """Returns ``exists``, ``files``, ``bytes`` and ``digest``, by path and host.
+
+    The host ``""`` is this machine, of which only ``exists`` is known.
+    """
     paths = session.survey.requirements.data
-    return {path: await session.request_all("digest_tree", path=path) for path in paths}
+    return {path: {"": {"exists": Path(path).exists()},
+                   **await session.request_all("digest_tree", path=path)}
+            for path in paths}  # fmt: skip
 
 
 def evaluate(survey: Survey) -> list[Finding]:
@@ -34,7 +40,12 @@ def evaluate(survey: Survey) -> list[Finding]:
 
 
 def _finding(path: str, trees: dict[str, Any]) -> Finding:
+    is_here = trees.get("", {}).get("exists", False)
+    trees = {name: tree for name, tree in trees.items() if name}
     missing = [name for name, tree in trees.items() if not tree["exists"]]
+    if missing and is_here:
+        message = f"{path} is on this machine, and is sent to {join_names(missing)} at the start"
+        return passed("data", missing, message)
     present = {name: tree for name, tree in trees.items() if tree["exists"]}
     if missing:
         source = next(iter(present), "")

@@ -11,7 +11,7 @@ from paceline.explain.units import Unit
 
 _SIZE = r"(?:world[ _]?|comm[ _]?)?size"
 _ALONE = re.compile(
-    r"(?i:\b(?:rank|process(?:or)?|proc|task)\W{0,3}0(?: of |/| out of )1(?![\d./])"
+    r"(?i:\b(?:rank|process(?:or)?|proc|task|am)\W{0,3}0(?: of |/| out of )1(?![\d./])"
     rf"|\brank\W{{1,4}}0\b.{{0,60}}\b{_SIZE}\W{{1,4}}1(?![\d.])"
     rf"|\b{_SIZE}\W{{1,4}}1(?![\d.]).{{0,60}}\brank\W{{1,4}}0\b)"
 )
@@ -43,14 +43,15 @@ def match(evidence: Evidence) -> Match | None:
 
 
 def _longest_start(units: Sequence[Unit]) -> list[Unit]:
-    """The most statements of a single process that nothing else separates."""
+    """The most statements of one form that nothing else separates."""
     longest: list[Unit] = []
-    current: list[Unit] = []
+    current: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
-        if _ALONE.search(unit.text) and unit.kind in ("text", "progress"):
-            current.append(unit)
+        statement = _ALONE.search(unit.text)
+        if statement and unit.kind in ("text", "progress"):
+            form = statement[0].lower(), len(unit.text.split())  # hosts may differ
+            current.setdefault(form, []).append(unit)
+            longest = max(longest, list(current[form]), key=len)
         elif unit.kind in _ENDS_START:
-            current = []
-        if len(current) > len(longest):
-            longest = list(current)
+            current = {}
     return longest

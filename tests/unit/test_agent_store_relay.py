@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.agent import challenge
 from paceline.agent.supervision import store_relay
 from paceline.agent.supervision.job import NodeJob
 from paceline.agent.supervision.store import Store
@@ -134,7 +135,7 @@ def test_more_than_all_buffers_hold_arrives_whole_and_holds_up_nobody(
 
 def test_who_does_not_know_the_key_reaches_nothing(hosts: Hosts) -> None:
     stranger, replaying = hosts.dial(hosts.gateway_listener), hosts.dial(hosts.gateway_listener)
-    handshake = store_relay.forwarder_handshake(KEY)
+    handshake = challenge.caller_handshake(KEY)
     next(handshake)
     proof, _ = handshake.send(stranger.recv(32).decode())
     replaying.recv(32)

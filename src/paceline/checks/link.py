@@ -9,6 +9,7 @@ two hundred is retransmitted, or a link carries less than 50 Mbit/s.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,23 +76,25 @@ def _is_blocked(survey: Survey) -> bool:
 class _Sinks:
     """Receivers on all hosts, and sending to them."""
 
-    def __init__(self, session: ProbeSession, ports: Mapping[str, int]) -> None:
+    def __init__(self, session: ProbeSession, ports: Mapping[str, int], key: str) -> None:
         self._session = session
         self._ports = ports
+        self._key = key  # without it a sink takes nothing
 
     @classmethod
     async def open(cls, session: ProbeSession) -> _Sinks:
-        networks = session.networks
-        answers = await gather_all(
-            [session.request(name, "sink", address=networks[name].address) for name in networks]
-        )
-        return cls(session, {n: a["port"] for n, a in zip(networks, answers, strict=True)})
+        networks, key = session.networks, secrets.token_hex(32)
+        answers = await gather_all([
+            session.request(name, "sink", address=networks[name].address, key=key)
+            for name in networks
+        ])  # fmt: skip
+        return cls(session, {n: a["port"] for n, a in zip(networks, answers, strict=True)}, key)
 
     async def send(self, source: str, target: str, rate: int, seconds: float) -> dict[str, Any]:
         address = self._session.networks[target].address
         try:
             return await self._session.request(
-                source, "transfer", address=address, port=self._ports[target],
+                source, "transfer", address=address, port=self._ports[target], key=self._key,
                 seconds=seconds, pace=rate, timeout_s=TIMEOUT_S,
             )  # fmt: skip
         except (PacelineError, asyncio.TimeoutError) as error:

@@ -2,28 +2,22 @@
 
 The store listens on the loopback interface of its host only. On each other host, a *forwarder*
 accepts the ranks' connections on loopback and connects to the *gateway* on the store's host, which
-connects to the store. Both first prove that they know the job's key, by the same ``mac`` as a
-launcher that reconnects::
-
-    gateway:   NONCE
-    forwarder: OTHER mac("forwarder" NONCE OTHER)
-    gateway:   mac("gateway" OTHER NONCE)
+connects to the store. Both first prove that they know the job's key (see ``challenge.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
-import os
 import selectors
 import socket
 import threading
 import time
-from typing import Dict, Generator, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
+from ..challenge import Handshake, caller_handshake, listener_handshake
 from ..ranks import peer_filters
-from ..reconnection import NONCE_BYTES, PROOF_TIMEOUT_S, mac
+from ..reconnection import PROOF_TIMEOUT_S
 from ..surveys import probe
 
 MAX_UNPROVEN = 512  # connections that may be proving the key; beyond that the oldest goes
@@ -31,36 +25,8 @@ BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
-_NONCE_CHARS, _MAC_CHARS = 2 * NONCE_BYTES, 64
 
 Address = Tuple[str, int]
-Handshake = Generator[Tuple[str, int], str, str]
-"""Yields a text to send and the length of the answer; returns the last text to send.
-
-Raises ValueError if the other side does not know the key."""
-
-
-def gateway_handshake(key: bytes) -> Handshake:
-    """Proves the key to a forwarder, after it has proven it."""
-    nonce = os.urandom(NONCE_BYTES).hex()
-    reply = yield nonce, _NONCE_CHARS + _MAC_CHARS
-    other, proof = reply[:_NONCE_CHARS], reply[_NONCE_CHARS:]
-    _verify(proof, mac(key, "forwarder", nonce, other))
-    return mac(key, "gateway", other, nonce)
-
-
-def forwarder_handshake(key: bytes) -> Handshake:
-    """Proves the key to a gateway, and has it prove it."""
-    nonce = yield "", _NONCE_CHARS
-    own = os.urandom(NONCE_BYTES).hex()
-    proof = yield own + mac(key, "forwarder", nonce, own), _MAC_CHARS
-    _verify(proof, mac(key, "gateway", own, nonce))
-    return ""
-
-
-def _verify(proof: str, expected: str) -> None:
-    if not hmac.compare_digest(proof.encode(), expected.encode()):
-        raise ValueError("wrong key")
 
 
 class _Link:
@@ -181,7 +147,7 @@ class StoreRelay:
         """Begins the proof on the side to the other host."""
         assert link.outer is not None
         link.handshake = (
-            gateway_handshake(self._key) if self._is_gateway else forwarder_handshake(self._key)
+            listener_handshake(self._key) if self._is_gateway else caller_handshake(self._key)
         )
         self._selector.register(link.outer, selectors.EVENT_READ, link)
         self._send(link, *next(link.handshake))

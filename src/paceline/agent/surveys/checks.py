@@ -13,10 +13,11 @@ import subprocess
 import sysconfig
 import threading
 import time
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, Iterator, List, Optional, Tuple
 
-from .. import warm
+from .. import challenge, warm
 from ..files import safe_paths, snapshot
 from ..operations import describe_error
 from ..supervision import processes, stalls
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 18
 SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after
+MAX_UNPROVEN = 64  # connections to a sink that may be proving the key; beyond that the oldest goes
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 SYN_RECV = "03"  # state in /proc/net/tcp
 RTF_REJECT = 0x200
@@ -86,25 +88,34 @@ def reject_routes() -> List[str]:
 # --- bandwidth --------------------------------------------------------------------------------
 
 
-def serve_sink(listener: socket.socket) -> None:
-    """Discards the data of every connection and answers its size (8 bytes), until closed."""
+def serve_sink(listener: socket.socket, key: bytes) -> None:
+    """Discards what callers with the key send and answers its size (8 bytes), until closed."""
     listener.setblocking(True)
+    unproven: Deque[socket.socket] = deque()  # oldest first
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_receive_all, args=(connection,), daemon=True).start()
+        unproven.append(connection)
+        if len(unproven) > MAX_UNPROVEN:
+            with contextlib.suppress(OSError):
+                unproven.popleft().shutdown(socket.SHUT_RDWR)
+        arguments = (connection, key, unproven)
+        threading.Thread(target=_receive_all, args=arguments, daemon=True).start()
 
 
-def _receive_all(connection: socket.socket) -> None:
-    buffer = bytearray(BLOCK_BYTES)
+def _receive_all(connection: socket.socket, key: bytes, unproven: Deque[socket.socket]) -> None:
     count = 0
-    with connection, contextlib.suppress(OSError):
-        while True:
-            received = connection.recv_into(buffer)
-            if not received:
-                break
+    with connection, contextlib.suppress(OSError, ValueError):
+        try:
+            challenge.run(connection, challenge.listener_handshake(key))
+        finally:
+            with contextlib.suppress(ValueError):  # it has made room for others
+                unproven.remove(connection)
+        connection.settimeout(None)
+        buffer = bytearray(BLOCK_BYTES)
+        while received := connection.recv_into(buffer):
             count += received
         connection.sendall(struct.pack("!Q", count))
 
@@ -113,8 +124,10 @@ def send_to_sink(request: Message) -> Message:
     """Sends to a sink for ``seconds``; returns how much arrived, and in what time.
 
     Args:
-        request: ``address``, ``port``, ``seconds``, ``timeout_s``, and ``pace`` (bytes a second, 0
-            for as fast as it goes).
+        request: ``address``, ``port`` and ``key`` of the sink, ``seconds``, ``timeout_s``, and
+            ``pace`` (bytes a second, 0 for as fast as it goes).
+
+    Raises OSError if the sink does not know the key, or does not answer in time.
     """
     family = probe.family_of(request["address"])
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -125,12 +138,21 @@ def send_to_sink(request: Message) -> Message:
             bytes_per_s = min(int(request["pace"]), (1 << 32) - 1)
             sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", bytes_per_s))
         sock.connect((request["address"], request["port"]))
+        _prove(sock, bytes.fromhex(request["key"]))
+        sock.settimeout(request["timeout_s"])
         started_s = time.monotonic()
         sent = _send_for(sock, started_s + request["seconds"])
         sock.shutdown(socket.SHUT_WR)
         arrived = struct.unpack("!Q", _receive_exactly(sock, 8))[0]
         seconds = time.monotonic() - started_s
         return dict(tcp_info(sock), bytes=arrived, seconds=seconds, sent=sent)
+
+
+def _prove(sock: socket.socket, key: bytes) -> None:
+    try:
+        challenge.run(sock, challenge.caller_handshake(key))
+    except ValueError:
+        raise OSError("something else answers there") from None
 
 
 def _send_for(sock: socket.socket, deadline: float) -> int:
@@ -446,10 +468,14 @@ def open_ports(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def open_sink(agent: Agent, request: Message, _: bytes) -> None:
-    """Opens a sink on ``address`` until the agent ends; answers its port."""
+    """Opens a sink on ``address``, for callers with ``key``, until the agent ends.
+
+    Answers its port.
+    """
     listener = probe.listen(request["address"])
     agent.sinks.append(listener)
-    threading.Thread(target=serve_sink, args=(listener,), daemon=True).start()
+    arguments = (listener, bytes.fromhex(request["key"]))
+    threading.Thread(target=serve_sink, args=arguments, daemon=True).start()
     agent.reply(request, port=listener.getsockname()[1])
 
 

@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import shutil
 import socket
 import threading
@@ -32,6 +31,7 @@ from paceline.spec.training.checkpoint_manifest import (
 )
 from paceline.train import files
 from paceline.train.checkpoints.store import Fenced, Store
+from paceline.train.reduce import handshakes
 from paceline.train.reduce.handshakes import Caller, greetings, guard, job_hosts, read_exactly
 
 PIECE_BYTES = 1 << 18  # bytes after which the writer waits for a sign
@@ -39,7 +39,7 @@ ACCEPTED, REJECTED = b"+", b"-"  # the sign
 RESERVED_BYTES = 16 << 20  # bytes of a disk that copies leave free
 
 _PART, _OFFER = ".copy.tmp", ".offer"  # a folder that is half there; in it, the manifest of it all
-_NONCE, _MAC = 16, 32
+_PURPOSE, _MAC_BYTES = b"paceline checkpoints", 32
 _MAX_MESSAGE_BYTES = 1 << 24  # bytes of a message: a manifest of thousands of files
 _MAX_PROBLEM_LENGTH = 300  # characters
 _GREETING_TIMEOUT_S = 5.0
@@ -57,13 +57,11 @@ class CopyRefused(Exception):
 class CopyChannel:
     """Connection whose messages are authenticated with the job's key, in order.
 
-    What is between messages (the content of files) is proven by the hashes in the manifest. It
-    begins with a nonce of the side that was called, and a nonce and a proof of the caller's.
+    What is between messages (the content of files) is proven by the hashes in the manifest.
 
     Args:
-        connection: Closed by its owner.
-        hello: The nonce of the side that was called.
-        nonce: The caller's.
+        connection: Both sides have proven the job's key; closed by its owner.
+        connection_key: The key of this connection.
         calls: This is the caller's side.
         timeout_s: How long each message or acknowledgement may take.
 
@@ -75,16 +73,14 @@ class CopyChannel:
     def __init__(
         self,
         connection: socket.socket,
-        key: bytes,
-        hello: bytes,
-        nonce: bytes,
+        connection_key: bytes,
         *,
         calls: bool,
         timeout_s: float = _IO_TIMEOUT_S,
     ) -> None:
         self.connection, self._timeout_s = connection, timeout_s
         connection.settimeout(timeout_s)
-        self._key = hmac.digest(key, b"paceline checkpoints" + nonce + hello, "sha256")
+        self._key = connection_key
         self._local_side, self._peer_side = (b"c", b"s") if calls else (b"s", b"c")
         self._num_sent = self._num_received = 0
 
@@ -92,22 +88,20 @@ class CopyChannel:
     def connect(
         cls, connection: socket.socket, key: bytes, timeout_s: float = _IO_TIMEOUT_S
     ) -> CopyChannel:
-        """Opens the caller's side."""
+        """Opens the caller's side. OSError if the other side does not know the key."""
         deadline = time.monotonic() + _GREETING_TIMEOUT_S
-        hello, nonce = read_exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
-        talk = cls(connection, key, hello, nonce, calls=True, timeout_s=timeout_s)
-        connection.sendall(nonce + talk._proof())
-        return talk
+        connection_key = handshakes.prove(connection, key, _PURPOSE, deadline)
+        handshakes.check_reply(connection, connection_key, deadline)
+        return cls(connection, connection_key, calls=True, timeout_s=timeout_s)
 
     @classmethod
     def accept(cls, caller: Caller, key: bytes) -> CopyChannel | None:
-        """Opens the called side; ``None`` if the caller does not know the key."""
-        nonce, proof = bytes(caller.greeting[:_NONCE]), bytes(caller.greeting[_NONCE:])
-        talk = cls(caller.connection, key, caller.hello, nonce, calls=False)
-        return talk if hmac.compare_digest(proof, talk._proof()) else None
-
-    def _proof(self) -> bytes:
-        return hmac.digest(self._key, b"greeting", "sha256")
+        """Opens the called side; ``None`` if the caller does not know the key, or has gone."""
+        with contextlib.suppress(OSError):
+            if (verified := handshakes.verify(caller, key, _PURPOSE)) is not None:
+                handshakes.reply(caller.connection, verified[0])
+                return cls(caller.connection, verified[0], calls=False)
+        return None
 
     def send(self, **message: Any) -> None:
         body = json.dumps(message).encode()
@@ -119,7 +113,7 @@ class CopyChannel:
         length = int.from_bytes(self.read_exactly(4), "big")
         if length > _MAX_MESSAGE_BYTES:
             raise CopyRefused("this is no message of ours")
-        mac = self.read_exactly(_MAC)
+        mac = self.read_exactly(_MAC_BYTES)
         body = self.read_exactly(length)
         if not hmac.compare_digest(mac, self._mac(self._peer_side, self._num_received, body)):
             raise CopyRefused("it does not know this job's key")
@@ -162,7 +156,9 @@ class Receiver:
         self._protected = Store(root).newest_and_best()
         self.token, self.sender = 0, ""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=4)
+        self._listener = socket.create_server(
+            (address, 0), family=family, backlog=handshakes.MAX_CALLERS
+        )
         self._guard = guard(self._listener)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._is_open, self._storing = True, threading.Lock()
@@ -202,16 +198,12 @@ class Receiver:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _serve(self) -> None:
-        callers = greetings(
-            self._listener,
-            _NONCE + _MAC,
-            _GREETING_TIMEOUT_S,
-            hello=lambda: secrets.token_bytes(_NONCE),
-        )
+        callers = greetings(self._listener, 0, _GREETING_TIMEOUT_S)
         with self._listener, contextlib.suppress(OSError), contextlib.closing(callers):
             for caller in callers:
-                talk = CopyChannel.accept(caller, self._key)
-                if talk is None or not self._is_sender(caller.connection):
+                is_sender = self._is_sender(caller.connection)
+                talk = CopyChannel.accept(caller, self._key) if is_sender else None
+                if talk is None:
                     caller.connection.close()
                     continue
                 self.drop_sender()  # who proves itself now is the only one that still writes

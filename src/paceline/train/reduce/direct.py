@@ -17,7 +17,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -42,7 +43,8 @@ _MAX_SLEEP_S = 60.0  # between two looks whether the timeout is over
 _SOCKET_BUFFER = 1 << 19  # bytes that the kernel takes, and keeps, of each connection
 _WAKE_BYTES = 1 << 16  # that have come, or the rest, before a thread that sleeps is woken
 _PIECE = 1 << 18  # bytes of a message that are worked on together
-_KEY_BYTES = 16  # bytes
+_KEY_BYTES, _RANK_BYTES = 16, 4
+_PURPOSE = b"paceline gradients"
 _HEADER = struct.Struct("=IQ")  # of a message: number of the operation, bytes that follow
 # TCP_THIN_LINEAR_TIMEOUTS, and TCP_RTO_MAX_MS of Linux 6.15, which Python does not name
 _RETRANSMIT_OPTIONS = ((16, 1), (44, 1000))
@@ -466,46 +468,72 @@ def _endpoint(listener: socket.socket | None, key: bytes) -> bytes:
 def _connect_all(
     listener: socket.socket, endpoints: Sequence[tuple[str, int, bytes]], rank: int, shutdowns: int
 ) -> dict[int, socket.socket]:
-    """Calls the ranks before this one and accepts the calls of those behind it.
+    """Calls the ranks before this one and accepts the calls of those behind it, at once.
 
-    A caller sends the key of the rank that it calls and its own number, and gets its own key.
+    Both sides prove the key of the rank that is called; the caller's number is part of the proof.
 
     Raises:
         OSError: Not all could be reached, in time.
     """
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    local_key = endpoints[rank][2]
     connections: dict[int, socket.socket] = {}
+
+    def add(peer: int, connection: socket.socket) -> socket.socket:
+        connections[peer] = _open_sockets.add(_configured(connection, deadline), shutdowns)
+        return connections[peer]
+
     try:
-        for peer, (address, port, key) in enumerate(endpoints[:rank]):
-            calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            connections[peer] = _open_sockets.add(_configured(calling, deadline), shutdowns)
-            calling.connect((address, port))
-            calling.sendall(key + rank.to_bytes(4, "big"))
-        greeting_bytes = _KEY_BYTES + 4
-        callers = handshakes.greetings(listener, greeting_bytes, _CONNECT_TIMEOUT_S, until=deadline)
-        with contextlib.closing(callers):
-            while len(connections) < len(endpoints) - 1:
-                caller = next(callers)
-                accepted, greeting = caller.connection, bytes(caller.greeting)
-                peer = int.from_bytes(greeting[_KEY_BYTES:], "big")
-                has_key = secrets.compare_digest(greeting[:_KEY_BYTES], local_key)
-                if has_key and rank < peer < len(endpoints):
-                    configured = _configured(accepted, deadline)
-                    connections[peer] = _open_sockets.add(configured, shutdowns)
-                    accepted.sendall(endpoints[peer][2])
-                else:
-                    accepted.close()
-        for peer in range(rank):
-            answer = handshakes.read_exactly(connections[peer], _KEY_BYTES, deadline)
-            if not secrets.compare_digest(answer, local_key):
-                raise ConnectionError("a process without the key answers there")
+        with ThreadPoolExecutor(1, "paceline-calls") as pool:
+            calls = pool.submit(_call_lower_ranks, endpoints[:rank], rank, deadline, add)
+            _accept_higher_ranks(listener, endpoints, rank, deadline, add)
+            calls.result()
     except OSError:
         _close(connections)
         raise
     for connection in connections.values():
         connection.setblocking(False)
     return connections
+
+
+def _call_lower_ranks(
+    endpoints: Sequence[tuple[str, int, bytes]],
+    rank: int,
+    deadline: float,
+    add: Callable[[int, socket.socket], socket.socket],
+) -> None:
+    content = rank.to_bytes(_RANK_BYTES, "big")
+    callings = []
+    for peer, (address, port, _) in enumerate(endpoints):
+        calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        callings.append(add(peer, calling))
+        calling.connect((address, port))
+    proofs = [
+        (calling, handshakes.prove(calling, key, _PURPOSE, deadline, content))
+        for calling, (_, _, key) in zip(callings, endpoints, strict=True)
+    ]
+    for calling, connection_key in proofs:
+        handshakes.check_reply(calling, connection_key, deadline, content)
+
+
+def _accept_higher_ranks(
+    listener: socket.socket,
+    endpoints: Sequence[tuple[str, int, bytes]],
+    rank: int,
+    deadline: float,
+    add: Callable[[int, socket.socket], socket.socket],
+) -> None:
+    missing = {*range(rank + 1, len(endpoints))}
+    callers = handshakes.greetings(listener, _RANK_BYTES, _CONNECT_TIMEOUT_S, until=deadline)
+    with contextlib.closing(callers):
+        while missing:
+            caller = next(callers)
+            verified = handshakes.verify(caller, endpoints[rank][2], _PURPOSE)
+            peer = int.from_bytes(verified[1], "big") if verified else -1
+            if verified is None or peer not in missing:
+                caller.connection.close()
+                continue
+            missing.remove(peer)
+            handshakes.reply(add(peer, caller.connection), *verified)
 
 
 def _close(sockets: Mapping[int, socket.socket]) -> None:

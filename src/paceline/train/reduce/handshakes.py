@@ -1,19 +1,26 @@
 """Calls at this rank's own listening sockets: from the job's hosts, many at once, bounded in time.
 
 Until it has sent its whole greeting, a caller only takes one of :data:`MAX_CALLERS` places, so a
-slow or silent caller does not delay others.
+slow or silent caller does not delay others. Both sides prove a key before anything else is read.
+``mac`` is HMAC-SHA256; the key of the connection also contains what it is for::
+
+    called: NONCE
+    caller: OTHER CONTENT mac(connection "caller" CONTENT)
+    called: mac(connection "called" CONTENT)               connection: mac(key PURPOSE OTHER NONCE)
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import math
 import os
+import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from paceline.agent.ranks import peer_filters
@@ -23,6 +30,8 @@ from paceline.spec import jobenv
 MAX_CALLERS = 64
 """Callers whose greetings are waited for at once; one more takes the place of the oldest."""
 
+NONCE_BYTES, PROOF_BYTES = 16, 32
+
 
 @dataclass(slots=True)
 class Caller:
@@ -30,13 +39,13 @@ class Caller:
 
     Attributes:
         connection: Blocking, and owned by the taker, as soon as :func:`greetings` yields it.
-        hello: What it was sent first.
+        nonce: What it was sent first.
         greeting: What has come of it.
         deadline: Of the whole greeting, on the monotonic clock.
     """
 
     connection: socket.socket
-    hello: bytes
+    nonce: bytes
     deadline: float
     greeting: bytearray = field(default_factory=bytearray)
 
@@ -72,24 +81,24 @@ def guard(listener: socket.socket) -> peer_filters.PeerFilter | None:
 
 def greetings(
     listener: socket.socket,
-    size: int,
+    content_bytes: int,
     limit_s: float,
     *,
     until: float = math.inf,
-    hello: Callable[[], bytes] = bytes,
 ) -> Generator[Caller, None, None]:
     """Each caller that sends its whole greeting in time; all others are closed.
 
     Args:
+        content_bytes: Bytes of a greeting between nonce and proof.
         limit_s: For one, from the call on.
         until: When all of them have to have come, on the monotonic clock.
-        hello: What a caller is sent first: a few bytes.
 
     Raises:
         TimeoutError: It is ``until``.
         OSError: The listening socket has ended.
     """
     listener.setblocking(False)
+    size = NONCE_BYTES + content_bytes + PROOF_BYTES
     waiting: dict[int, Caller] = {}  # oldest first
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -114,7 +123,7 @@ def greetings(
                             if is_complete:
                                 existing.connection.setblocking(True)
                                 yield existing
-                    elif (new := _accept(listener, limit_s, hello)) is not None:
+                    elif (new := _accept(listener, limit_s)) is not None:
                         if len(waiting) >= MAX_CALLERS:
                             release(next(iter(waiting.values())))
                         waiting[new.connection.fileno()] = new
@@ -125,7 +134,7 @@ def greetings(
     raise TimeoutError("not all have called in time")
 
 
-def _accept(listener: socket.socket, limit_s: float, hello: Callable[[], bytes]) -> Caller | None:
+def _accept(listener: socket.socket, limit_s: float) -> Caller | None:
     try:
         connection, (address, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
@@ -137,14 +146,13 @@ def _accept(listener: socket.socket, limit_s: float, hello: Callable[[], bytes])
         connection.close()
         return None
     connection.setblocking(False)
-    content = hello()
+    nonce = secrets.token_bytes(NONCE_BYTES)
     try:
-        if content:
-            connection.send(content)
+        connection.send(nonce)
     except OSError:
         connection.close()
         return None
-    return Caller(connection, content, time.monotonic() + limit_s)
+    return Caller(connection, nonce, time.monotonic() + limit_s)
 
 
 def _read(caller: Caller, size: int) -> bool:
@@ -174,3 +182,64 @@ def read_exactly(connection: socket.socket, size: int, until: float) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
+
+
+# -- proofs ----------------------------------------------------------------------------------
+
+
+def prove(
+    connection: socket.socket, key: bytes, purpose: bytes, until: float, content: bytes = b""
+) -> bytes:
+    """Proves the key to the side that was called; returns the key of this connection.
+
+    The other side has not proven anything before :func:`check_reply`.
+
+    Args:
+        purpose: Of the connection, the same on both sides.
+        until: On the monotonic clock.
+        content: Sent along and proven, too.
+
+    Raises:
+        OSError: The connection ends, or no nonce comes in time.
+    """
+    peer_nonce = read_exactly(connection, NONCE_BYTES, until)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection_key = _mac(key, purpose, nonce, peer_nonce)
+    connection.sendall(nonce + content + _mac(connection_key, b"caller", content))
+    return connection_key
+
+
+def check_reply(
+    connection: socket.socket, connection_key: bytes, until: float, content: bytes = b""
+) -> None:
+    """Waits for the proof of the side that was called.
+
+    Raises:
+        OSError: It does not know the key, or sends no proof in time.
+    """
+    proof = read_exactly(connection, PROOF_BYTES, until)
+    if not hmac.compare_digest(proof, _mac(connection_key, b"called", content)):
+        raise ConnectionError("a process without the key answers there")
+
+
+def verify(caller: Caller, key: bytes, purpose: bytes) -> tuple[bytes, bytes] | None:
+    """Returns the key of a caller's connection and the content of its greeting.
+
+    ``None`` if the caller does not know the key. Sends nothing; :func:`reply` does.
+    """
+    greeting = bytes(caller.greeting)
+    nonce, content = greeting[:NONCE_BYTES], greeting[NONCE_BYTES:-PROOF_BYTES]
+    connection_key = _mac(key, purpose, nonce, caller.nonce)
+    expected = _mac(connection_key, b"caller", content)
+    if not hmac.compare_digest(greeting[-PROOF_BYTES:], expected):
+        return None
+    return connection_key, content
+
+
+def reply(connection: socket.socket, connection_key: bytes, content: bytes = b"") -> None:
+    """Proves the key to a caller that has proven it. May raise OSError."""
+    connection.sendall(_mac(connection_key, b"called", content))
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"\0".join(parts), "sha256")

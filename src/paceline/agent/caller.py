@@ -8,9 +8,10 @@ The launcher's certificate is made for this run and unverified: both sides prove
 key *and* that they see the same certificate. The caller proves first. ``mac`` is HMAC-SHA256 under
 the key, CERT the certificate's SHA-256, both hexadecimal::
 
-    node:     paceline-call NONCE mac("caller" CERT NONCE ABOUT) ABOUT    ABOUT: one line of JSON
-    launcher: mac("launcher" CERT NONCE ANSWER) ANSWER                    ANSWER: {"ok": true} or
-    launcher: wrong-key                                                           {"error": TEXT}
+    node:     paceline-call NONCE mac("caller" CERT NONCE)    PROOF_BYTES bytes
+    node:     ABOUT                                           one line of JSON
+    launcher: mac("launcher" CERT NONCE ANSWER) ANSWER        ANSWER: {"ok": true} or
+    launcher: wrong-key                                               {"error": TEXT}
 
 Then the launcher sends records (a four-byte length, then the bytes; length 0 ends the input), and
 the node sends the agent's output unframed. A connection that ends without that record has broken:
@@ -35,6 +36,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 KEY_VARIABLE = "PACELINE_CALL_KEY"
 MAGIC = "paceline-call"
+PROOF_BYTES = len(MAGIC) + 1 + 32 + 1 + 64 + 1  # of a node's first line
 WRONG_KEY = "wrong-key"
 AGENT_ENDED = b"paceline-call: the agent has ended"  # sent on the stream of standard error
 LINE_LIMIT = 1 << 16
@@ -126,9 +128,8 @@ def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], patienc
     """Proves the key to the owner of the received certificate, and verifies its proof."""
     certificate = hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
     nonce = os.urandom(16).hex()
-    text = json.dumps(caller)
-    proof = mac(key, "caller", certificate, nonce, text)
-    connection.sendall(("%s %s %s %s\n" % (MAGIC, nonce, proof, text)).encode())
+    proof = mac(key, "caller", certificate, nonce)
+    connection.sendall(("%s %s %s\n%s\n" % (MAGIC, nonce, proof, json.dumps(caller))).encode())
     connection.settimeout(patience)
     reply = read_line(connection).rstrip("\n")
     if reply == WRONG_KEY:

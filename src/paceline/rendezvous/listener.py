@@ -238,19 +238,24 @@ class Listener:
     async def _proven(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
     ) -> Connection:
-        """Verifies the caller's proof, before anything that depends on the key is sent."""
-        line = (await reader.readuntil(b"\n")).decode().rstrip("\n")
-        magic, nonce, proof, text = line.split(" ", 3)
+        """Verifies the caller's proof, before anything else is read or sent."""
+        line = b""
+        while len(line) < caller.PROOF_BYTES and not line.endswith(b"\n"):
+            part = await reader.read(caller.PROOF_BYTES - len(line))
+            if not part:
+                raise EOFError
+            line += part
+        magic, nonce, proof = line.decode().split()
         if magic != caller.MAGIC:
             raise ValueError(magic)
-        expected = caller.mac(self.key, "caller", self._certificate, nonce, text)
+        expected = caller.mac(self.key, "caller", self._certificate, nonce)
         if not hmac.compare_digest(proof.encode(), expected.encode()):
             self.strangers = [*self.strangers[-MAX_STRANGERS:], peer]
             writer.write(f"{caller.WRONG_KEY}\n".encode())
             raise ValueError("wrong key")
-        info = json.loads(text)
+        info = json.loads(await reader.readuntil(b"\n"))
         if not isinstance(info, dict):
-            raise ValueError(text)
+            raise ValueError("no description of a node")
 
         def seal(answer: str) -> str:
             proof = caller.mac(self.key, "launcher", self._certificate, nonce, answer)

@@ -1,0 +1,308 @@
+"""Each listening socket that hosts of a job reach: both sides prove a key before anything is read.
+
+Strangers say nothing, say nonsense, or repeat what an honest peer said. They get no further than a
+random number, they are hung up on, and honest peers get through between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.agent import caller, challenge
+from paceline.agent.supervision import store_relay
+from paceline.agent.surveys import checks, probe
+from paceline.rendezvous import listener as rendezvous
+from paceline.train.checkpoints import receiver
+from paceline.train.reduce import direct
+
+KEY = b"k" * 32
+PATIENCE_S = 30.0
+PROOF_S = 1.5  # instead of five seconds
+MAX_REPLY_BYTES = 200  # that a stranger gets: a random number, or the beginning of TLS
+NONSENSE = (b"GET / HTTP/1.1\r\n\r\n" * 20, b"\n" * 500, b"\0" * 4000, os.urandom(4000))
+
+LISTENERS = {
+    "agent/reconnection.py": "Unix socket: tests/contract/test_reconnection.py",
+    "agent/ranks/forkserver.py": "the store, on loopback: tests/unit/test_agent_store_relay.py",
+    "agent/ranks/peer_filters.py": "closes every connection: tests/unit/test_agent_peers.py",
+    "agent/supervision/requests.py": "becomes the gateway; accepts nothing before",
+    "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_store_relay.py",
+    "agent/supervision/store_relay.py": "gateway",
+    "agent/surveys/checks.py": "sink; reachability",
+    "agent/surveys/probe.py": "reachability",
+    "agent/surveys/retransmissions.py": "reachability",
+    "lab/switch.py": "Unix socket in a folder of the user",
+    "launch/control.py": "Unix socket: tests/unit/test_launch_control.py",
+    "rendezvous/listener.py": "nodes",
+    "setup/login.py": "Unix socket in a folder of the user",
+    "train/checkpoints/receiver.py": "checkpoint copies",
+    "train/elastic/job_group.py": "connects only",
+    "train/reduce/direct.py": "gradients",
+}
+
+
+def test_every_listener_is_known() -> None:
+    """Whoever adds one adds it here, to the test below, and to the page about security."""
+    opening = re.compile(r"\.listen\(\S|create_server\(|start_(?:unix_)?server\(|TCPStore\(\n")
+    root = Path(paceline.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if opening.search(path.read_text(encoding="utf-8"))
+    }
+    listening_for_messages = {"cli/supervise.py", "remote/channel.py"}
+    assert found - listening_for_messages == set(LISTENERS)
+
+
+class Service:
+    """A listener under test.
+
+    Attributes:
+        address: Where strangers reach it.
+        call: Connects to an address as an honest peer, and checks that it is served.
+        num_served: How many connections have come past the proof.
+    """
+
+    def __init__(self, address: Any, call: Callable[[Any], None],
+                 num_served: Callable[[], int]) -> None:  # fmt: skip
+        self.address, self.call, self.num_served = address, call, num_served
+
+
+def gateway(closing: contextlib.ExitStack, _: Path) -> Service:
+    store = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+    served: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                served.append(closing.enter_context(store.accept()[0]))
+                served[-1].sendall(b"store")
+
+    threading.Thread(target=serve, daemon=True).start()
+    closing.callback(store.shutdown, socket.SHUT_RDWR)
+    listener = closing.enter_context(probe.listen("127.0.0.1"))
+    relay = store_relay.StoreRelay(listener, store.getsockname(), KEY, is_gateway=True)
+    closing.callback(relay.close)
+
+    def call(address: Any) -> None:
+        with socket.create_connection(address, PATIENCE_S) as connection:
+            challenge.run(connection, challenge.caller_handshake(KEY))
+            assert connection.recv(5) == b"store"
+
+    return Service(listener.getsockname(), call, lambda: len(served))
+
+
+def sink(closing: contextlib.ExitStack, _: Path) -> Service:
+    listener = closing.enter_context(probe.listen("127.0.0.1"))
+    threading.Thread(target=checks.serve_sink, args=(listener, KEY), daemon=True).start()
+    closing.callback(listener.shutdown, socket.SHUT_RDWR)
+    served = []
+
+    def call(address: Any) -> None:
+        sent = checks.send_to_sink({
+            "address": address[0], "port": address[1], "key": KEY.hex(), "seconds": 0.01,
+            "timeout_s": PATIENCE_S,
+        })  # fmt: skip
+        assert sent["bytes"] == sent["sent"] > 0
+        served.append(sent)
+
+    return Service(listener.getsockname(), call, lambda: len(served))
+
+
+def nodes(closing: contextlib.ExitStack, _: Path) -> Service:
+    loop, served = asyncio.new_event_loop(), []
+
+    def take(connection: rendezvous.Connection) -> None:
+        served.append(connection)
+        connection.accept()
+
+    listener = rendezvous.Listener(KEY, take)
+    loop.run_until_complete(listener.open(["127.0.0.1"]))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def stop() -> None:
+        asyncio.run_coroutine_threadsafe(listener.close(), loop).result(PATIENCE_S)
+        for connection in served:
+            loop.call_soon_threadsafe(connection.writer.transport.abort)
+        loop.call_soon_threadsafe(loop.call_later, 0.1, loop.stop)
+        thread.join(PATIENCE_S)
+        loop.close()
+
+    closing.callback(stop)
+
+    def call(address: Any) -> None:
+        caller.call(*address, KEY, {"stream": "frames"}, PATIENCE_S).close()
+
+    return Service(listener.addresses[0], call, lambda: len(served))
+
+
+def checkpoint_copies(closing: contextlib.ExitStack, folder: Path) -> Service:
+    taker = receiver.Receiver(folder, KEY, "127.0.0.1", keep=2)
+    closing.callback(taker.close)
+    served = []
+
+    def call(address: Any) -> None:
+        with socket.create_connection(address, PATIENCE_S) as connection:
+            talk = receiver.CopyChannel.connect(connection, KEY)
+            talk.send(name="0", manifest="{}", token=1)
+            with pytest.raises(receiver.CopyRefused, match="damaged"):
+                talk.receive()
+            served.append(talk)
+
+    return Service(taker.address, call, lambda: len(served))
+
+
+def gradients(closing: contextlib.ExitStack, _: Path) -> Service:
+    """Of rank 0, which three ranks call."""
+    listener = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=256))
+    endpoints = [("127.0.0.1", listener.getsockname()[1], KEY)] * 4
+    served: dict[int, socket.socket] = {}
+
+    def add(peer: int, connection: socket.socket) -> socket.socket:
+        return served.setdefault(peer, connection)
+
+    deadline = time.monotonic() + 4 * PATIENCE_S
+    arguments = (listener, endpoints, 0, deadline, add)
+    accepting = threading.Thread(target=direct._accept_higher_ranks, args=arguments)
+    accepting.start()
+
+    def call(address: Any) -> None:
+        def keep(_: int, connection: socket.socket) -> socket.socket:
+            return closing.enter_context(connection)
+
+        rank = len(served) + 1
+        direct._call_lower_ranks([(*address, KEY)], rank, time.monotonic() + PATIENCE_S, keep)
+
+    def stop() -> None:
+        while len(served) < 3:
+            call(listener.getsockname())
+        accepting.join(PATIENCE_S)
+        for connection in served.values():
+            connection.close()
+
+    closing.callback(stop)
+    return Service(listener.getsockname(), call, lambda: len(served))
+
+
+SERVICES = (gateway, sink, nodes, checkpoint_copies, gradients)
+
+
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[contextlib.ExitStack]:
+    for module, name in [
+        (challenge, "PROOF_TIMEOUT_S"), (store_relay, "PROOF_TIMEOUT_S"),
+        (rendezvous, "HANDSHAKE_S"), (receiver, "_GREETING_TIMEOUT_S"),
+        (direct, "_CONNECT_TIMEOUT_S"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(module, name, PROOF_S)
+    with contextlib.ExitStack() as opened:
+        yield opened
+
+
+def record_call(service: Service) -> bytes:
+    """Calls through a relay; returns all that the honest peer has sent."""
+    sent = bytearray()
+
+    def pump(source: socket.socket, target: socket.socket, record: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                record += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve(listener: socket.socket) -> None:
+        inner = listener.accept()[0]
+        with inner, socket.create_connection(service.address, PATIENCE_S) as outer:
+            backward = threading.Thread(target=pump, args=(outer, inner, bytearray()))
+            backward.start()
+            pump(inner, outer, sent)
+            backward.join(PATIENCE_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        service.call(listener.getsockname())
+    return bytes(sent)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(1 << 12):
+            received += data
+    return received
+
+
+@pytest.mark.parametrize("open_service", SERVICES, ids=lambda service: service.__name__)
+def test_strangers_get_nothing_and_honest_peers_get_through(
+    open_service: Callable[..., Service], closing: contextlib.ExitStack, tmp_path: Path
+) -> None:
+    service = open_service(closing, tmp_path / "taker")
+    recorded = record_call(service)
+    assert len(recorded) > 40
+    assert service.num_served() == 1
+
+    def stranger(sent: bytes) -> socket.socket:
+        connection = closing.enter_context(socket.create_connection(service.address, PATIENCE_S))
+        with contextlib.suppress(ConnectionError):  # hung up on while it sends
+            connection.sendall(sent)
+        return connection
+
+    silent = [stranger(b"") for _ in range(80)]
+    slow = [stranger(recorded[:10]) for _ in range(20)]
+    start = time.monotonic()
+    service.call(service.address)
+    assert time.monotonic() - start < 10 * PROOF_S  # it did not wait for each of them
+    noisy = [stranger(sent) for sent in (*NONSENSE, recorded)]
+    for connection in (*silent, *slow, *noisy):
+        assert len(read_to_end(connection)) <= MAX_REPLY_BYTES
+    assert service.num_served() == 2
+
+
+@pytest.mark.parametrize("open_service", SERVICES, ids=lambda service: service.__name__)
+def test_a_listener_without_the_key_is_told_nothing(
+    open_service: Callable[..., Service], closing: contextlib.ExitStack, tmp_path: Path
+) -> None:
+    """An impostor has taken the port: it gets a proof that is worth nothing elsewhere."""
+    service = open_service(closing, tmp_path / "taker")
+    received = bytearray()
+    impostor = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def serve() -> None:
+        with impostor.accept()[0] as connection, contextlib.suppress(OSError):
+            connection.settimeout(PATIENCE_S)
+            connection.sendall(b"0" * 32)
+            time.sleep(0.3)
+            received.extend(connection.recv(1 << 16))
+            connection.sendall(b"0" * 200)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises((OSError, ValueError)):
+        service.call(impostor.getsockname())
+    thread.join(PATIENCE_S)
+    is_tls = open_service is nodes
+    assert 0 < len(received) < (2000 if is_tls else 120)
+    assert service.num_served() == 0
+
+
+def test_a_reachability_listener_reads_nothing() -> None:
+    """It says which agent it is, and hangs up."""
+    with probe.listen("127.0.0.1") as listener:
+        for sent in (b"", *NONSENSE):
+            with socket.create_connection(listener.getsockname(), PATIENCE_S) as connection:
+                connection.sendall(sent)
+                probe.answer(listener, b"i" * probe.IDENTITY_BYTES)
+                assert read_to_end(connection) in (b"i" * probe.IDENTITY_BYTES, b"")

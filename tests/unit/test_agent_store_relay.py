@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,3 +267,77 @@ def test_ranks_get_the_place_of_the_store_here_and_never_its_key(
     assert place["MASTER_ADDR"] == LOCAL
     with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), PATIENCE_S) as calling:
         assert answered(calling, b"here")
+
+
+# --- other users of the store's host --------------------------------------------------------------
+
+_TRY = """
+import encodings.idna, os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), 1) as calling:
+        calling.sendall(b"hello")
+        print(len(calling.recv(5)))
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.fixture
+def guarded(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
+    """The door to a store of a job on one host, and the socket of the store, which echoes."""
+    node, door = Store(), hosts.closing.enter_context(probe.listen(LOCAL))
+    hosts.closing.callback(node.end)
+    inner = node.open_gateway(closed_store(door), door)
+    hosts.closing.enter_context(inner)
+    inner.setblocking(True)
+    hosts.closing.callback(inner.shutdown, socket.SHUT_RDWR)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                hosts.spawn(hosts._echo, inner.accept()[0])
+
+    hosts.spawn(serve)
+    return door, inner
+
+
+def test_ranks_reach_the_store_through_the_door_only(
+    hosts: Hosts, guarded: tuple[socket.socket, socket.socket]
+) -> None:
+    door, inner = guarded
+    assert inner.getsockname() == ("127.0.0.2", door.getsockname()[1])
+    assert answered(hosts.dial(door), b"one")
+    mapped = hosts.closing.enter_context(socket.socket(socket.AF_INET6))  # as torch's clients
+    mapped.settimeout(PATIENCE_S)
+    mapped.connect((f"::ffff:{LOCAL}", door.getsockname()[1]))
+    assert answered(mapped, b"two")
+    with pytest.raises(TimeoutError):
+        socket.create_connection(inner.getsockname(), 0.3)
+    assert answered(hosts.dial(door), b"three")
+
+
+def test_a_door_is_closed_to_other_users(
+    hosts: Hosts, guarded: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert is_closed(hosts.dial(guarded[0]))
+    assert is_closed(hosts.dial(hosts.forwarder()))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_nothing_from_the_store(
+    guarded: tuple[socket.socket, socket.socket],
+) -> None:
+    found = [
+        subprocess.run(
+            [sys.executable, "-I", "-c", _TRY, *map(str, sock.getsockname())],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for sock in guarded
+    ]  # fmt: skip
+    assert found[0] in ("0", "ConnectionResetError", "BrokenPipeError")
+    assert found[1] == "TimeoutError"

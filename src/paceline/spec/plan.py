@@ -95,7 +95,8 @@ class Plan:
         agent_store: True when the agent of that node holds the store; False leaves it to rank 0
             (which then listens on every interface).
         closed_store: True when that store listens on loopback only, and the agent carries there
-            what the agents of other nodes send to that address. False: it listens on that address.
+            what its own ranks, and the agents of other nodes, send to that address. False: it
+            listens on that address.
         nodes: In rank order.
         environment: The user's variables as recorded (see ``Environment.redacted``).
         settings: Every setting that shaped the plan, with its source.
@@ -129,7 +130,7 @@ class Plan:
     @property
     def rank_master_addr(self) -> str:
         """The address at which each rank finds the store."""
-        if not self.closed_store:
+        if not self.closed_store or self.master_addr.startswith("127."):
             return self.master_addr
         return "::1" if ":" in self.master_addr else "127.0.0.1"
 

@@ -18,11 +18,13 @@ import socket
 import struct
 import threading
 import time
-from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple, Union
+from collections import deque
+from typing import Callable, Deque, Dict, Iterable, List, Optional, Set, Tuple, Union
 
 VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
 MAX_REPORTED = 16  # addresses for each socket
 MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
+MAX_PORTS = 400  # of callers that are connecting, in one filter
 REJECT_BACKLOG = 4
 REPORT_PERIOD_S = 60.0  # between two reports of an address by a process with many sockets
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
@@ -98,6 +100,7 @@ def job_hosts() -> Optional[HostSet]:
 # --- programs for the kernel: linux/filter.h, linux/bpf_common.h --------------------------------
 
 _INSTRUCTION = struct.Struct("=HBBI")
+_LOAD_HALF = 0x28
 _LOAD, _AND, _EQUAL, _JUMP, _RETURN = 0x20, 0x54, 0x15, 0x05, 0x06
 _PROTOCOL = -0x1000  # SKF_AD_OFF + SKF_AD_PROTOCOL: of a packet
 _SOURCE_4, _SOURCE_6 = -0x100000 + 12, -0x100000 + 8  # SKF_NET_OFF: in its network header
@@ -247,6 +250,31 @@ class PeerFilter:
         if self.reject_socket is not None:
             self.reject_socket.close()
             self.reject_socket = None
+
+
+class PortFilter:
+    """Restricts a listening socket to callers that this process has bound to a port.
+
+    No other user of the host can send from such a port.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener.dup()
+        self._ports: Deque[int] = deque(maxlen=MAX_PORTS)  # newest first
+        self.is_attached = attach_filter(listener, NO_HOSTS)
+
+    def admit(self, caller: socket.socket) -> None:
+        """Lets a bound socket connect; connections that exist stay."""
+        self._ports.appendleft(caller.getsockname()[1])
+        program = [_instruction(_LOAD_HALF, 0)]  # the source port begins the packet
+        for port in self._ports:
+            program.append(_instruction(_EQUAL, port, jump_if_false=1))
+            program.append(_instruction(_RETURN, WHOLE_PACKET))
+        _attach(self._listener, SO_ATTACH_FILTER, b"".join([*program, _instruction(_RETURN, 0)]))
+
+    def close(self) -> None:
+        """Closes this process's copy of the listening socket."""
+        self._listener.close()
 
 
 class RejectWatcher:

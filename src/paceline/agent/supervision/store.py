@@ -1,6 +1,6 @@
 """The rendezvous store of this node's ranks: the fork server runs it, or another node has it.
 
-A *closed* store has a key. It listens on loopback only, and connections between nodes go through
+A *closed* store has a key. It listens on loopback only, and all connections go through
 :mod:`store_relay`. Any other store listens on the address of its node, restricted to the job's
 hosts.
 """
@@ -18,6 +18,7 @@ from . import processes
 from .store_relay import StoreRelay
 
 EXIT_TIMEOUT_S = 1.0
+STORE_ADDRESS = "127.0.0.2"  # of a closed store; torch's own client gets its port from the socket
 GATEWAY_DESCRIPTORS = 4096  # two for each rank of another node, and unproven connections
 Message = Dict[str, Any]
 
@@ -33,7 +34,8 @@ class Store:
         self.process: Optional[processes.Process] = None
         self._closed_store: Optional[Message] = None
         self._endpoint: Message = {}  # address and port on loopback that lead to it
-        self._relay: Optional[StoreRelay] = None
+        self._relays: List[StoreRelay] = []
+        self._port_filter: Optional[peer_filters.PortFilter] = None
         self._listener: Optional[socket.socket] = None
         self._filter: Optional[peer_filters.PeerFilter] = None
 
@@ -46,16 +48,29 @@ class Store:
         self._filter = peer_filters.PeerFilter(listener, _parse_hosts(addresses))
 
     def open_gateway(self, store: Message, listener: socket.socket) -> socket.socket:
-        """Makes ``listener`` the gateway to a closed store; returns the store's listening socket.
+        """Makes ``listener`` the gateway to a closed store, or its door in a job on one host.
 
-        ``store``: address and port of the gateway, and the key.
+        Returns the store's listening socket.
+
+        ``store``: address and port of ``listener``, and the key.
         """
         with contextlib.suppress(OSError):
             processes.raise_descriptor_limit(GATEWAY_DESCRIPTORS)
-        local = self._listen_locally(store)
-        target = local.getsockname()[:2]
-        self._relay = StoreRelay(listener, target, bytes.fromhex(store["key"]), is_gateway=True)
-        return local
+        key, is_gateway = bytes.fromhex(store["key"]), not probe.is_loopback(store["address"])
+        with self._listen_locally(store) if is_gateway else listener.dup() as door:
+            self._set_endpoint(store, door)
+            try:
+                inner = probe.listen(STORE_ADDRESS, door.getsockname()[1])
+            except OSError:  # the port is taken there: other users can reach the store
+                inner, target, is_door = door.dup(), door.getsockname()[:2], False
+            else:
+                self._port_filter = peer_filters.PortFilter(inner)
+                target, is_door = inner.getsockname()[:2], True
+            if is_gateway:
+                self._relays.append(StoreRelay(listener, target, key, True, self._port_filter))
+            if is_door:
+                self._relays.append(StoreRelay(door, target, None, False, self._port_filter))
+        return inner
 
     def connect(self, store: Message) -> Message:
         """Returns address and port on loopback at which ranks here reach a closed store.
@@ -65,22 +80,23 @@ class Store:
         if store != self._closed_store:
             self.end()
             with self._listen_locally(store) as local:
+                self._set_endpoint(store, local)
                 target = store["address"], store["port"]
-                self._relay = StoreRelay(
-                    local, target, bytes.fromhex(store["key"]), is_gateway=False
-                )
+                key = bytes.fromhex(store["key"])
+                self._relays = [StoreRelay(local, target, key, is_gateway=False)]
         return self._endpoint
 
     def _listen_locally(self, store: Message) -> socket.socket:
         """Listens on loopback, on the same port as the gateway if it is free here."""
         address = "::1" if ":" in store["address"] else "127.0.0.1"
         try:
-            local = probe.listen(address, store["port"])
+            return probe.listen(address, store["port"])
         except OSError:
-            local = probe.listen_outside_ephemeral(address, facts.ephemeral_ports())
-        self._endpoint = {"address": address, "port": local.getsockname()[1]}
-        self._closed_store = store
-        return local
+            return probe.listen_outside_ephemeral(address, facts.ephemeral_ports())
+
+    def _set_endpoint(self, store: Message, local: socket.socket) -> None:
+        address, port = local.getsockname()[:2]
+        self._endpoint, self._closed_store = {"address": address, "port": port}, store
 
     def localize(self, line: Message) -> Message:
         """Returns a message to ranks in which a closed store has its address on this node."""
@@ -119,13 +135,16 @@ class Store:
 
     def close_sockets(self) -> None:
         """Closes the connections between nodes, and this process's listening sockets."""
-        if self._relay is not None:
-            self._relay.close()
+        for relay in self._relays:
+            relay.close()
+        if self._port_filter is not None:
+            self._port_filter.close()
         if self._filter is not None:
             self._filter.close()
         if self._listener is not None:
             self._listener.close()
-        self._relay = self._filter = self._listener = self._closed_store = None
+        self._relays = []
+        self._port_filter = self._filter = self._listener = self._closed_store = None
 
 
 def _parse_hosts(addresses: str) -> peer_filters.HostSet:

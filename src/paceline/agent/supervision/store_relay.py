@@ -2,15 +2,20 @@
 
 The store listens on the loopback interface of its host only. On each other host, a *forwarder*
 accepts the ranks' connections on loopback and connects to the *gateway* on the store's host, which
-connects to the store. Both first prove that they know the job's key (see ``challenge.py``).
+connects to the store. Both first prove that they know the job's key (see ``challenge.py``). On the
+store's host, the ranks connect to a *door* on loopback. Forwarder and door close the connections of
+other users of the host; the store accepts only what gateway and door have bound to a port.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from typing import Dict, List, Optional, Tuple
@@ -19,12 +24,15 @@ from ..challenge import Handshake, caller_handshake, listener_handshake
 from ..ranks import peer_filters
 from ..reconnection import PROOF_TIMEOUT_S
 from ..surveys import probe
+from . import processes
 
 MAX_UNPROVEN = 512  # connections that may be proving the key; beyond that the oldest goes
 BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
+
+NO_USER, UNKNOWN_USER = -1, -2
 
 Address = Tuple[str, int]
 
@@ -57,17 +65,24 @@ class StoreRelay:
     """Forwarder or gateway: one thread, which serves all connections until :meth:`close`.
 
     Args:
-        listener: Of a forwarder on loopback, of a gateway on an address that the other hosts reach.
+        listener: Of a gateway on an address that the other hosts reach, else on loopback.
         target: Address and port to connect to: the gateway, or the store.
-        key: Of the job.
-        is_gateway: It is on the store's host.
+        key: Of the job; ``None`` for a door.
+        is_gateway: The callers are other hosts.
+        port_filter: Of the store, on its host.
     """
 
     def __init__(
-        self, listener: socket.socket, target: Address, key: bytes, is_gateway: bool
+        self,
+        listener: socket.socket,
+        target: Address,
+        key: Optional[bytes],
+        is_gateway: bool,
+        port_filter: Optional[peer_filters.PortFilter] = None,
     ) -> None:
         self._listener, self._target = listener.dup(), target
         self._key, self._is_gateway = key, is_gateway
+        self._port_filter = port_filter
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
         self._unproven: Dict[_Link, None] = {}  # oldest first
@@ -127,7 +142,16 @@ class StoreRelay:
                 time.sleep(REDIAL_S)
             return
         peer_filters.detach_filter(accepted)
+        if not self._is_gateway and peer_user(accepted) not in (os.getuid(), UNKNOWN_USER):
+            accepted.close()
+            return
         _prepare(accepted)
+        if self._key is None:
+            link = _Link(None, accepted)
+            self._links[link] = None
+            self._selector.register(accepted, selectors.EVENT_READ, link)
+            self._join(link)
+            return
         if len(self._unproven) >= MAX_UNPROVEN:
             self._drop_oldest()
         link = _Link(None, accepted) if self._is_gateway else _Link(accepted, None)
@@ -140,12 +164,13 @@ class StoreRelay:
     def _dial(self, link: _Link) -> None:
         link.dial_at = time.monotonic() + REDIAL_S
         with contextlib.suppress(OSError):  # too many open files
-            link.outer = _connect(self._target)
+            link.outer = _connect(self._target, self._port_filter)
             self._begin(link)
 
     def _begin(self, link: _Link) -> None:
         """Begins the proof on the side to the other host."""
         assert link.outer is not None
+        assert self._key is not None
         link.handshake = (
             listener_handshake(self._key) if self._is_gateway else caller_handshake(self._key)
         )
@@ -192,9 +217,13 @@ class StoreRelay:
 
     def _join(self, link: _Link) -> None:
         """Forwards from now on what arrives on either side."""
-        del self._unproven[link]
+        self._unproven.pop(link, None)
         if link.inner is None:
-            link.inner = _connect(self._target)
+            try:
+                link.inner = _connect(self._target, self._port_filter)
+            except OSError:  # too many open files
+                self._drop(link)
+                return
         self._selector.register(link.inner, selectors.EVENT_READ, link)
 
     def _forward(self, link: _Link, side: socket.socket) -> None:
@@ -252,12 +281,53 @@ class StoreRelay:
         side.close()
 
 
-def _connect(target: Address) -> socket.socket:
+def _connect(
+    target: Address, port_filter: Optional[peer_filters.PortFilter] = None
+) -> socket.socket:
     """Begins to connect; if that fails, the first use of the socket raises."""
     sock = socket.socket(probe.family_of(target[0]), socket.SOCK_STREAM)
-    _prepare(sock)
-    sock.connect_ex(target)
+    try:
+        _prepare(sock)
+        if port_filter is not None and port_filter.is_attached:
+            sock.bind((target[0], 0))
+            port_filter.admit(sock)
+        sock.connect_ex(target)
+    except OSError:
+        sock.close()
+        raise
     return sock
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Returns the user at the other end of a connection within this host, as the kernel says.
+
+    :data:`NO_USER` if that end is closed, :data:`UNKNOWN_USER` if the kernel does not say it.
+    """
+    try:
+        names = connection.getpeername()[:2], connection.getsockname()[:2]
+    except OSError:
+        return NO_USER
+    ends = [_table_entry(*name) for name in names]
+    for fields in processes.tcp_sockets():
+        # an IPv6 socket of the caller has the IPv4 addresses at the end of longer ones
+        if all(entry.endswith(end) for entry, end in zip(fields[1:3], ends)):
+            return int(fields[7]) if fields[9] != "0" else NO_USER
+    return NO_USER if _knows_users() else UNKNOWN_USER
+
+
+def _table_entry(address: str, port: int) -> str:
+    """Returns an address and port as in /proc/net/tcp."""
+    packed = socket.inet_pton(probe.family_of(address), address)
+    words = struct.unpack("=%dI" % (len(packed) // 4), packed)
+    return "%s:%04X" % ("".join("%08X" % word for word in words), port)
+
+
+@functools.lru_cache(maxsize=None)
+def _knows_users() -> bool:
+    """Whether /proc/net/tcp has this process's sockets; some sandboxes have no such table."""
+    with contextlib.closing(probe.listen("127.0.0.1")) as listener:
+        own = _table_entry(*listener.getsockname())
+        return any(fields[1] == own for fields in processes.tcp_sockets())
 
 
 def _prepare(sock: socket.socket) -> None:

@@ -29,6 +29,10 @@ def family_of(address: str) -> int:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 def listen(address: str, port: int = 0) -> socket.socket:
     """Opens a listening socket on exactly this address. OSError if that is impossible."""
     listener = socket.socket(family_of(address), socket.SOCK_STREAM)

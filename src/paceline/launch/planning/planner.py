@@ -340,7 +340,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         master_addr=surveys[0].network.address,
         master_port=master_port.value,
         agent_store=uses_agent_store(job, facts),
-        closed_store=closes_store(job, facts, surveys[0].network),
+        closed_store=closes_store(job, facts),
         nodes=tuple(nodes),
         environment=job.environment.redacted(),
         settings=_settings(job, hosts, facts, master_port),
@@ -403,10 +403,8 @@ def uses_agent_store(job: Job, facts: Facts) -> bool:
     return job.needs_torch or facts.get("torch") is not None
 
 
-def closes_store(job: Job, facts: Facts, first: NodeNetwork) -> bool:
-    """Returns whether the store listens on loopback, and agents carry connections between hosts.
-
-    A store of a job on one host is on loopback anyway.
+def closes_store(job: Job, facts: Facts) -> bool:
+    """Returns whether the store is on loopback, and agents carry all connections to it.
 
     Raises:
         SettingError: ``PACELINE_STORE`` has an unknown value.
@@ -414,8 +412,7 @@ def closes_store(job: Job, facts: Facts, first: NodeNetwork) -> bool:
     setting = job.environment.variables().get(jobenv.STORE)
     if setting not in (None, "", "open"):
         raise SettingError(f"{jobenv.STORE} is {setting!r}", remedy="open, or leave it out")
-    on_loopback = first.address.startswith("127.") or first.address == "::1"
-    return uses_agent_store(job, facts) and not setting and not on_loopback
+    return uses_agent_store(job, facts) and not setting
 
 
 def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,

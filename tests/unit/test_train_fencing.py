@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import (
     BEST,
+    CHECKPOINTS,
     LATEST,
+    MANIFEST,
     MAX_STEP,
     MAX_TOKEN,
     checkpoint_name,
@@ -27,7 +29,7 @@ from paceline.spec.rundir import (
     resembles_checkpoint,
     usable_checkpoint,
 )
-from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest, sha256
 from paceline.train import files
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
@@ -51,6 +53,21 @@ def names(root: Path) -> list[str]:
     for one in found:
         one.manifest.verify(one.path)
     return [one.path.name for one in found]
+
+
+def test_a_manifest_names_its_predecessor(tmp_path: Path) -> None:
+    """Whatever its writer was, and the one before if the same step is written again."""
+    root = tmp_path / CHECKPOINTS
+    first = writer(root)
+    make(first, 10)
+    make(first, 20)
+    second = writer(root)
+    for best in (False, True):
+        make(second, 30, best=best, keep=3)
+    found = [one.manifest.info.get("previous") for one in Store(root).scan()[0]]
+    assert found == [
+        {"checkpoint": name, "sha256": sha256(root / name / MANIFEST)} for name in ("20", "10")
+    ] + [None]
 
 
 def writer(root: Path) -> Store:

@@ -20,7 +20,7 @@ from paceline.launch.planning.request import Package, Request
 from paceline.launch.results.summary import RunOutcome, is_resumable
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.transport import Transport
-from paceline.rundir import records
+from paceline.rundir import records, signatures
 from paceline.rundir.directory import RunDirectory, fresh_path
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
@@ -110,6 +110,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     directory = RunDirectory(path, secrets_of(job, cluster), run_id)
     on_event = takeover.on_event if takeover else lambda event: None
     try:
+        signatures.require_unchanged(path)
         launcher = Launcher(request, screen, directory, on_event)
         try:
             result = run(launcher.run())

@@ -26,6 +26,7 @@ MODEL = "model"  # the result: model.safetensors, config.json
 WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
 WRITER = "writer.json"  # inside checkpoints/: the current writer; never copied
+SIGNATURES = ".paceline-signatures"  # of the manifests of checkpoints
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
 MANIFEST = "manifest.json"  # inside each: its files with their hashes
 LATEST, BEST = "latest.json", "best.json"  # pointers beside them

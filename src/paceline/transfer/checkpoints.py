@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.agent.files import safe_paths
 from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel, HostSilent
-from paceline.rundir import records
+from paceline.rundir import records, signatures
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import (
@@ -301,6 +301,7 @@ class CheckpointFetcher:
                 self._refuse(name, problem)
                 return
             await asyncio.to_thread(self._place, arriving.name, name)
+            await asyncio.to_thread(signatures.sign, Path(self._run), name)
             self._verified.add(name)
         finally:
             await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -12,6 +13,7 @@ from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote.channel import HostSilent
+from paceline.rundir import signatures
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
@@ -43,6 +45,7 @@ class ResultCollector:
         self._note = note
         self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None
+        self._signing: set[asyncio.Future[None]] = set()  # of checkpoints in a shared folder
         self._max_checkpoints = 0  # that the script keeps
         self._is_complete = self._has_begun = False
         self._overflow_models: list[tuple[Node, str]] = []  # saved where there was room
@@ -85,6 +88,11 @@ class ResultCollector:
                 self._checkpoints.keep = self._max_checkpoints
         if event.kind == "checkpoint" and self._checkpoints is not None:
             self._checkpoints.schedule()
+        elif event.kind == "checkpoint":
+            signing = asyncio.to_thread(signatures.sign_step, self._directory.path, event["step"])
+            task = asyncio.ensure_future(signing)
+            self._signing.add(task)
+            task.add_done_callback(self._signing.discard)
 
     async def fetch_unless_hurried(self, fleet: Fleet, interrupts: Interrupts) -> None:
         """Fetches the results, but only briefly once the user has asked twice to stop."""
@@ -97,6 +105,7 @@ class ResultCollector:
 
     async def fetch(self, fleet: Fleet) -> None:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
+        await asyncio.gather(*self._signing, return_exceptions=True)
         silent: list[Node] = []
         for node in fleet.nodes:
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer

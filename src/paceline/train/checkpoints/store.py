@@ -20,7 +20,7 @@ import socket
 import time
 import weakref
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,12 @@ from paceline.spec.rundir import (
     read_pointer,
     resembles_checkpoint,
 )
-from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
+from paceline.spec.training.checkpoint_manifest import (
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    sha256,
+)
 from paceline.train import files
 from paceline.train.checkpoints.format import read_manifest
 
@@ -246,11 +251,24 @@ class Store:
 
     def publish(self, folder: Path, manifest: Manifest) -> Path:
         """Turns a finished folder into the checkpoint of its step, atomically; may raise Fenced."""
+        previous = self._predecessor((self.token, manifest.step))
+        manifest = replace(manifest, info={**manifest.info, **previous})
         files.write_bytes(folder / MANIFEST, manifest.encode())
         self.check_not_fenced()
         # From here on a newer writer may come at any moment: only names with our token are touched.
         is_best = manifest.info.get("best") is True
         return self.install(folder, (self.token, manifest.step), is_best=is_best)
+
+    def _predecessor(self, version: Version) -> dict[str, Any]:
+        """Returns the entry of a manifest that names the newest earlier checkpoint here."""
+        versions = filter(None, (parse_version(path.name) for path in self._folders()))
+        earlier = max((other for other in versions if other < version), default=None)
+        if earlier is not None:
+            name = checkpoint_name(earlier)
+            with contextlib.suppress(OSError):  # pruned meanwhile
+                digest = sha256(self.root / name / MANIFEST)
+                return {"previous": {"checkpoint": name, "sha256": digest}}
+        return {}
 
     def install(self, folder: Path, version: Version, *, is_best: bool) -> Path:
         """Gives a finished folder its name and updates pointers; replaces one of that name."""

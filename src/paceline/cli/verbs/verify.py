@@ -1,0 +1,44 @@
+"""``paceline verify``: whether a run's checkpoints are as they were written."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from paceline.cli.options import RUN_DIR_OF, settings_options
+from paceline.cli.runs.run_lookup import current_run
+from paceline.cli.verb import Verb, say
+from paceline.spec.formatting import format_size
+from paceline.spec.terminal import format_for
+
+
+@click.command("verify", cls=Verb)
+@settings_options(RUN_DIR_OF)
+@click.argument("run", required=False)
+@click.pass_context
+def command(ctx: click.Context, /, **_: object) -> None:
+    """Compare every checkpoint of RUN with its hashes, its predecessor and its signature.
+
+    Without RUN, use the run in progress below runs/, otherwise the newest.
+
+    A checkpoint is "signed", "unsigned" (made by another user, on another machine, or by an
+    earlier version), or "changed". If any has changed, the exit status is 1.
+    """
+    from paceline.rundir import signatures
+
+    path, num_changed, num_checkpoints = current_run(ctx), 0, 0
+    for checkpoint in signatures.verify(path):
+        num_checkpoints += 1
+        num_changed += checkpoint.status == "changed"
+        details = checkpoint.problem
+        if not details and checkpoint.manifest is not None:
+            entries = checkpoint.manifest.files.values()
+            size = format_size(sum(entry.bytes for entry in entries))
+            details = f"{len(entries)} files, {size}"
+        line = f"{checkpoint.name:<12} {checkpoint.status:<9} {details}"
+        say(format_for(line, sys.stdout))
+    if not num_checkpoints:
+        say(f"no checkpoints in {path}")
+    if num_changed:
+        ctx.exit(1)

@@ -1,0 +1,156 @@
+"""Signs the manifests of a run's checkpoints, and finds those that were changed later.
+
+A signature is an HMAC under a key that only this user of this machine can read. It is valid in the
+run directory where it was made. The launcher signs a checkpoint when it arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.agent.files import safe_paths
+from paceline.rundir import records
+from paceline.rundir.detached_file import LineSeals
+from paceline.spec.errors import SettingError
+from paceline.spec.formatting import shell_text
+from paceline.spec.rundir import (
+    CHECKPOINTS,
+    MANIFEST,
+    SIGNATURES,
+    checkpoints,
+    parse_version,
+)
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
+
+MAX_BYTES = 16 << 20  # of the signatures of a run; earlier ones do not count
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """A checkpoint that was compared with its manifest, its predecessor and its signature.
+
+    Attributes:
+        problem: How it differs from what was written; empty if it does not.
+        is_signed: Whether you signed its manifest as it is.
+    """
+
+    name: str
+    manifest: Manifest | None
+    problem: str
+    is_signed: bool
+
+    @property
+    def status(self) -> str:
+        if self.problem:
+            return "changed"
+        return "signed" if self.is_signed else "unsigned"
+
+
+def sign(run: Path, name: str) -> None:
+    """Signs a checkpoint that has just been made. Without a key, or on a full disk, does nothing.
+
+    ``name``: of the checkpoint's folder.
+    """
+    seals = LineSeals(run)
+    with contextlib.suppress(OSError):
+        digest = hashlib.sha256(_read_manifest(run / CHECKPOINTS / name)).hexdigest()
+        if _signed_manifests(run, seals).get(name) == digest:
+            return
+        line = json.dumps(seals.sealed({"checkpoint": name, "manifest": digest}))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        fd = safe_paths.open_file(str(run), SIGNATURES, flags)
+        with os.fdopen(fd, "wb") as file:
+            file.write(f"\n{line}\n".encode())  # the line before may have been cut off
+
+
+def sign_step(run: Path, step: int | None) -> None:
+    """Signs the newest checkpoint of a step; ``None``: of any."""
+    for path in checkpoints(run):
+        version = parse_version(path.name)
+        if version is not None and step in (None, version[1]):
+            sign(run, path.name)
+            return
+
+
+def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
+    """Compares each checkpoint of a run directory with what was written, newest first."""
+    signed = _signed_manifests(run, LineSeals(run))
+    for path in checkpoints(run):
+        manifest, problem, is_signed = None, "", False
+        try:
+            raw = _read_manifest(path)
+            is_signed = signed.get(path.name) == hashlib.sha256(raw).hexdigest()
+            manifest = parse_manifest(raw)
+            manifest.verify(path)
+            problem = _chain_problem(run, manifest)
+        except DamagedCheckpoint as damage:
+            problem = str(damage)
+        except OSError as error:
+            problem = f"{MANIFEST} cannot be read: {error.strerror}"
+        if not problem and path.name in signed and not is_signed:
+            problem = "its manifest was replaced after you signed it"
+        yield VerifiedCheckpoint(path.name, manifest, problem, is_signed)
+
+
+def require_unchanged(run: Path) -> None:
+    """Raises SettingError if an intact manifest differs from the one that was signed.
+
+    Ranks skip damaged checkpoints by themselves; this one looks intact to them.
+    """
+    signed = _signed_manifests(run, LineSeals(run))
+    for path in checkpoints(run) if signed else ():
+        with contextlib.suppress(OSError, DamagedCheckpoint):
+            raw = _read_manifest(path)
+            parse_manifest(raw)
+            if signed.get(path.name) not in (None, hashlib.sha256(raw).hexdigest()):
+                raise SettingError(
+                    f"checkpoint {path.name} was replaced after it was written",
+                    found=f"{path / MANIFEST} is not the file that you signed",
+                    remedy="See what else has changed: "
+                    + shell_text(["paceline", "verify", str(run)])
+                    + "\nTo start from another checkpoint, remove this one: "
+                    + shell_text(["rm", "-r", str(path)]),
+                )
+
+
+def _read_manifest(checkpoint: Path) -> bytes:
+    with records.open_regular(checkpoint / MANIFEST) as stream:
+        return stream.read(records.MAX_OBJECT_BYTES)
+
+
+def _chain_problem(run: Path, manifest: Manifest) -> str:
+    """Compares a checkpoint's predecessor with the one here; it may have been removed."""
+    previous = manifest.info.get("previous")
+    if not isinstance(previous, dict):
+        return ""  # the first one, or of an earlier version
+    name = str(previous.get("checkpoint"))
+    if parse_version(name) is None:
+        return "it names no checkpoint as its predecessor"
+    with contextlib.suppress(OSError):
+        raw = _read_manifest(run / CHECKPOINTS / name)
+        if hashlib.sha256(raw).hexdigest() != previous.get("sha256"):
+            return f"its predecessor {name} was replaced"
+    return ""
+
+
+def _signed_manifests(run: Path, seals: LineSeals) -> Mapping[str, str]:
+    """The SHA-256 of each signed manifest, by checkpoint."""
+    try:
+        head, tail = records.head_and_tail(run / SIGNATURES, 0, MAX_BYTES)
+    except OSError:
+        return {}
+    signed: dict[str, str] = {}
+    for text in (head or tail).split(b"\n"):
+        line: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+        if isinstance(line, dict) and seals.is_valid(line):
+            signed[str(line.get("checkpoint"))] = str(line.get("manifest"))
+    return signed

@@ -33,6 +33,8 @@ CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
 
 NO_USER, UNKNOWN_USER = -1, -2
+_MAPPED = "0" * 16 + "%08X" % struct.unpack("=I", b"\0\0\xff\xff")[0]  # ::ffff:
+_MAX_LINE = 200  # characters of /proc/net/tcp behind the addresses
 
 Address = Tuple[str, int]
 
@@ -307,11 +309,16 @@ def peer_user(connection: socket.socket) -> int:
         names = connection.getpeername()[:2], connection.getsockname()[:2]
     except OSError:
         return NO_USER
-    ends = [_table_entry(*name) for name in names]
-    for fields in processes.tcp_sockets():
-        # an IPv6 socket of the caller has the IPv4 addresses at the end of longer ones
-        if all(entry.endswith(end) for entry, end in zip(fields[1:3], ends)):
-            return int(fields[7]) if fields[9] != "0" else NO_USER
+    # an IPv6 socket of the caller has IPv4 addresses at the end of mapped ones
+    prefixes = ("", _MAPPED) if probe.family_of(names[0][0]) == socket.AF_INET else ("",)
+    text = processes.tcp_table()
+    for prefix in prefixes:
+        ends = " %s%s %s%s " % (prefix, _table_entry(*names[0]), prefix, _table_entry(*names[1]))
+        _, found, line = text.partition(ends)
+        if found:
+            fields = line[:_MAX_LINE].split()
+            user, inode = fields[4], fields[6]
+            return int(user) if inode != "0" else NO_USER
     return NO_USER if _knows_users() else UNKNOWN_USER
 
 
@@ -327,7 +334,7 @@ def _knows_users() -> bool:
     """Whether /proc/net/tcp has this process's sockets; some sandboxes have no such table."""
     with contextlib.closing(probe.listen("127.0.0.1")) as listener:
         own = _table_entry(*listener.getsockname())
-        return any(fields[1] == own for fields in processes.tcp_sockets())
+        return " %s " % own in processes.tcp_table()
 
 
 def _prepare(sock: socket.socket) -> None:

@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test test-rest test-all matrix pythons site docs lint format env system clean
+.PHONY: help demo test test-rest test-all matrix pythons site docs sbom lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,6 +11,7 @@ help:
 	@echo "make matrix   users' journeys in every environment of the matrix; ONLY=17 in one of them"
 	@echo "make pythons  the unit tests under every Python from 3.10 on that is here"
 	@echo "make docs     the documentation as a site in build/docs/site; broken links fail"
+	@echo "make sbom     build/paceline.cdx.json: the packages of all extras, as CycloneDX"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make clean    remove the environment and caches"
 
@@ -75,6 +76,10 @@ docs: site
 	$(PYTEST) tests/unit/test_document_links.py
 	$(BIN)/python tools/site/build.py
 	@echo "Open build/docs/site/index.html in a browser."
+
+sbom: env
+	@mkdir -p build
+	$(BIN)/python tools/sbom.py recipes parquet language export trackers >build/paceline.cdx.json
 
 lint: env
 	$(BIN)/ruff check .

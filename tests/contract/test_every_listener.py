@@ -44,7 +44,7 @@ LISTENERS = {
     "agent/surveys/probe.py": "reachability",
     "agent/surveys/retransmissions.py": "reachability",
     "lab/switch.py": "Unix socket in a folder of the user",
-    "launch/control.py": "Unix socket: tests/unit/test_launch_control.py",
+    "launch/control.py": "Unix socket: tests/contract/test_control.py",
     "rendezvous/listener.py": "nodes",
     "setup/login.py": "Unix socket in a folder of the user",
     "train/checkpoints/receiver.py": "checkpoint copies",

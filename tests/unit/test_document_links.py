@@ -64,6 +64,14 @@ def test_modules_that_the_map_names_exist() -> None:
         assert (ROOT / name).exists() or any(package.rglob(name.rstrip("/"))), name
 
 
+def test_tests_that_the_page_about_security_names_exist() -> None:
+    text = (ROOT / "docs" / "explanation" / "security.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)`", text)
+    assert len(named) > 20
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
 def test_index_lists_every_page_but_decisions() -> None:
     docs = ROOT / "docs"
     listed = {docs / target for target in LINK.findall((docs / "index.md").read_text())}

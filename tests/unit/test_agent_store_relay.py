@@ -287,10 +287,10 @@ except OSError as error:
 
 @pytest.fixture
 def guarded(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
-    """The door to a store of a job on one host, and the socket of the store, which echoes."""
-    node, door = Store(), hosts.closing.enter_context(probe.listen(LOCAL))
+    """The local gateway in a job on one host, and the socket of the store, which echoes."""
+    node, local = Store(), hosts.closing.enter_context(probe.listen(LOCAL))
     hosts.closing.callback(node.end)
-    inner = node.open_gateway(closed_store(door), door)
+    inner = node.open_gateway(closed_store(local), local)
     hosts.closing.enter_context(inner)
     inner.setblocking(True)
     hosts.closing.callback(inner.shutdown, socket.SHUT_RDWR)
@@ -301,25 +301,25 @@ def guarded(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
                 hosts.spawn(hosts._echo, inner.accept()[0])
 
     hosts.spawn(serve)
-    return door, inner
+    return local, inner
 
 
-def test_ranks_reach_the_store_through_the_door_only(
+def test_ranks_reach_the_store_through_the_local_gateway_only(
     hosts: Hosts, guarded: tuple[socket.socket, socket.socket]
 ) -> None:
-    door, inner = guarded
-    assert inner.getsockname() == ("127.0.0.2", door.getsockname()[1])
-    assert answered(hosts.dial(door), b"one")
+    local, inner = guarded
+    assert inner.getsockname() == ("127.0.0.2", local.getsockname()[1])
+    assert answered(hosts.dial(local), b"one")
     mapped = hosts.closing.enter_context(socket.socket(socket.AF_INET6))  # as torch's clients
     mapped.settimeout(PATIENCE_S)
-    mapped.connect((f"::ffff:{LOCAL}", door.getsockname()[1]))
+    mapped.connect((f"::ffff:{LOCAL}", local.getsockname()[1]))
     assert answered(mapped, b"two")
     with pytest.raises(TimeoutError):
         socket.create_connection(inner.getsockname(), 0.3)
-    assert answered(hosts.dial(door), b"three")
+    assert answered(hosts.dial(local), b"three")
 
 
-def test_a_door_is_closed_to_other_users(
+def test_a_local_gateway_is_closed_to_other_users(
     hosts: Hosts, guarded: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = os.getuid() + 1

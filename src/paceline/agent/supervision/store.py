@@ -48,28 +48,28 @@ class Store:
         self._filter = peer_filters.PeerFilter(listener, _parse_hosts(addresses))
 
     def open_gateway(self, store: Message, listener: socket.socket) -> socket.socket:
-        """Makes ``listener`` the gateway to a closed store, or its door in a job on one host.
+        """Makes ``listener`` the gateway to a closed store; returns the store's listening socket.
 
-        Returns the store's listening socket.
+        A listener on loopback, in a job on one host, becomes the local gateway.
 
         ``store``: address and port of ``listener``, and the key.
         """
         with contextlib.suppress(OSError):
             processes.raise_descriptor_limit(GATEWAY_DESCRIPTORS)
         key, is_gateway = bytes.fromhex(store["key"]), not probe.is_loopback(store["address"])
-        with self._listen_locally(store) if is_gateway else listener.dup() as door:
-            self._set_endpoint(store, door)
+        with self._listen_locally(store) if is_gateway else listener.dup() as local:
+            self._set_endpoint(store, local)
             try:
-                inner = probe.listen(STORE_ADDRESS, door.getsockname()[1])
+                inner = probe.listen(STORE_ADDRESS, local.getsockname()[1])
             except OSError:  # the port is taken there: other users can reach the store
-                inner, target, is_door = door.dup(), door.getsockname()[:2], False
+                inner, target, has_local_gateway = local.dup(), local.getsockname()[:2], False
             else:
                 self._port_filter = peer_filters.PortFilter(inner)
-                target, is_door = inner.getsockname()[:2], True
+                target, has_local_gateway = inner.getsockname()[:2], True
             if is_gateway:
                 self._relays.append(StoreRelay(listener, target, key, True, self._port_filter))
-            if is_door:
-                self._relays.append(StoreRelay(door, target, None, False, self._port_filter))
+            if has_local_gateway:
+                self._relays.append(StoreRelay(local, target, None, False, self._port_filter))
         return inner
 
     def connect(self, store: Message) -> Message:

@@ -3,8 +3,9 @@
 The store listens on the loopback interface of its host only. On each other host, a *forwarder*
 accepts the ranks' connections on loopback and connects to the *gateway* on the store's host, which
 connects to the store. Both first prove that they know the job's key (see ``challenge.py``). On the
-store's host, the ranks connect to a *door* on loopback. Forwarder and door close the connections of
-other users of the host; the store accepts only what gateway and door have bound to a port.
+store's host, the ranks connect to a *local gateway* on loopback. It and the forwarders close the
+connections of other users of the host; the store accepts only callers that a gateway has bound to a
+port.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class StoreRelay:
     Args:
         listener: Of a gateway on an address that the other hosts reach, else on loopback.
         target: Address and port to connect to: the gateway, or the store.
-        key: Of the job; ``None`` for a door.
+        key: Of the job; ``None`` for a local gateway.
         is_gateway: The callers are other hosts.
         port_filter: Of the store, on its host.
     """

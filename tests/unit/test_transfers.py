@@ -27,6 +27,7 @@ from paceline.launch.results.collector import ResultCollector
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote import channel as channel_module
 from paceline.remote.channel import AgentRefusal, Channel, HostSilent
+from paceline.rundir import signatures
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
@@ -506,6 +507,8 @@ def test_without_a_limit_only_checkpoints_of_this_run_are_removed_here(tmp_path:
         follow = checkpoints_of(served, home, there)
         await follow.sync()
         assert below(ours) == steps(10, 20, 30, 40)
+        found = {each.name: each.status for each in signatures.verify(home.path)}
+        assert found == {"40": "signed", "30": "signed", "20": "unsigned", "10": "unsigned"}
         for step in ("20", "30"):
             for file in (made / step).iterdir():
                 file.unlink()
@@ -513,6 +516,22 @@ def test_without_a_limit_only_checkpoints_of_this_run_are_removed_here(tmp_path:
         assert below(ours) == steps(10, 20, 40)
 
     run(work)
+    home.close()
+
+
+def test_a_checkpoint_in_a_shared_run_directory_is_signed_when_it_is_made(tmp_path: Path) -> None:
+    home = RunDirectory(tmp_path / "run")
+    fill(home.path / "checkpoints", steps(10, 20))
+
+    async def work(served: Served) -> None:
+        first = hosted(served, "n1", None)
+        results = ResultCollector(home, [].append, OutputSync(home.path, [].append))
+        results.set_first_node(first)
+        results.on_event(first, Event("checkpoint", first.name, 0, fields={"step": 20}))
+        await results.fetch(fleet_of())
+
+    run(work)
+    assert [each.status for each in signatures.verify(home.path)] == ["signed", "unsigned"]
     home.close()
 
 

@@ -105,6 +105,15 @@ def test_removed_checkpoints_and_new_signatures_are_no_change(run: Path) -> None
     assert statuses(run) == ["signed"] * 3
 
 
+def test_a_new_checkpoint_may_have_the_name_of_a_removed_one(run: Path) -> None:
+    for file in (run / CHECKPOINTS / "30").iterdir():
+        file.unlink()
+    signatures.forget_removed(run)
+    make(run, 30, b"of a later start")  # whose launcher was killed before it signed
+    assert statuses(run) == ["unsigned", "signed", "unsigned"]
+    signatures.require_unchanged(run)
+
+
 def test_signatures_of_another_user_or_folder_do_not_count(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

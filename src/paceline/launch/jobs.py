@@ -111,6 +111,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     on_event = takeover.on_event if takeover else lambda event: None
     try:
         signatures.require_unchanged(path)
+        signatures.forget_removed(path)
         launcher = Launcher(request, screen, directory, on_event)
         try:
             result = run(launcher.run())

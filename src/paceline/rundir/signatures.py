@@ -63,11 +63,10 @@ def sign(run: Path, name: str) -> None:
         digest = hashlib.sha256(_read_manifest(run / CHECKPOINTS / name)).hexdigest()
         if _signed_manifests(run, seals).get(name) == digest:
             return
-        line = json.dumps(seals.sealed({"checkpoint": name, "manifest": digest}))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         fd = safe_paths.open_file(str(run), SIGNATURES, flags)
         with os.fdopen(fd, "wb") as file:
-            file.write(f"\n{line}\n".encode())  # the line before may have been cut off
+            file.write(b"\n" + _encode(seals, name, digest))  # the line before may be cut off
 
 
 def sign_step(run: Path, step: int | None) -> None:
@@ -118,6 +117,20 @@ def require_unchanged(run: Path) -> None:
                     + "\nTo start from another checkpoint, remove this one: "
                     + shell_text(["rm", "-r", str(path)]),
                 )
+
+
+def forget_removed(run: Path) -> None:
+    """Removes the signatures of checkpoints that are gone: a new one may get such a name."""
+    seals = LineSeals(run)
+    signed, present = _signed_manifests(run, seals), {path.name for path in checkpoints(run)}
+    if not signed.keys() <= present:
+        lines = [_encode(seals, name, signed[name]) for name in signed if name in present]
+        with contextlib.suppress(OSError):
+            safe_paths.write_file(str(run), SIGNATURES, b"".join(lines))
+
+
+def _encode(seals: LineSeals, name: str, digest: str) -> bytes:
+    return json.dumps(seals.sealed({"checkpoint": name, "manifest": digest})).encode() + b"\n"
 
 
 def _read_manifest(checkpoint: Path) -> bytes:

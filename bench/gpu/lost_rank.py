@@ -3,8 +3,10 @@
     paceline run -p 3 bench/gpu/lost_rank.py OUT [--lose SLOT:MOMENT:STEP] [--how kill|stop] …
 
 MOMENT is `given`, `forward` or `stepped`, or `during`: a few milliseconds after the step begins, by
-a timer. Each rank records when it has done which step in OUT/steps.SLOT.PID, and rank 0 leaves the
-parameters in OUT/end.pt. With --dry the ranks compute on CPUs, with the tests' stand-in for NCCL.
+a timer. With `connecting` and step 0, it is the rank that comes for a lost one, while all ranks
+make their first communicator with it. Each rank records when it has done which step in
+OUT/steps.SLOT.PID, and rank 0 leaves the parameters in OUT/end.pt. With --dry the ranks compute on
+CPUs, with the tests' stand-in for NCCL.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def lose(options: argparse.Namespace, moment: str, step: int) -> None:
     for place in options.lose:
         slot, at, number = place.split(":")
         mark = options.out / f"lost.{slot}.{number}"
-        if (int(slot), at, int(number)) != (SLOT, moment, step) or IS_NEWCOMER or mark.exists():
+        is_meant = IS_NEWCOMER if moment == "connecting" else not IS_NEWCOMER
+        if (int(slot), at, int(number)) != (SLOT, moment, step) or not is_meant or mark.exists():
             continue
         number_of_signal = signal.SIGKILL if options.how == "kill" else signal.SIGSTOP
 
@@ -106,6 +109,13 @@ def main() -> None:
         import standin
 
         standin.use()
+    connect = DeviceGroup.connect
+
+    def connect_or_end(group: DeviceGroup) -> None:
+        lose(options, "connecting", 0)
+        connect(group)
+
+    DeviceGroup.connect = connect_or_end
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 64, generator=generator, dtype=torch.float64)

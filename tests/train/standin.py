@@ -8,6 +8,7 @@ collectives block until they are done or aborted, as a copy to the host would on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -31,6 +32,9 @@ LATE_S = 0.002  # after which a queued collective begins
 POLL_S = 0.0005
 ABORT_S = "STANDIN_ABORT_S"
 """Variable: seconds that an abort takes."""
+CONNECT = "STANDIN_CONNECT"
+"""Variable: how a rank waits while it makes a communicator, `spin` or `sleep`; it is made by the
+first collective, whatever the abort."""
 
 
 class StandIn(dist.ProcessGroup):
@@ -44,6 +48,7 @@ class StandIn(dist.ProcessGroup):
         self.queued = self.done = 0
         self.aborted = threading.Event()
         self.error = ""
+        self._is_connected = CONNECT not in os.environ
         threading.Thread(target=self._work, name="device", daemon=True).start()
 
     def size(self) -> int:
@@ -100,7 +105,17 @@ class StandIn(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._block([], lambda: self._gloo.barrier())
 
+    def _connect(self) -> None:
+        """Returns when all ranks have come here: never if one of them is lost."""
+        self._is_connected = True
+        work = self._gloo.barrier()
+        while not (work.is_completed() and _has_worked(work)):
+            if os.environ[CONNECT] == "sleep":
+                time.sleep(POLL_S)
+
     def _queue(self, tensors: list[Tensor], act: Callable[[], Any]) -> None:
+        if not self._is_connected:
+            self._connect()
         if self.aborted.is_set():
             raise dist.DistBackendError("the stand-in's communicator was aborted")
 
@@ -138,6 +153,13 @@ class StandIn(dist.ProcessGroup):
         while True:
             self._jobs.get()()
             self.done += 1
+
+
+def _has_worked(work: Any) -> bool:
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+        return True
+    return False
 
 
 def _done(result: Any) -> Any:

@@ -42,7 +42,7 @@ from paceline.launch.elastic.rank_states import (
     Wait,
 )
 from paceline.launch.elastic.retry_policy import MAX_STRIKES, NEWCOMER_DELAYS_S, RetryPolicy
-from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, Failure
+from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, UNFREED, Failure
 
 HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3"}
 BOOM = "ValueError: boom"
@@ -55,12 +55,16 @@ class Job:
     def __init__(self, places: dict[int, str] | None = None, able: bool = True,
                  **how: object) -> None:  # fmt: skip
         self.places = places or {0: "n1", 1: "n2", 2: "n3"}
-        self.members = Members(self.places, clock=lambda: self.now, **how)  # type: ignore[arg-type]
-        self.now = 100.0
+        self.members = Members(self.places, clock=self.read_clock, **how)  # type: ignore[arg-type]
+        self.now, self.look_s = 100.0, 0.0
         if able:
             for slot in self.places:
                 self.members.set_recoverable(slot, True)
         assert self.decide() == []
+
+    def read_clock(self) -> float:
+        self.now += self.look_s
+        return self.now
 
     def decide(self, after: float = 0.0) -> list[Action]:
         self.now += after
@@ -997,7 +1001,7 @@ def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> N
     assert not job.members.separate(lines, job.now)  # a group without it follows
     job.decide()
     assert not job.members.separate(lines, job.now)  # which is not there yet
-    job.members.group_gathered(1)
+    job.members.group_gathered(0, 1)
     assert job.members.separate(lines, job.now)  # and does not come about
     job = Job()
     job.members.rank_finished(2)
@@ -1011,7 +1015,7 @@ def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.decide(2 * CONNECT_TIMEOUT_S) == []
-    job.members.group_gathered(1)
+    job.members.group_gathered(0, 1)
     job.members.group_connected(0, 3)
     assert job.decide(CONNECT_TIMEOUT_S / 2) == []
     assert [type(one) for one in job.decide(CONNECT_TIMEOUT_S / 2)] == [ExcludeHost, Dial, Regroup]
@@ -1022,7 +1026,7 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.members.record_step(90)
     job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
-    job.members.group_gathered(3)
+    job.members.group_gathered(0, 3)
     job.members.group_connected(0, 3)
     why = "n3 and n2 cannot reach each other"
     assert job.decide(CONNECT_TIMEOUT_S)[0] == ExcludeHost("n3", why, 2 * EXCLUSION_S)
@@ -1032,7 +1036,7 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.decide()
     job.members.newcomer_ready(2)
     job.decide()
-    job.members.group_gathered(5)
+    job.members.group_gathered(0, 5)
     for slot in job.places:
         job.members.group_connected(slot, 3)
     assert job.decide(99 * CONNECT_TIMEOUT_S) == []  # the state of a large model is on its way
@@ -1206,6 +1210,46 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     assert [type(one) for one in ended] == [End, Fail]
     assert isinstance(ended[1], Fail)
     assert {one.headline for one in ended[1].failures[-2:]} == {"stuck"}
+
+
+def connecting() -> Job:
+    """A newcomer is lost while all make the connections of the group in which it joins."""
+    job = Job()
+    job.look_s = 1e-6  # what is due at once is due at the next look
+    job.start_again(1)
+    job.members.newcomer_ready(1)
+    assert job.decide(JOIN_WINDOW_S) == [Regroup(2, (0, 2, 1), True)]
+    for slot in job.places:
+        job.members.rank_arrived(slot)
+        job.members.group_gathered(slot, 2)
+    job.kill(1)
+    assert job.decide()[0] == Regroup(3, (0, 2), False)
+    return job
+
+
+def test_ranks_that_are_not_freed_from_a_communicator_are_ended() -> None:
+    job = connecting()
+    assert not any(isinstance(one, Kill) for one in job.decide(CONNECT_TIMEOUT_S - 1))
+    kills = [Kill("n1", (0,)), Kill("n3", (2,))]
+    assert [one for one in job.decide(1) if isinstance(one, Kill)] == kills
+    job.kill(0)
+    job.kill(2)
+    (failed,) = (one for one in job.decide() if isinstance(one, Fail))
+    why = f"{UNFREED}: rank 1 was lost then; ranks 0, 2 were not freed"
+    assert {(one.kind, one.headline) for one in failed.failures} == {("hang", why)}
+
+
+def test_one_that_is_freed_goes_on_without_those_that_are_not() -> None:
+    job = connecting()
+    job.members.rank_arrived(2)
+    actions = job.decide(CONNECT_TIMEOUT_S)
+    assert [one for one in actions if isinstance(one, Kill)] == [Kill("n1", (0,))]
+    job.kill(0)
+    assert job.decide()[0] == Regroup(4, (2,), False)
+    job = connecting()
+    for slot in (0, 2):
+        job.members.rank_arrived(slot)  # and it computes for long before the other one comes
+    assert not any(isinstance(one, Kill) for one in job.decide(99 * CONNECT_TIMEOUT_S))
 
 
 def test_a_frozen_rank_of_a_script_that_cannot_go_on_without_it_is_left_alone() -> None:

@@ -218,6 +218,7 @@ KINDS: dict[str, Kind] = {
     "raised": _kind("rank", "bytes sha256"),  # a function raised; the exception is in its file
     "recoverable": _kind("rank", "able", optional="why"),  # before its first step
     "interrupted": _kind("rank", optional="step error generation"),  # waits for the launcher
+    "arrived": _kind("rank", "generation"),  # it has left the former group and waits for others
     "gathered": _kind("rank", "generation"),  # a new group is complete and connects
     "door closed": _kind("rank", "why"),  # nobody can join any more
     "session closed": _kind("rank"),  # the training is over on this rank; its script may continue

@@ -30,6 +30,8 @@ LAUNCHER_HOST = "this machine"
 NEWCOMER_MISMATCH = "this process started differently from the ranks that it joins"
 # and by one that has joined, if its loop depends on a count that only the others have
 NEWCOMER_DIVERGED = "this process trains differently from the ranks that it joined"
+# Of a rank that was ended because it did not leave a group in which another one was lost
+UNFREED = "hung while a communicator was made, which NCCL does not interrupt"
 OUT_OF_MEMORY = "killed by the kernel for its memory"
 UNKNOWN = -1  # exit code of a run that left no result
 

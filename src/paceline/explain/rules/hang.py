@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 from paceline.spec.events import Event
-from paceline.spec.failure import COLLECTIVE_TIMEOUT, Failure
+from paceline.spec.failure import COLLECTIVE_TIMEOUT, UNFREED, Failure
 
+_REMEDY_UNFREED = (
+    "Look for why that rank was lost: in its log, and in the kernel log of its host. The script"
+    " need not change; --max-restarts 1 continues such a job from its newest checkpoint."
+)
 _HANG_KINDS = ("started", "hang", "hang over")
 
 
@@ -19,7 +23,9 @@ def match(evidence: Evidence) -> Match | None:
     if failure.kind == "hang":
         subject = failure.where if failure.rank is not None else "the job"
         hosts = (failure.host,) if failure.rank is not None else ()
-        return Match(f"{subject} {failure.headline}", hosts, failure.rank, 0.98)
+        remedy = _REMEDY_UNFREED if failure.headline.startswith(UNFREED) else ""
+        cause = f"{subject} {failure.headline}"
+        return Match(cause, hosts, failure.rank, 0.98, remedy=remedy)
     hang = unresolved_hang(evidence.events)
     if hang is None or not _has_timed_out(failure):
         return None

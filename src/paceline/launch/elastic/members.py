@@ -34,7 +34,7 @@ from paceline.launch.elastic.rank_states import (
     Wait,
 )
 from paceline.launch.elastic.retry_policy import MAX_STRIKES
-from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, Failure
+from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, UNFREED, Failure
 
 INTERRUPT_TIMEOUT_S = 3.0  # for an interrupted rank, until it is known which rank is lost
 PROGRAM_FAILURE_WAIT_S = 0.5  # for the same failure on other ranks
@@ -95,8 +95,13 @@ class RankEvents(RankStates):
         if not is_outdated or self._generation.planned:  # else it has yet to hear of this group
             self._ranks[slot].interrupted_at = self._now
 
-    def group_gathered(self, generation: int) -> None:
-        """All ranks of a new group are there and open its connections."""
+    def rank_arrived(self, slot: int) -> None:
+        """A rank has left its group and waits for the other ranks of a new one."""
+        self._ranks[slot].connects_to = None
+
+    def group_gathered(self, slot: int, generation: int) -> None:
+        """All ranks of a new group are there, and this one opens its connections."""
+        self._ranks[slot].connects_to = generation
         if generation == self._generation.number and self._generation.gathered_at is None:
             self._generation.gathered_at = self._now
 
@@ -126,6 +131,7 @@ class RankEvents(RankStates):
     def regrouped(self, slot: int, generation: int, step: int | None) -> None:
         """A rank trains in a new generation from that step on."""
         self.record_step(step)
+        self._ranks[slot].connects_to = None
         if generation != self._generation.number:
             return
         if step is not None:
@@ -270,6 +276,8 @@ class RankEvents(RankStates):
                 rank.hang_reason or "stood still, stopped by a signal (SIGSTOP): it was ended"
             )
             failure = replace(failure, headline=headline)
+            if headline.startswith(UNFREED):
+                failure = replace(failure, kind="hang", signal=None)
         step, count = rank.strikes
         rank.strikes = (self._step, count + 1 if step == self._step else 1)
         if rank.strikes[1] >= MAX_STRIKES:
@@ -430,6 +438,7 @@ class Members(RankEvents):
 
         Kills again after some time, because no newcomer starts before the old process has ended.
         """
+        self._end_unfreed()
         now = self._now
         if self.is_stopping:
             self._stop_started_at = self._stop_started_at or now
@@ -458,6 +467,29 @@ class Members(RankEvents):
                 self._kill(rank)
             if is_overdue:
                 rank.kill_at = None
+
+    def _end_unfreed(self) -> None:
+        """Has ranks ended that connect to a former group and do not leave it in time.
+
+        NCCL cannot be interrupted while it makes a communicator.
+        """
+        connecting = [rank for rank in self._in_state("in") if rank.connects_to is not None]
+        unfreed = [rank for rank in connecting if not rank.killed and self._is_overdue(rank)]
+        if not unfreed:
+            return
+        group = self._formers[unfreed[0].connects_to or 0]
+        lost = [slot for slot in group.members if slot not in self._generation.members]
+        cause = f"{_list_ranks(lost)} lost then" if lost else "the group changed then"
+        not_freed = f"{_list_ranks([rank.number for rank in unfreed])} not freed"
+        for rank in unfreed:
+            rank.kill_at = self._now
+            rank.hang_reason = f"{UNFREED}: {cause}; {not_freed}"
+
+    def _is_overdue(self, rank: Rank) -> bool:
+        """Whether a rank connects to a group although the next one was announced long ago."""
+        assert rank.connects_to is not None
+        later = [*self._formers, self._generation][rank.connects_to + 1 :]
+        return bool(later) and self._now - later[0].formed_at >= CONNECT_TIMEOUT_S
 
     def _restore_hosts(self) -> None:
         if self.is_stopping:
@@ -518,6 +550,7 @@ class Members(RankEvents):
             host = next((h for h in hosts if self._hosts[h].state == "up"), hosts[0])
             self._store_host, self._store_is_lost = host, False
         number = self._generation.number + 1
+        self._formers.append(self._generation)
         former, is_paused = self._generation, self._wait_started_at is not None
         if not (former.regrouping or former.is_paused):  # it had trained
             self._progress_before_break = self._progress_at
@@ -689,3 +722,9 @@ class Members(RankEvents):
             rank.state = "joining"
         joining = tuple(rank.number for rank in ready)
         self._form_group(self._survivors + joining, planned=True)
+
+
+def _list_ranks(slots: Sequence[int]) -> str:
+    """Returns the subject of a sentence in the past passive."""
+    numbers = ", ".join(map(str, slots))
+    return f"rank {numbers} was" if len(slots) == 1 else f"ranks {numbers} were"

@@ -194,6 +194,7 @@ class Rank:
     has_saved: bool = False  # it has saved as requested and is about to end
     session_closed: bool = False  # its training is over, but its script goes on
     joined_generation: int = 0
+    connects_to: int | None = None  # generation that was complete and whose connections it opens
 
 
 @dataclass(slots=True)
@@ -249,6 +250,7 @@ class RankStates:
         self._min_hosts, self._patience_s = min_hosts, patience_s
         self._policy = policy or RetryPolicy()
         self._generation = Generation(0, tuple(self._ranks))
+        self._formers: list[Generation] = []  # by number
         self._store_host = hosts_of[min(hosts_of)]
         self._store_is_lost = False
         self._step = -1  # the latest that was reported
@@ -368,7 +370,7 @@ class RankStates:
             self._count_failed_start(rank)
         if rank.number in self._generation.members and self._broken_at is None:
             self._broken_at = self._now
-        rank.state, rank.loss = "lost", failure
+        rank.state, rank.loss, rank.connects_to = "lost", failure, None
         rank.interrupted_at, rank.frozen, rank.hang_reason = None, False, ""
 
     def _count_failed_start(self, rank: Rank) -> None:

@@ -274,8 +274,10 @@ class RecoveryController:
             members.set_hung(slot, STUCK)
         elif event.kind in ("rank frozen", "rank thawed"):
             members.set_frozen(slot, event["how"] == "stopped")
+        elif event.kind == "arrived":
+            members.rank_arrived(slot)
         elif event.kind == "gathered":
-            members.group_gathered(event["generation"])
+            members.group_gathered(slot, event["generation"])
         elif event.kind == "world joined":
             members.group_connected(slot, event["world_size"])
         elif event.kind == "newcomer ready":

@@ -77,6 +77,18 @@ class DeviceGroup:
             self._is_watching = True
             threading.Thread(target=self._poll_errors, name="paceline-device", daemon=True).start()
 
+    def connect(self) -> None:
+        """Makes the communicator of the default group, by a collective of all its ranks.
+
+        torch knows a communicator only when it is made. Until then an abort does not reach it: if
+        a rank is lost meanwhile, this may never return, and the launcher ends the process.
+
+        Raises:
+            RuntimeError: It could not be made, or the group was aborted.
+        """
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        self.wait()
+
     def wait(self) -> None:
         """Waits until the device has done what is queued on its current stream.
 

@@ -127,6 +127,8 @@ class JobGroup:
             default_store = PrefixStore("default_pg", notes)
             self.messages = self._init_group(default_store, place, _FORMING)
         self._check_current(message)
+        if self.device is not None:
+            self.device.connect()
         self._set_timeout(self._present_timeout)
         store.set_timeout(self._timeout)
         self.store = store

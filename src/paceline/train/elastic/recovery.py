@@ -456,6 +456,7 @@ class Recovery:
                 found=f"it is not in generation {message.generation} of the job",
                 remedy="look at the launcher's output for why it was taken for lost",
             )
+        self.training.event("arrived", generation=message.generation)
         gathered = partial(self.training.event, "gathered", generation=message.generation)
         self.group.form(message, place, gathered)
         former = self._comms.world

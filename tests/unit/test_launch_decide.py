@@ -84,6 +84,25 @@ def test_nodes_with_gpus_get_the_rdma_ports_that_connect_them() -> None:
     assert all("NCCL_IB_HCA" not in node.env for node in settled.nodes)
 
 
+def newcomer(the_job: Job, *cards: object) -> planner.NodePlan:
+    """The plan of n3, which joins n1 and n2."""
+    there = {name: {**facts(gpus=1), "rdma": [CARD]} for name in ("n1", "n2")}
+    running = plan(the_job, per_host=there).nodes
+    everywhere = {**there, "n3": {**facts(gpus=1), "rdma": [*cards]}}
+    network = NodeNetwork("10.0.0.9", "eth0", "tried")
+    *old, new = (HostSurvey(Host(name), known, network) for name, known in everywhere.items())
+    members = list(zip(old, running, strict=True))
+    return planner.newcomer_part(the_job, new, Supplies(), "run1", 2, [2], members)
+
+
+def test_a_host_that_joins_must_reach_the_cards_of_the_running_ones() -> None:
+    assert newcomer(job(), CARD).env["NCCL_IB_HCA"].value == "=mlx5_0:1"
+    with pytest.raises(NodeError, match="n3 has no RDMA port on the network of the running hosts"):
+        newcomer(job())
+    given = job(environment=Environment({"NCCL_NET": "Socket"}))
+    assert "NCCL_IB_HCA" not in newcomer(given, CARD).env
+
+
 # --- how many
 
 

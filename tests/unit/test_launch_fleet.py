@@ -602,7 +602,7 @@ def recovery_of(plan: Any, members: Any, fleet: Fleet, reconnector: Any = None, 
     job = Job("a", ENTRY, "/", "python3")
     return RecoveryController(
         RankCommands(plan, job, fleet, ""), members, fleet,
-        reconnector or Mock(redials=False, replace=lambda part: None), fail or Mock(),
+        reconnector or Mock(redials=False, replace=lambda part, parts: None), fail or Mock(),
         screen or Mock(), Mock(),
     )  # fmt: skip
 

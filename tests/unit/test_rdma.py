@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.agent.surveys.facts import rdma_facts
-from paceline.remote.rdma import RdmaChoice, choose
+from paceline.remote.rdma import RdmaChoice, choose, choose_for_newcomer
+from paceline.spec.errors import NodeError
 
 FE80 = "fe80:0000:0000:0000"
 ROCE = ("RoCE v1", "RoCE v2")
@@ -179,3 +180,45 @@ def test_nothing_is_chosen_for_one_host_or_without_gpus(tmp_path: Path) -> None:
     assert not choose({"a": host(tmp_path)}).variables
     facts = host(tmp_path, devices={"gpus": []})
     assert not choose({"a": facts, "b": facts}).variables
+
+
+def test_a_host_that_joins_uses_the_network_of_the_running_ones(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        infiniband(tmp_path / name, "mlx5_0")
+    infiniband(tmp_path / "c", "mlx5_1", sm_lid="0x7")
+    facts = {name: host(tmp_path / name) for name in ("a", "b", "c")}
+    running = {name: {"NCCL_IB_HCA": "=mlx5_0:1"} for name in ("a", "b")}
+    assert choose_for_newcomer("c", facts, running).on("c") == {"NCCL_IB_HCA": "=mlx5_0:1"}
+    alone = {"a": facts["a"], "c": facts["c"]}  # a job of one host, for which nothing was chosen
+    assert choose_for_newcomer("c", alone, {"a": {}}).on("c") == {"NCCL_IB_HCA": "=mlx5_0:1"}
+
+
+def test_a_host_that_joins_ranks_on_tcp_uses_tcp(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        infiniband(tmp_path / name, "mlx5_0")
+    facts = {name: host(tmp_path / name) for name in ("a", "b")}
+    tcp = {"NCCL_NET": "Socket"}
+    assert choose_for_newcomer("b", facts, {"a": tcp}).on("b") == tcp
+    facts["a"] = host(tmp_path / "none")
+    assert choose_for_newcomer("b", facts, {"a": {}}).on("b") == tcp
+
+
+@pytest.mark.parametrize("card", ["none", "elsewhere"])
+def test_a_host_that_does_not_reach_the_running_cards_is_refused(tmp_path: Path, card: str) -> None:
+    infiniband(tmp_path / "a", "mlx5_0")
+    infiniband(tmp_path / "elsewhere", "mlx5_0", sm_lid="0x7")
+    facts = {"a": host(tmp_path / "a"), "b": host(tmp_path / card)}
+    with pytest.raises(NodeError, match="b has no RDMA port on the network") as refused:
+        choose_for_newcomer("b", facts, {"a": {"NCCL_IB_HCA": "=mlx5_0:1"}})
+    assert refused.value.found == "NCCL uses these there: a mlx5_0"
+    facts["b"] = host(tmp_path / card, environment={"NCCL_IB_DISABLE": "1"})
+    assert not choose_for_newcomer("b", facts, {"a": {}}).variables
+    facts["b"] = host(tmp_path / card, devices={"gpus": []})
+    assert not choose_for_newcomer("b", facts, {"a": {}}).variables
+
+
+def test_a_host_that_joins_with_cards_of_unknown_networks_is_left_to_nccl(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        efa(tmp_path / name, "rdmap0s6")
+    facts = {name: host(tmp_path / name) for name in ("a", "b")}
+    assert not choose_for_newcomer("b", facts, {"a": {}}).variables

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.spec.errors import NodeError
+
 Facts = Mapping[str, Any]
 Port = Mapping[str, Any]
 
@@ -78,6 +80,51 @@ def choose(facts: Mapping[str, Facts]) -> RdmaChoice:
             return RdmaChoice(f"{host} has other fast RDMA ports, maybe routed: left to NCCL")
     variables = {host: _variables(chosen[host], used, facts[host]) for host in facts}
     return RdmaChoice(f"on a network of all hosts: {', '.join(sorted(used))}", variables)
+
+
+def choose_for_newcomer(host: str, facts: Mapping[str, Facts],
+                        running: Mapping[str, Mapping[str, str]]) -> RdmaChoice:  # fmt: skip
+    """Chooses what a host uses that joins running ones, whose choice cannot change any more.
+
+    Args:
+        host: The host that joins.
+        facts: By host, of this one and the running ones.
+        running: Variables of the ranks of each running host; without any, NCCL has chosen.
+
+    Raises:
+        NodeError: The running hosts use RDMA ports, and none of this host reaches them.
+    """
+    if not all((known.get("devices") or {}).get("gpus") for known in facts.values()):
+        return RdmaChoice("not needed without GPUs on several hosts")
+    if explicit := _explicit(facts):
+        return RdmaChoice(f"{explicit}: left to NCCL")
+    used = {name: _ports_in_use(facts[name], running[name]) for name in running}
+    if not any(used.values()):
+        return RdmaChoice("the running hosts use TCP", {host: {"NCCL_NET": "Socket"}})
+    ports = active_ports(facts[host])
+    networks = set.intersection(*({name for port in used[peer] for name in
+                                   networks_of(port, facts[peer])} for peer in used))  # fmt: skip
+    fitting = [port for port in ports if networks & networks_of(port, facts[host])]
+    if fitting:
+        reason = f"on a network of the running hosts: {', '.join(sorted(networks))}"
+        return RdmaChoice(reason, {host: _variables(fitting, networks, facts[host])})
+    if ports and not (networks and all(networks_of(port, facts[host]) for port in ports)):
+        return RdmaChoice("networks of RDMA ports are not known: left to NCCL")
+    names = ", ".join(f"{name} {port['name']}" for name in used for port in used[name])
+    raise NodeError(
+        f"{host} has no RDMA port on the network of the running hosts",
+        found=f"NCCL uses these there: {names}",
+        remedy="Start the job with --env NCCL_NET=Socket if hosts without such a port are to join",
+    )
+
+
+def _ports_in_use(facts: Facts, variables: Mapping[str, str]) -> list[Port]:
+    """Returns the ports that NCCL uses with these variables."""
+    if "NCCL_NET" in variables:
+        return []
+    chosen = variables.get("NCCL_IB_HCA", "").lstrip("=").split(",")
+    return [port for port in active_ports(facts)
+            if chosen == [""] or f"{port['name']}:{port['port']}" in chosen]  # fmt: skip
 
 
 def active_ports(facts: Facts) -> list[Port]:

@@ -34,7 +34,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
 from paceline.spec import jobenv
-from paceline.spec.errors import PacelineError, PermanentConnectError
+from paceline.spec.errors import NodeError, PacelineError, PermanentConnectError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, format_location, unreachable_peer
 from paceline.spec.formatting import pluralize
@@ -315,8 +315,14 @@ class RecoveryController:
         return True
 
     def add_ranks(self, node: Node) -> None:
-        """Starts ranks on a spare node; they join when they are ready."""
-        self._add_part(self._reconnector.add(node, self._commands.next_slot))
+        """Starts ranks on a spare node if it fits the others; they join when they are ready."""
+        commands = self._commands
+        try:
+            part = self._reconnector.add(node, commands.next_slot, commands.parts)
+        except NodeError as error:
+            self._screen.note(f"paceline: {error.message}; keeping it as a spare. {error.remedy}")
+        else:
+            self._add_part(part)
 
     def _add_part(self, part: NodePlan) -> None:
         self.report.untrained.update(self._commands.add(part))
@@ -338,7 +344,11 @@ class RecoveryController:
     def _replace_host(self, host: str) -> bool:
         """Lets a spare replace a lost host if its ranks could join; returns whether it did."""
         parts = self._commands.parts
-        part = self._reconnector.replace(parts[host]) if self._members.accepts_newcomers else None
+        part = (
+            self._reconnector.replace(parts[host], parts)
+            if self._members.accepts_newcomers
+            else None
+        )
         if part is None:
             return False
         del parts[host]

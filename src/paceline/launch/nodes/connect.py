@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import Provisioner
@@ -15,7 +15,7 @@ from paceline.launch.terminal.run_state import NodeWait
 from paceline.remote.channel import Channel
 from paceline.remote.login import MAX_PARALLEL_LOGINS
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
-from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
+from paceline.spec.errors import ConnectError, NodeError, PacelineError, PermanentConnectError
 from paceline.spec.formatting import pluralize, span
 from paceline.spec.hosts import Host
 from paceline.spec.plan import NodePlan
@@ -298,29 +298,43 @@ class Reconnector:
         self.redial(lost)
         self._fleet.replace_node(await awaited, host)
 
-    def replace(self, lost: NodePlan) -> NodePlan | None:
-        """Gives a lost host's ranks to a spare, if any; returns its plan. Redials the host."""
-        ready = (node for node in self._fleet.spares if node.can_start_ranks and node.survey)
-        spare = next(ready, None)
-        if spare is None or not self._request.elastic:
-            return None
-        self.redial(self._fleet.get(lost.host))
-        self._fleet.replace_node(spare, lost.host)
-        return self._part(spare, lost.node_rank, [rank.rank for rank in lost.ranks])
+    def replace(self, lost: NodePlan, parts: Mapping[str, NodePlan]) -> NodePlan | None:
+        """Gives a lost host's ranks to a spare that can take them; returns its plan.
 
-    def add(self, node: Node, first_rank: int) -> NodePlan:
-        """Gives new ranks to a spare; returns its plan."""
+        Redials the host. ``parts`` are the plans of all hosts with ranks, also of this one.
+        """
+        running = {host: part for host, part in parts.items() if host != lost.host}
+        numbers = [rank.rank for rank in lost.ranks]
+        if not self._request.elastic:
+            return None
+        for spare in self._fleet.spares:
+            if spare.can_start_ranks and spare.survey:
+                with contextlib.suppress(NodeError):
+                    part = self._part(spare, lost.node_rank, numbers, running)
+                    self.redial(self._fleet.get(lost.host))
+                    self._fleet.replace_node(spare, lost.host)
+                    return part
+        return None
+
+    def add(self, node: Node, first_rank: int, parts: Mapping[str, NodePlan]) -> NodePlan:
+        """Gives new ranks to a spare; returns its plan.
+
+        Raises:
+            NodeError: It cannot take part with the hosts that have ``parts``.
+        """
         count = planner.processes_on(self._request.job, node.host, node.facts).value
-        part = self._part(node, len(self._fleet.nodes), range(first_rank, first_rank + count))
+        numbers = range(first_rank, first_rank + count)
+        part = self._part(node, len(self._fleet.nodes), numbers, parts)
         self._fleet.seat([*self._fleet.nodes, node])
         return part
 
-    def _part(self, node: Node, node_rank: int, ranks: Sequence[int]) -> NodePlan:
+    def _part(self, node: Node, node_rank: int, ranks: Sequence[int],
+              parts: Mapping[str, NodePlan]) -> NodePlan:  # fmt: skip
         assert node.survey is not None
         job, run_id, supplies = self._request.job, self._request.run_id, self._provisioner.supplies
-        others = (member for member in self._fleet.everyone if member is not node)
-        members = [member.survey for member in others if member.survey is not None]
-        return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks, members)
+        running = [(member.survey, parts[member.name]) for member in self._fleet.everyone
+                   if member.survey is not None and member.name in parts]  # fmt: skip
+        return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks, running)
 
     async def wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
         """Waits for nodes to connect; returns whether enough came in time."""

@@ -386,10 +386,15 @@ def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: 
 
 def cards_of(job: Job, surveys: Sequence[HostSurvey]) -> RdmaChoice:
     """Chooses the RDMA ports of all hosts, unless the user has chosen NCCL's network on one."""
-    variables = (user_env(job, survey.host) for survey in surveys)
-    if chosen := {name for env in variables for name in EXPLICIT if name in env}:
-        return RdmaChoice(f"{', '.join(sorted(chosen))} was given")
+    if given := _given_network(job, surveys):
+        return RdmaChoice(f"{', '.join(given)} was given")
     return rdma.choose({survey.host.name: survey.facts for survey in surveys})
+
+
+def _given_network(job: Job, surveys: Sequence[HostSurvey]) -> list[str]:
+    """Returns the variables by which the user has chosen NCCL's network on a host."""
+    variables = [user_env(job, survey.host) for survey in surveys]
+    return sorted({name for env in variables for name in EXPLICIT if name in env})
 
 
 def uses_agent_store(job: Job, facts: Facts) -> bool:
@@ -440,16 +445,33 @@ def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_ra
 
 
 def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
-                  ranks: Sequence[int], members: Sequence[HostSurvey]) -> NodePlan:  # fmt: skip
+                  ranks: Sequence[int],
+                  running: Sequence[tuple[HostSurvey, NodePlan]]) -> NodePlan:  # fmt: skip
     """Returns the plan of a host that joins a running job.
 
     Its ranks get the numbers ``ranks``, of which those that it cannot hold are not used.
-    ``members`` are the job's other hosts.
+    ``running`` are the hosts whose ranks it joins.
+
+    Raises:
+        NodeError: NCCL cannot connect it with them, or its code or folder does not fit.
     """
-    cards = cards_of(job, (*members, survey))
+    cards = _newcomer_cards(job, survey, running)
     part = _node(job, survey, supplies, run_id, node_rank, 0, cards)
     numbered = zip(part.ranks, ranks, strict=False)
     return replace(part, ranks=tuple(replace(rank, rank=number) for rank, number in numbered))
+
+
+def _newcomer_cards(job: Job, survey: HostSurvey,
+                    running: Sequence[tuple[HostSurvey, NodePlan]]) -> RdmaChoice:  # fmt: skip
+    """Chooses RDMA ports as :func:`cards_of`, by what the ranks of running hosts were given."""
+    if _given_network(job, known := [survey, *(member for member, _ in running)]) or not running:
+        return cards_of(job, known)
+    if job.backend == "gloo":
+        return RdmaChoice("not needed over gloo")
+    facts = {member.host.name: member.facts for member in known}
+    variables = {part.host: {name: setting.value for name, setting in part.env.items()
+                             if name in rdma.CHOSEN} for _, part in running}  # fmt: skip
+    return rdma.choose_for_newcomer(survey.host.name, facts, variables)
 
 
 # --- where the code is

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from paceline.agent.surveys.facts import rdma_facts
+from paceline.checks import rdma
+from paceline.checks.check import Requirements, Survey
 from paceline.remote.rdma import RdmaChoice, choose, choose_for_newcomer
 from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
 
 FE80 = "fe80:0000:0000:0000"
 ROCE = ("RoCE v1", "RoCE v2")
@@ -222,3 +225,20 @@ def test_a_host_that_joins_with_cards_of_unknown_networks_is_left_to_nccl(tmp_pa
         efa(tmp_path / name, "rdmap0s6")
     facts = {name: host(tmp_path / name) for name in ("a", "b")}
     assert not choose_for_newcomer("b", facts, {"a": {}}).variables
+
+
+def test_check_leaves_the_choice_to_a_setting_as_run_does(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        infiniband(tmp_path / name, "mlx5_0")
+    facts = {name: host(tmp_path / name) for name in ("a", "b")}
+
+    def message(b: Host = Host("b"), **given: Any) -> str:  # noqa: B008
+        (finding,) = rdma.evaluate(
+            Survey((Host("a"), b), facts=facts, requirements=Requirements(**given))
+        )
+        return finding.message
+
+    left = "NCCL_IB_HCA was given: left to NCCL"
+    assert message(given=("NCCL_IB_HCA",)) == left
+    assert message(Host("b", env={"NCCL_IB_HCA": "mlx5_1"})) == left
+    assert "left to NCCL" not in message(settled=("NCCL_IB_HCA",))  # hidden: the ranks have none

@@ -8,11 +8,14 @@ to pass through the host's memory.
 from __future__ import annotations
 
 from paceline.checks.check import Check, Survey, join_names, passed, warned
-from paceline.remote.rdma import RdmaChoice, active_ports, choose
+from paceline.remote.rdma import EXPLICIT, RdmaChoice, active_ports, choose
 from paceline.spec.finding import Finding
 
 
 def evaluate(survey: Survey) -> list[Finding]:
+    given = {*survey.requirements.given, *(name for host in survey.present for name in host.env)}
+    if chosen := sorted(given & {*EXPLICIT}):
+        return [passed("rdma", survey.names, f"{', '.join(chosen)} was given: left to NCCL")]
     choice = choose({name: survey.facts[name] for name in survey.names})
     used = {name: choice.on(name).get("NCCL_IB_HCA", "").lstrip("=") for name in survey.names}
     if not any(used.values()):

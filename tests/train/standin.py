@@ -186,7 +186,9 @@ class StandInGroup(DeviceGroup):
         return lambda: group is None or group.done >= number
 
     def _synchronize(self) -> None:
-        pass
+        is_finished = self._mark()
+        while not is_finished():
+            time.sleep(POLL_S)
 
     def _error_of(self, backend: StandIn) -> str:
         return backend.error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from test_joining import SCRIPT as JOINING
 from test_joining import left
 from test_recovery import Trial, check, trials
 
+from paceline.spec.errors import JobError
 from paceline.train.elastic import device_group
 from paceline.train.elastic.waits import WaitCancelled
 
@@ -106,6 +108,25 @@ def test_nothing_that_an_aborted_group_leaves_counts() -> None:
     group.abort()
     with pytest.raises(WaitCancelled):
         group.wait()
+
+
+def test_a_device_that_does_not_come_to_rest_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_group, "_END_S", 0.05)
+    group = standin.StandInGroup(torch.device("cpu"))
+    released = threading.Event()
+    monkeypatch.setattr(group, "_synchronize", released.wait)
+    with pytest.raises(JobError, match="does not end though it was aborted"):
+        group.leave()
+    released.set()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(group, "_synchronize", fail)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        group.leave()
 
 
 def test_torch_handles_errors_where_nothing_can_be_replaced(tmp_path: Path) -> None:

@@ -117,20 +117,30 @@ class DeviceGroup:
 
         Raises:
             JobError: The device does not come to rest.
+            RuntimeError: The device reports an error.
         """
         self.abort()
         deadline = time.monotonic() + _END_S
         if self._aborting is not None:
             self._aborting.join(_END_S)
-        is_finished = self._mark()
-        while not is_finished():
-            if time.monotonic() > deadline:
-                raise JobError(
-                    "a collective of the device does not end though it was aborted",
-                    found=f"after {_END_S:.0f} s {self._device} has not finished it",
-                )
-            time.sleep(_MAX_POLL_S)
-        self._synchronize()
+        errors: list[RuntimeError] = []
+
+        def synchronize() -> None:
+            try:
+                self._synchronize()
+            except RuntimeError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=synchronize, daemon=True)  # it has no limit of its own
+        waiting.start()
+        waiting.join(max(0.0, deadline - time.monotonic()))
+        if errors:
+            raise errors[0]
+        if waiting.is_alive():
+            raise JobError(
+                "a collective of the device does not end though it was aborted",
+                found=f"after {_END_S:.0f} s {self._device} has not finished it",
+            )
         self.forget()
 
     def forget(self) -> None:
@@ -178,6 +188,7 @@ class DeviceGroup:
         return event.query
 
     def _synchronize(self) -> None:
+        """Waits until the device has done what is queued on all its streams."""
         torch.get_device_module(self._device).synchronize(self._device)
 
     def _abort(self, backend: Any) -> None:

@@ -295,7 +295,7 @@ def judge_run(bench: Bench, name: str, *, is_compared: bool = True) -> Result:
     result["median step s"] = round(gaps[len(gaps) // 2], 4) if gaps else None
     pauses, backs = [], []
     for when in lost.values():
-        after = [record for record in records if record[0] > when + 0.2 and record[2]]
+        after = [record for record in records if record[0] > when and record[2]]
         smaller = [record[0] for record in after if record[4] == 2]
         if smaller:
             pauses.append(round(min(smaller) - when, 2))

@@ -2,8 +2,9 @@
 
     bench/gpu/all.sh OUT [--dry] [--seconds 480] [PART…]
 
-Parts: environment, recovery, ranks, resume, cost, tests, communication, errors; by default those
-without results in OUT, in this order.
+Parts: environment, recovery, ranks, resume, cost, tests, communication, errors; by
+default all of them, in this order. Cases with a result in OUT are not run again, except those that
+the end of --seconds has cut off and those of parts that are named.
 NCCL refuses two ranks on one GPU only within a host, and takes each NCCL_HOSTID for a host. The
 ranks then talk over sockets of the loopback interface, so times are not those of several GPUs.
 
@@ -37,6 +38,8 @@ ROOT = HERE.parents[1]
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 EXACT = 1e-9
 """Largest difference of parameters in float64 that is rounding."""
+MIN_CASE_S = 5.0  # a case is not begun with less
+CUT = "cut off by --seconds"
 Result = dict[str, Any]
 
 
@@ -51,6 +54,7 @@ class Case:
         env: Further variables; ``{rank}`` is filled in.
         limit_s: Seconds after which what is left is ended.
         judge: Returns what came of it.
+        clears: Folders that are removed before.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Case:
     limit_s: float = 90.0
     judge: Callable[[], Result] = dict
     act: Callable[[list[subprocess.Popen[bytes]]], None] = lambda processes: None
+    clears: Sequence[Path] = ()
 
 
 class Bench:
@@ -70,6 +75,7 @@ class Bench:
         self.dry: bool = options.dry
         self.deadline = time.monotonic() + options.seconds
         self.device = "cpu" if options.dry else "cuda"
+        self.repeats = bool(options.parts)
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         self.work = self.out / "work"
 
@@ -80,12 +86,16 @@ class Bench:
         return self.log(name, rank).read_text(errors="replace")
 
     def run_all(self, part: str, cases: Sequence[Case], parallel: int = 4) -> list[Result]:
-        """Runs cases, some at a time, and adds each to the part's results when it has ended."""
+        """Runs cases, some at a time, and adds each to the part's results when it has ended.
+
+        Cases that have a whole result already are left out, unless the part is to be repeated.
+        """
         file = self.out / f"{part}.json"
-        results: list[Result] = []
-        if file.exists():
-            names = [case.name for case in cases]
-            results = [r for r in json.loads(file.read_text()) if r["case"] not in names]
+        results: list[Result] = json.loads(file.read_text()) if file.exists() else []
+        done = {} if self.repeats else {r["case"] for r in results if CUT not in r}
+        cases = [case for case in cases if case.name not in done]
+        names = {case.name for case in cases}
+        results = [result for result in results if result["case"] not in names]
 
         def run(case: Case) -> None:
             results.append(self.run(case))
@@ -101,8 +111,10 @@ class Bench:
         start, port = time.monotonic(), _free_port()
         limit_s = min(case.limit_s, self.deadline - start)
         result: Result = {"case": case.name, "ranks": case.ranks}
-        if limit_s < 5:
-            return result | {"exit": "no time was left"}
+        if limit_s < MIN_CASE_S:
+            return result | {"exit": "no time was left", CUT: True}
+        for folder in case.clears:
+            shutil.rmtree(folder, ignore_errors=True)
         processes = [self._start(case, rank, port) for rank in range(max(1, case.ranks))]
         end = start + limit_s
         with contextlib.suppress(Exception):
@@ -125,6 +137,8 @@ class Bench:
         }
         if late:
             result["ended at the limit"] = late
+            if limit_s < case.limit_s:
+                result[CUT] = True
         try:
             result |= case.judge()
         except Exception as error:  # whatever is missing
@@ -210,6 +224,8 @@ def difference(first: Any, second: Any) -> float:
 
 def environment(bench: Bench) -> None:
     """What this machine is."""
+    if (bench.out / "environment.txt").exists() and not bench.repeats:
+        return
     code = (
         "import torch, platform; print('Python', platform.python_version(), 'torch',"
         " torch.__version__); print('NCCL', torch.cuda.nccl.version()) if"
@@ -230,14 +246,12 @@ def environment(bench: Bench) -> None:
 def _trial(bench: Bench, name: str, *options: str) -> list[str]:
     """Arguments of the training in lost_rank.py."""
     dry = ["--dry"] if bench.dry else []
-    shutil.rmtree(bench.work / name, ignore_errors=True)
     return [str(HERE / "lost_rank.py"), str(bench.work / name), *dry, *options]
 
 
 def _launched(bench: Bench, name: str, *options: str, handling: str = "") -> Case:
     """The training with three ranks of the launcher."""
     run = bench.work / f"{name}.run"
-    shutil.rmtree(run, ignore_errors=True)
     launcher = ["-m", "paceline", "run", "-p", "3", f"--run-dir={run}", "--check=none"]
     env = {
         "NCCL_DEBUG": "INFO",
@@ -248,12 +262,16 @@ def _launched(bench: Bench, name: str, *options: str, handling: str = "") -> Cas
     if handling:
         launcher.append(f"--env=TORCH_NCCL_ASYNC_ERROR_HANDLING={handling}")
     argv = [*launcher, "--show=all", *_trial(bench, name, *options)]
-    return Case(name, argv, env=env, limit_s=75, judge=lambda: judge_run(bench, name))
+    clears = [run, bench.work / name]
+    return Case(
+        name, argv, env=env, limit_s=75, judge=lambda: judge_run(bench, name), clears=clears
+    )
 
 
 def recovery(bench: Bench) -> None:
     """Ranks of `paceline run` are killed or frozen; the others go on, and they are replaced."""
-    alone = Case("alone", _trial(bench, "alone", "--pause=0"))  # the others are compared with it
+    argv = _trial(bench, "alone", "--pause=0")
+    alone = Case("alone", argv, clears=[bench.work / "alone"])  # the others are compared with it
     # nothing else beside it, for its seconds are to tell something
     killed = _launched(bench, "killed", "--lose=1:forward:20")
     results = {result["case"]: result for result in bench.run_all("recovery", [alone, killed])}
@@ -303,13 +321,7 @@ def judge_run(bench: Bench, name: str, *, is_compared: bool = True) -> Result:
             if whole:
                 backs.append(round(min(whole) - when, 2))
     result |= {"trains again after s": pauses, "complete again after s": backs}
-    events = [
-        json.loads(line)
-        for file in run.rglob("events.jsonl")
-        for line in file.read_text().splitlines()
-        if line.startswith("{")
-    ]
-    text = json.dumps(events)
+    text = json.dumps(_events(bench, name))
     result["recoverable"] = '"able": true' in text
     result["frozen rank named"] = "rank frozen" in text
     for file in run.glob("result.json"):
@@ -324,9 +336,21 @@ def judge_run(bench: Bench, name: str, *, is_compared: bool = True) -> Result:
         far = difference(*(torch.load(end, map_location="cpu") for end in ends))
         result |= {"difference from one rank": far, "to rounding": far < EXACT}
     else:
-        log = bench.text(name).splitlines()
-        result["last lines"] = [line for line in log if line.startswith("paceline:")][-3:]
+        result["last lines"] = _launcher_lines(bench, name)
     return result
+
+
+def _launcher_lines(bench: Bench, name: str) -> list[str]:
+    return [line for line in bench.text(name).splitlines() if line.startswith("paceline:")][-4:]
+
+
+def _events(bench: Bench, name: str) -> list[Result]:
+    return [
+        json.loads(line)
+        for file in (bench.work / f"{name}.run").rglob("events.jsonl")
+        for line in file.read_text().splitlines()
+        if line.startswith("{")
+    ]
 
 
 def _steps(folder: Path) -> list[list[Any]]:
@@ -350,7 +374,6 @@ def tests(bench: Bench) -> None:
 def _recipe(bench: Bench, name: str, ranks: int, recipe: str, *options: str, like: str = "",
             env: Mapping[str, str] | None = None, limit_s: float = 80.0) -> Case:  # fmt: skip
     run = bench.work / name
-    shutil.rmtree(run, ignore_errors=True)
     common = ["--steps=60", "--seed=3", "--deterministic", "--checkpoint-every=never"]
     argv = ["-m", f"paceline.recipes.{recipe}", *common, f"--device={bench.device}"]
     argv += ["--global-batch=64", *options, f"--run-dir={run}"]
@@ -362,7 +385,7 @@ def _recipe(bench: Bench, name: str, ranks: int, recipe: str, *options: str, lik
             result["difference"] = _model_difference(bench, name, like)
         return result
 
-    return Case(name, argv, ranks, env or {}, limit_s, judge)
+    return Case(name, argv, ranks, env or {}, limit_s, judge, clears=[run])
 
 
 def _model_difference(bench: Bench, name: str, like: str) -> float:
@@ -410,8 +433,7 @@ def resume(bench: Bench) -> None:
     run = bench.work / name
     options = ("--dtype=float64", "--checkpoint-every=10")
     whole = _recipe(bench, "whole", 1, "image", *options)
-    first = _recipe(bench, "on_gpu", 1, "image", *options, f"--run-dir={run}")
-    shutil.rmtree(run, ignore_errors=True)
+    first = _recipe(bench, "on_gpu", 1, "image", *options)
 
     def kill(processes: list[subprocess.Popen[bytes]]) -> None:
         end = time.monotonic() + 60
@@ -421,7 +443,7 @@ def resume(bench: Bench) -> None:
             time.sleep(0.002)
 
     argv = [word for word in first.argv if not word.startswith("--run-dir")]
-    killed = Case("on_gpu", [*argv, f"--run-dir={run}"], 1, act=kill)
+    killed = Case("on_gpu", [*argv, f"--run-dir={run}"], 1, act=kill, clears=[run])
     argv = [word for word in argv if not word.startswith("--device")]
 
     def judge() -> Result:
@@ -482,8 +504,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0)
     options = parser.parse_intermixed_args()
     bench = Bench(options)
-    missing = [part for part in PARTS if not (bench.out / f"{part}.json").exists()]
-    for part in options.parts or missing:
+    for part in options.parts or PARTS:
         start = time.monotonic()
         try:
             PARTS[part](bench)  # a KeyError for an unknown name

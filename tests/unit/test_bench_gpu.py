@@ -1,4 +1,4 @@
-"""bench/gpu/all.py: what it makes of the records of a training."""
+"""bench/gpu/all.py: what has a result is not run again, and what was cut off is."""
 
 from __future__ import annotations
 
@@ -28,6 +28,46 @@ def script() -> Any:
 
 def start(script: Any, out: Path, seconds: float, *parts: str) -> Any:
     return script.Bench(Namespace(out=out, dry=True, seconds=seconds, parts=parts))
+
+
+def test_cases_that_were_cut_off_are_run_by_a_later_start(script: Any, tmp_path: Path) -> None:
+    runs, work = tmp_path / "runs", tmp_path / "work"
+    runs.write_text("")
+    body = f"open({str(runs)!r}, 'a').write('NAME ')"
+    cases = [
+        script.Case(name, ["-c", body.replace("NAME", name)], clears=[work / name])
+        for name in ("first", "second")
+    ]
+    (work / "second").mkdir(parents=True)
+    start(script, tmp_path, 20).run_all("part", cases[:1])
+    (work / "first").mkdir()
+    results = start(script, tmp_path, 1).run_all("part", cases)  # too little for a case
+    assert [(each["case"], script.CUT in each) for each in results] == [
+        ("first", False),
+        ("second", True),
+    ]
+    results = start(script, tmp_path, 20).run_all("part", cases)
+    assert [(each["case"], each["exit"]) for each in results] == [("first", [0]), ("second", [0])]
+    assert runs.read_text() == "first second "
+    assert (work / "first").exists()  # what others are compared with
+    assert not (work / "second").exists()
+    start(script, tmp_path, 20, "part").run_all("part", cases[:1])
+    assert runs.read_text() == "first second first "
+
+
+def test_a_case_that_ends_at_the_budget_has_no_whole_result(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "MIN_CASE_S", 0.1)
+    sleeping = ["-c", "import time; time.sleep(60)"]
+    bench = start(script, tmp_path, 0.6)
+    (cut,) = bench.run_all("part", [script.Case("sleeps", sleeping)])
+    assert cut["ended at the limit"] == [0]
+    assert script.CUT in cut
+    bench = start(script, tmp_path, 20)
+    (hung,) = bench.run_all("part", [script.Case("sleeps", sleeping, limit_s=0.3)])
+    assert hung["ended at the limit"] == [0]
+    assert script.CUT not in hung  # it is the case's own limit
 
 
 def test_fast_recoveries_count(script: Any, tmp_path: Path) -> None:

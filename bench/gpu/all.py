@@ -2,7 +2,7 @@
 
     bench/gpu/all.sh OUT [--dry] [--seconds 480] [PART…]
 
-Parts: environment, recovery, ranks, resume, cost, tests, communication, errors; by
+Parts: environment, recovery, ranks, resume, cost, tests, communication, errors, straggler; by
 default all of them, in this order. Cases with a result in OUT are not run again, except those that
 the end of --seconds has cut off and those of parts that are named.
 NCCL refuses two ranks on one GPU only within a host, and takes each NCCL_HOSTID for a host. The
@@ -245,7 +245,7 @@ def environment(bench: Bench) -> None:
 
 def _trial(bench: Bench, name: str, *options: str) -> list[str]:
     """Arguments of the training in lost_rank.py."""
-    dry = ["--dry"] if bench.dry else []
+    dry = ["--dry", "--pause=0.05"] if bench.dry else []
     return [str(HERE / "lost_rank.py"), str(bench.work / name), *dry, *options]
 
 
@@ -286,8 +286,34 @@ def recovery(bench: Bench) -> None:
             _launched(bench, "killed_twice", "--lose=1:stepped:15", "--lose=2:during:40"),
             _launched(bench, "killed_int8", "--lose=1:during:20", "--communication=int8"),
             _launched(bench, "sharded_killed", "--lose=1:forward:20", "--shard"),  # ends the job
+            _connecting_killed(bench),  # ends the job, unless NCCL reports an error to the others
         ]
     bench.run_all("recovery", cases, parallel=2)
+
+
+def _connecting_killed(bench: Bench) -> Case:
+    """The rank that comes for a lost one is lost while all make a communicator."""
+    lost = ("--lose=1:forward:20", "--lose=1:connecting:0")
+    case = _launched(bench, "connecting_killed", *lost)
+    case.env = {**case.env, **({"STANDIN_CONNECT": "spin"} if bench.dry else {})}
+    case.judge = lambda: (
+        judge_run(bench, case.name, is_compared=False)
+        | {"last lines": _launcher_lines(bench, case.name)}
+    )
+    return case
+
+
+def straggler(bench: Bench) -> None:
+    """One rank takes longer for each step."""
+    case = _launched(bench, "straggler", "--slow=1:0.05", "--pause=0", "--epochs=8")
+
+    def judge() -> Result:
+        result = judge_run(bench, case.name, is_compared=False)
+        found = [event for event in _events(bench, case.name) if event["event"] == "straggler"]
+        return result | {"named": [[event["straggler"], event["cause"]] for event in found]}
+
+    case.judge = judge
+    bench.run_all("straggler", [case])
 
 
 def cost(bench: Bench) -> None:
@@ -411,10 +437,55 @@ def ranks(bench: Bench) -> None:
         _recipe(bench, "two_tf32", 2, "image", like="one_tf32"),
         _recipe(bench, "two_no_tf32", 2, "image", like="one_no_tf32", env=off),
         _recipe(bench, "shard", 2, "image", wide, "--shard", like="one"),
+        _recipe(bench, "shard_four", 4, "image", wide, "--shard", like="one"),
         _recipe(bench, "text_two", 2, "text", wide, like="text_one"),
     ]
+    bench.run_all("ranks", [_all_reduce(bench, number) for number in (2, 4)])
     bench.run_all("ranks", single)
     bench.run_all("ranks", several)
+    bench.run_all("ranks", [_sft_files(bench)])
+    bench.run_all("ranks", [_sft(bench, "sft_one", 1), _sft(bench, "sft_two", 2, like="sft_one")])
+
+
+def _all_reduce(bench: Bench, ranks: int) -> Case:
+    """All-reduces with torch alone."""
+    name, dry = f"all_reduce_{ranks}", ["--dry"] if bench.dry else []
+    argv = [str(HERE / "all_reduce.py"), "{rank}", str(ranks), "{port}", *dry]
+
+    def judge() -> Result:
+        lines = [line for line in bench.text(name).splitlines() if " elements: " in line]
+        return {"last": "; ".join(lines)}
+
+    return Case(name, argv, ranks, judge=judge)
+
+
+def _sft_files(bench: Bench) -> Case:
+    """A tiny language model and chats for it, as the tests make them; needs Transformers."""
+    folder = bench.work / "sft_files"
+    code = (
+        f"import pathlib, sys; sys.path.insert(0, {str(ROOT / 'tests/unit')!r});"
+        " import tiny_language_model as tiny; folder = pathlib.Path(sys.argv[1]);"
+        " tiny.save(folder / 'base', kind='GPTNeoX');"
+        " tiny.write_jsonl(folder / 'chat.jsonl', tiny.chats(24))"
+    )
+    return Case("sft_files", ["-c", code, str(folder)], clears=[folder])
+
+
+def _sft(bench: Bench, name: str, ranks: int, like: str = "") -> Case:
+    run, files = bench.work / name, bench.work / "sft_files"
+    argv = [
+        *("-m", "paceline.recipes.language.sft", f"--model={files / 'base'}"),
+        *(f"--data={files / 'chat.jsonl'}", f"--device={bench.device}", "--dtype=float64"),
+        *("--epochs=2", "--global-batch=8", "--log-every=1", "--lr=0.01", "--max-length=200"),
+        *("--samples=1", "--sample-tokens=3", "--lora-rank=4", "--seed=3", f"--run-dir={run}"),
+    ]
+
+    def judge() -> Result:
+        lines = [line for line in bench.text(name).splitlines() if "step 6/6" in line]
+        result: Result = {"last": lines[-1] if lines else "", "like": like}
+        return result | ({"difference": _model_difference(bench, name, like)} if like else {})
+
+    return Case(name, argv, ranks, judge=judge, clears=[run])
 
 
 def communication(bench: Bench) -> None:
@@ -491,6 +562,7 @@ PARTS = {
     "tests": tests,
     "communication": communication,
     "errors": errors,
+    "straggler": straggler,
 }
 
 

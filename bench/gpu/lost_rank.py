@@ -61,6 +61,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--how", choices=("kill", "stop"), default="kill")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--slow", metavar="SLOT:SECONDS", default="-1:0")  # more for each step
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--pause", type=float, default=0.1)  # seconds of a step at least
@@ -120,6 +121,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 64, generator=generator, dtype=torch.float64)
     data = TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+    slow_slot, seconds = options.slow.split(":")
+    extra_s = float(seconds) if int(slow_slot) == SLOT else 0.0
     steps = (options.out / f"steps.{SLOT}.{os.getpid()}").open("w")
     kind = "cpu" if options.dry else "cuda"
     with train.join("lost", dtype="float64", seed=3, device=kind, log_every=5) as session:
@@ -134,6 +137,7 @@ def main() -> None:
                 begun, step = time.time(), session.progress.step
                 lose(options, "given", step)
                 lose(options, "during", step)
+                time.sleep(extra_s)
                 losses = cross_entropy(model(images), classes, reduction="none")
                 lose(options, "forward", step)
                 has_stepped = session.step(losses)

@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Containers often set it: every process that a test starts would then compile our modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo     environment, then train the bundled digits on a two-host virtual cluster"

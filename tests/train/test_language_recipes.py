@@ -17,9 +17,11 @@ import ranks
 
 lacks_peft = importlib.util.find_spec("peft") is None  # to import it takes every worker seconds
 pytestmark = pytest.mark.slow
-SFT = pytest.param("sft", marks=pytest.mark.skipif(lacks_peft, reason="peft is not installed"))
+needs_peft = pytest.mark.skipif(lacks_peft, reason="peft is not installed")
+SFT, DPO = (pytest.param(name, marks=needs_peft) for name in ("sft", "dpo"))
 WORLDS = {
     "sft": ("world2", "world3", "single_rows", "recomputed", "killed"),
+    "dpo": ("world2", "world3", "whole_batches", "killed"),
     "language": ("world2", "world3", "killed"),
 }
 
@@ -39,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
     return run
 
 
-@pytest.mark.parametrize("recipe", [SFT, "language"])
+@pytest.mark.parametrize("recipe", [SFT, DPO, "language"])
 def test_ends_as_on_one_rank(recipe: str, results: Callable[[str], dict[str, Any]]) -> None:
     whole = results(recipe)["world1"]
     assert len(whole["train"]) == 8
@@ -52,7 +54,7 @@ def test_ends_as_on_one_rank(recipe: str, results: Callable[[str], dict[str, Any
         assert found["parameters"] == pytest.approx(whole["parameters"], abs=1e-10), other
 
 
-@pytest.mark.parametrize("recipe", [SFT, "language"])
+@pytest.mark.parametrize("recipe", [SFT, DPO, "language"])
 def test_killed_and_resumed_is_bit_equal(
     recipe: str, results: Callable[[str], dict[str, Any]]
 ) -> None:

@@ -44,6 +44,8 @@ EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("translation", "data_dir"): (["--data-dir=x"], ["--data=a.tsv"]),
     ("sft", "lora_rank"): (["--method=full", "--lora-rank=4"], ["--method=dora"]),
     ("sft", "lora_alpha"): (["--method=full", "--lora-alpha=4"], ["--method=lora"]),
+    ("sft", "dpo_beta"): (["--dpo-beta=0.2"], ["--objective=dpo"]),
+    ("sft", "pack"): (["--objective=dpo", "--pack"], ["--objective=sft"]),
     **{
         (name, option): example
         for name in ("sft", "language")

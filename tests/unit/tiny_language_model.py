@@ -83,6 +83,18 @@ def chats(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+def preferences(count: int) -> list[dict[str, Any]]:
+    """Pairs of answers of uneven lengths."""
+    return [
+        {
+            "prompt": f"How much is {n} plus {n}?",
+            "chosen": f"{2 * n}" + " indeed" * (n % 5),
+            "rejected": f"{2 * n + 1}" + "!" * (n % 3),
+        }
+        for n in range(count)
+    ]
+
+
 def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

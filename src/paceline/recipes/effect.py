@@ -122,6 +122,10 @@ RULES: dict[type[Options], tuple[Rule, ...]] = {
         *(Rule(option, "method", lambda o: o.method != "full",
                "the whole model is trained, without adapters", "--method lora")
           for option in ("lora_rank", "lora_alpha")),
+        Rule("dpo_beta", "objective", lambda o: o.objective == "dpo",
+             "there are no preferences", "--objective dpo"),
+        Rule("pack", "objective", lambda o: o.objective == "sft",
+             "both answers of a pair have a row of their own", "--objective sft"),
         *_FILE_RULES,
     ),
     LanguageOptions: (*_COMMON_RULES, *_FILE_RULES),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.language.conversations import Conversation, Message
+from paceline.recipes.language.conversations import Conversation, Message, common_length
 from paceline.spec.errors import DataError
 
 Render = Callable[[Sequence[Message], bool], str]
@@ -67,7 +67,8 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
     """
     location, messages = conversation.location, conversation.messages
     if not messages:
-        return [Rendered(conversation.text, ((0, len(conversation.text)),))]
+        span = conversation.num_context, len(conversation.text)
+        return [Rendered(conversation.text, (span,))]
     try:
         whole = render(messages, False)
         if messages[0].role == "system" and messages[0].content.strip() not in whole:
@@ -115,14 +116,8 @@ def _answer_span(
         return None
     # A template may end the request for an answer with what it removes from answers: <think>.
     prompt = render(messages[:index], True)
-    start = max(_common_length(prompt, whole), len(before))
+    start = max(common_length(prompt, whole), len(before))
     return (start, len(after)) if start < len(after) else None
-
-
-def _common_length(first: str, second: str) -> int:
-    """Returns for how many characters two texts are equal."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def plain_render(messages: Sequence[Message], begins_answer: bool) -> str:

@@ -6,12 +6,12 @@ Pure: rows are values, and every problem is a DataError that names the row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.spec.errors import DataError
 
-Format = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text"]
+Format = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text", "preference"]
 Role = Literal["system", "user", "assistant"]
 
 _ROLES: dict[str, Role] = {
@@ -31,6 +31,9 @@ _KNOWN = (
     '{"messages": [{"role": …, "content": …}]}, {"conversations": [{"from": …, "value": …}]},'
     ' {"instruction": …, "output": …}, {"prompt": …, "completion": …} or {"text": …}'
 )
+PREFERENCE = '{"prompt": …, "chosen": …, "rejected": …}'
+"""A row with a pair of answers."""
+_PROMPTS = ("prompt", "question")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,25 @@ class Conversation:
     Attributes:
         location: File and line, for messages.
         messages: Turns; empty for a plain text.
-        text: Plain text, all of which is trained on; empty for a conversation.
+        text: Plain text that is trained on; empty for a conversation.
+        num_context: Characters at the start of ``text`` that are not trained on.
     """
 
     location: str
     messages: tuple[Message, ...] = ()
     text: str = ""
+    num_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two continuations of the same prompt, of which one is better.
+
+    Both are conversations with the prompt; only what follows it is trained on.
+    """
+
+    chosen: Conversation
+    rejected: Conversation
 
 
 def detect_format(row: Mapping[str, Any], location: str) -> Format:
@@ -71,6 +87,8 @@ def detect_format(row: Mapping[str, Any], location: str) -> Format:
     Raises:
         DataError: The keys are those of no format.
     """
+    if "chosen" in row and "rejected" in row:
+        return "preference"
     for key in _LISTS:
         turns = row.get(key)
         if isinstance(turns, Sequence) and not isinstance(turns, str):
@@ -96,6 +114,12 @@ def parse_row(row: Mapping[str, Any], data_format: Format, location: str) -> Con
     Raises:
         DataError: The row is not in this format, has roles out of order, or nothing to train on.
     """
+    if data_format == "preference":
+        raise DataError(
+            f"{location}: the rows are pairs of answers",
+            found=_keys(row),
+            remedy="--objective dpo trains on preferences",
+        )
     if data_format == "text":
         text = _text(row.get("text"), "text", location)
         if not text.strip():
@@ -110,6 +134,88 @@ def parse_row(row: Mapping[str, Any], data_format: Format, location: str) -> Con
     messages = tuple(parse(row, location))
     _check(messages, location)
     return Conversation(location, messages)
+
+
+def parse_preference(row: Mapping[str, Any], location: str) -> Preference:
+    """Returns the pair of a row.
+
+    Without a prompt, it is what both answers have in common at their beginning.
+
+    Raises:
+        DataError: The row holds no pair, an answer is empty, or both are equal.
+    """
+    if not ("chosen" in row and "rejected" in row):
+        raise DataError(
+            f"{location}: no pair of answers",
+            found=_keys(row),
+            remedy=f"rows like {PREFERENCE}; without --objective dpo, other formats are trained on",
+        )
+    chosen, rejected = row["chosen"], row["rejected"]
+    if chosen == rejected:
+        raise DataError(f"{location}: both answers are the same", found=repr(chosen)[:80])
+    prompt_key = next((key for key in _PROMPTS if row.get(key) is not None), None)
+    if isinstance(chosen, str) and isinstance(rejected, str) and prompt_key is None:
+        return _from_texts(chosen, rejected, location)
+    prompt = [] if prompt_key is None else [*_prompt(row, prompt_key, location)]
+    pair = [
+        _continue(prompt, row[key], f"{location}, {key} answer") for key in ("chosen", "rejected")
+    ]
+    num_shared = common_length(*pair)
+    conversations = [
+        Conversation(
+            location,
+            tuple(
+                replace(m, is_target=m.is_target and n >= num_shared) for n, m in enumerate(turns)
+            ),
+        )
+        for turns in pair
+    ]
+    for name, conversation in zip(("chosen", "rejected"), conversations, strict=True):
+        _check(conversation.messages, f"{location}, {name} answer")
+    return Preference(*conversations)
+
+
+def _from_texts(chosen: str, rejected: str, location: str) -> Preference:
+    """Returns the pair of two whole texts, which are used without a chat template."""
+    start = common_length(chosen, rejected)
+    while start and not chosen[start - 1].isspace():  # a word belongs to one part as a whole
+        start -= 1
+    if chosen[start - 1 : start] == " ":  # tokens begin with the space before a word
+        start -= 1
+    if not (start and chosen[start:].strip() and rejected[start:].strip()):
+        raise DataError(
+            f"{location}: no prompt, or nothing after it",
+            found=f"both texts begin with {chosen[:start]!r}"[:80],
+            remedy='rows with "prompt"',
+        )
+    return Preference(
+        Conversation(location, text=chosen, num_context=start),
+        Conversation(location, text=rejected, num_context=start),
+    )
+
+
+def _prompt(row: Mapping[str, Any], key: str, location: str) -> Iterable[Message]:
+    if system := row.get("system"):
+        yield Message("system", _text(system, "system", location))
+    prompt = row[key]
+    if isinstance(prompt, str):
+        yield Message("user", prompt)
+    else:
+        yield from _turns(prompt, location, "role", "content")
+
+
+def _continue(prompt: Sequence[Message], answer: Any, location: str) -> list[Message]:
+    """Returns a prompt with an answer: a text, messages, or a conversation with its prompt."""
+    if isinstance(answer, str):
+        return [*prompt, Message("assistant", answer, is_target=True)]
+    turns = [*_turns(answer, location, "role", "content")]
+    return [*prompt, *turns] if turns[0].role == "assistant" else turns
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Returns for how many elements two sequences are equal."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def place_system(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,9 @@ from paceline.recipes.language.conversations import (
     Conversation,
     Format,
     Message,
+    Preference,
     detect_format,
+    parse_preference,
     parse_row,
     place_system,
 )
@@ -25,30 +27,62 @@ from paceline.spec.errors import DataError
 from paceline.train import Draws
 from paceline.train.data.order import Ids
 
+R = TypeVar("R", Conversation, Preference)
+
 
 def parse_records(
     records: Sequence[Record], *, skip_damaged: bool
 ) -> tuple[Format, list[Conversation], list[DataError]]:
     """Returns format and conversations of the rows, and the errors of those that were left out.
 
+    The first row decides the format.
+
     Raises:
         DataError: A row is damaged (unless ``skip_damaged``), or there are none.
     """
-    data_format: Format | None = None
-    conversations, errors = list[Conversation](), list[DataError]()
+    formats = list[Format]()
+
+    def parse(row: Mapping[str, Any], location: str) -> Conversation:
+        if not formats:
+            formats.append(detect_format(row, location))
+        return parse_row(row, formats[0], location)
+
+    conversations, errors = _parse_rows(records, parse, skip_damaged)
+    return formats[0], conversations, errors
+
+
+def parse_preferences(
+    records: Sequence[Record], *, skip_damaged: bool
+) -> tuple[Format, list[Preference], list[DataError]]:
+    """Returns format and pairs of the rows, and the errors of those that were left out.
+
+    Raises:
+        DataError: A row is damaged (unless ``skip_damaged``), or there are none.
+    """
+    return "preference", *_parse_rows(records, parse_preference, skip_damaged)
+
+
+def _parse_rows(
+    records: Sequence[Record], parse: Callable[[Mapping[str, Any], str], R], skip_damaged: bool
+) -> tuple[list[R], list[DataError]]:
+    """Parses each row; also returns the errors of those that are left out.
+
+    Raises:
+        DataError: A row is damaged (unless ``skip_damaged``), or there are none.
+    """
+    parsed, errors = list[R](), list[DataError]()
     for location, row in records:
         try:
             if isinstance(row, DataError):
                 raise row
-            data_format = data_format or detect_format(row, location)
-            conversations.append(parse_row(row, data_format, location))
+            parsed.append(parse(row, location))
         except DataError as error:
             if not skip_damaged:
                 raise
             errors.append(error)
-    if data_format is None or not conversations:
+    if not parsed:
         raise errors[0] if errors else DataError("the data hold no examples")
-    return data_format, conversations, errors
+    return parsed, errors
 
 
 @dataclass(frozen=True)
@@ -86,6 +120,83 @@ class Encoder:
                 if not skip_damaged:
                     raise
                 errors.append(error)
+        num_long = self._count_long(examples)
+        fitting = [fitted for one in examples if (fitted := self._fit(one)) is not None]
+        if not fitting:
+            raise errors[0] if errors else self._nothing_fits()
+        return ExampleSet(
+            fitting,
+            pad=self.pad,
+            num_cut=num_long - (len(examples) - len(fitting)),
+            num_dropped=len(examples) - len(fitting),
+            num_lost_tokens=sum(map(len, examples)) - sum(map(len, fitting)),
+            errors=errors,
+        )
+
+    def encode_pairs(
+        self, preferences: Sequence[Preference], *, skip_damaged: bool = False
+    ) -> PairSet:
+        """Returns the pairs of examples of preferences.
+
+        A pair is left out if one of its examples is dropped, or if both are equal once cut.
+
+        Raises:
+            DataError: As of :meth:`encode`, or an answer would be several examples.
+        """
+        pairs, errors = list[tuple[Example, Example]](), list[DataError]()
+        for preference in preferences:
+            try:
+                pairs.append(self._encode_pair(preference))
+            except DataError as error:
+                if not skip_damaged:
+                    raise
+                errors.append(error)
+        examples = [example for pair in pairs for example in pair]
+        self._count_long(examples)
+        fitting, num_cut = list[Example](), 0
+        for pair in pairs:
+            chosen, rejected = map(self._fit, pair)
+            if chosen is None or rejected is None:
+                continue
+            if np.array_equal(chosen.tokens, rejected.tokens):
+                continue
+            fitting += [chosen, rejected]
+            num_cut += (chosen, rejected) != pair
+        if not fitting:
+            raise errors[0] if errors else self._nothing_fits()
+        return PairSet(
+            fitting,
+            pad=self.pad,
+            num_cut=num_cut,
+            num_dropped=len(pairs) - len(fitting) // 2,
+            num_lost_tokens=sum(map(len, examples)) - sum(map(len, fitting)),
+            errors=errors,
+        )
+
+    def _encode_pair(self, preference: Preference) -> tuple[Example, Example]:
+        examples = list[Example]()
+        conversations = {"chosen": preference.chosen, "rejected": preference.rejected}
+        for name, conversation in conversations.items():
+            location = f"{conversation.location}, {name} answer"
+            encoded = self.encode_one(replace(conversation, location=location))
+            if len(encoded) > 1:
+                raise DataError(
+                    f"{location}: the chat template changes earlier answers",
+                    found=f"there are {len(encoded)} answers after what both have in common",
+                    remedy="pairs with one answer each, or --chat-template FILE with another"
+                    " template",
+                )
+            examples += encoded
+        return examples[0], examples[1]
+
+    @property
+    def pad(self) -> int:
+        """Token that fills rows up."""
+        token: int = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
+        return token
+
+    def _count_long(self, examples: Sequence[Example]) -> int:
+        """Returns the number of examples beyond the limit; DataError if they are refused."""
         long = [example for example in examples if len(example) > self.limit]
         if long and self.too_long == "refuse":
             longest, first = max(long, key=len), long[0].location
@@ -95,23 +206,10 @@ class Encoder:
                 found=f"{longest.location} has {len(longest):,} tokens, {first} is the first",
                 remedy=f"--max-length {len(longest)}, or --too-long cut or drop",
             )
-        fitting = [fitted for one in examples if (fitted := self._fit(one)) is not None]
-        if not fitting:
-            raise (
-                errors[0]
-                if errors
-                else DataError(
-                    f"no example has anything to train on within --max-length {self.limit}"
-                )
-            )
-        return ExampleSet(
-            fitting,
-            pad=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
-            num_cut=len(long) - (len(examples) - len(fitting)),
-            num_dropped=len(examples) - len(fitting),
-            num_lost_tokens=sum(map(len, examples)) - sum(map(len, fitting)),
-            errors=errors,
-        )
+        return len(long)
+
+    def _nothing_fits(self) -> DataError:
+        return DataError(f"no example has anything to train on within --max-length {self.limit}")
 
     def encode_one(self, conversation: Conversation) -> list[Example]:
         """Returns the examples of one conversation, of any length.
@@ -219,20 +317,49 @@ class ExampleSet:
             digest.update(example.tokens.tobytes() + example.targets.tobytes())
         return digest.hexdigest()[:16]
 
-    def describe(self, name: str) -> str:
+    def describe(self, name: str, noun: str = "examples") -> str:
         """Returns a line about number, lengths and losses by length."""
-        lengths, num_targets = np.array(self.lengths()), int(self.targets.sum())
+        lengths, num_targets = np.array([*map(len, self.examples)]), int(self.targets.sum())
         num_tokens, median = int(lengths.sum()), int(np.median(lengths))
         losses = [f"{self.num_cut:,} cut"] if self.num_cut else []
         losses += [f"{self.num_dropped:,} too long, left out"] if self.num_dropped else []
         losses += [f"{self.num_lost_tokens:,} tokens lost by that"] if losses else []
         losses += [f"{len(self.errors):,} damaged, left out"] if self.errors else []
         return "; ".join((
-            f"{len(self):,} examples for {name}: {num_tokens:,} tokens, {num_targets:,} of them"
+            f"{len(self):,} {noun} for {name}: {num_tokens:,} tokens, {num_targets:,} of them"
             f" trained on ({num_targets / num_tokens:.0%}); length median {median}, longest"
             f" {lengths.max()}",
             *losses,
         ))  # fmt: skip
+
+
+class PairSet(ExampleSet):
+    """Pairs of examples: the chosen one and the rejected one in turn, each in a row of its own.
+
+    Its length, and ``lengths``, count pairs; ``targets`` has those of each pair.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.targets = self.targets.reshape(-1, 2).sum(1)
+
+    def __len__(self) -> int:
+        return len(self.examples) // 2
+
+    def lengths(self) -> list[int]:
+        """Returns the tokens that each pair takes in rows of equal length."""
+        lengths = np.array([*map(len, self.examples)]).reshape(-1, 2)
+        doubled: list[int] = (2 * lengths.max(1)).tolist()
+        return doubled
+
+    def batch(self, ids: Ids, draws: Draws | None) -> Rows:
+        """Returns the rows of these pairs: example ``2 n`` is chosen, ``2 n + 1`` rejected."""
+        chosen = [self.examples[2 * n + side] for n in ids.tolist() for side in (0, 1)]
+        return make_rows(chosen, [[n] for n in range(len(chosen))], self.pad)
+
+    def describe(self, name: str, noun: str = "pairs") -> str:
+        """Returns a line about number, lengths and losses by length."""
+        return super().describe(name, noun)
 
 
 def show_example(example: Example, decode: Callable[[Sequence[int]], str]) -> str:

@@ -1,4 +1,4 @@
-"""Losses in which every trained token has the same weight."""
+"""Losses of fine-tuning: of trained tokens, and of preferences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, logsigmoid, pad
 
 from paceline import train
 from paceline.recipes.language.rows import IGNORED
@@ -42,3 +42,24 @@ def target_weight(loader: train.Loader, batch: train.Batch, targets: NDArray[np.
     positions = np.arange(batch.stop - batch.total, batch.stop)
     ids = loader.order.at(batch.draws.epoch, positions)
     return batch.total / int(targets[ids].sum())
+
+
+def preference_losses(
+    losses: Tensor, references: Tensor, beta: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of each pair of answers by DPO (Rafailov et al. 2023), shape ``[n]``.
+
+    Args:
+        losses: Those of :func:`example_losses`, the chosen and the rejected answer in turn, shape
+            ``[2 n]``: negative logarithms of the answers' probabilities.
+        references: The same of the model before the training, shape ``[n, 2]``.
+        beta: How much a departure from that model costs.
+
+    Returns:
+        The losses, and for each pair the margin between the rewards of both answers, and whether
+        the chosen one has the greater reward.
+    """
+    rewards = beta * (references.to(losses) - losses.view(-1, 2))
+    margins = rewards[:, 0] - rewards[:, 1]
+    values = {"reward_accuracy": (margins > 0).to(margins), "reward_margin": margins}
+    return -logsigmoid(margins), {name: value.detach() for name, value in values.items()}

@@ -98,14 +98,20 @@ def refuse_unused(options: Options, field: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class SftOptions(Options):
-    """Fine-tune a causal language model on conversations or texts."""
+    """Fine-tune a causal language model on conversations, texts or preferences."""
 
     required = ("model", "data")
+    derived = ("lr",)
 
     model: str = ""
     """Model to start from: a folder of transformers, a GGUF file, or an id of Hugging Face."""
     method: Literal["lora", "dora", "full"] = "lora"
     """What is trained: low-rank adapters of all linear layers (lora, dora), or the whole model."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """What is learnt: to write the answers of the data (sft), or to prefer one of two answers
+    (dpo)."""
+    dpo_beta: float = 0.1
+    """With --objective dpo: how much a departure from the model before the training costs."""
     lora_rank: int = 16
     """Rank of the adapters."""
     lora_alpha: float = 32.0
@@ -150,10 +156,10 @@ class SftOptions(Options):
     micro_batch: str = "0"
     """Largest number of examples that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as would have 8192 tokens
-    together if each were as long as the longest."""
-    lr: float = 2e-4
-    """Highest learning rate of the schedule; 2e-5 suits --method full."""
+    fits into its memory). 0: as many as have 8192 tokens if all are as long as the longest."""
+    lr: float = 0.0
+    """Highest learning rate of the schedule. 0: 2e-4 for adapters, and 2e-5 for --method full; with
+    --objective dpo 5e-6 and 5e-7."""
     schedule: Literal[
         "cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"
     ] = "linear"
@@ -179,8 +185,9 @@ class SftOptions(Options):
         for name in ("show_examples", "samples"):
             check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 0)
         check_part("--val-fraction", self.val_fraction)
-        if not 0 < self.lora_alpha < float("inf"):
-            raise SettingError(f"--lora-alpha {self.lora_alpha} must be greater than 0")
+        for name in ("lora_alpha", "dpo_beta"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                raise SettingError(f"--{name.replace('_', '-')} {value} must be greater than 0")
         if self.shard:
             raise SettingError(
                 "--shard does not go with sft",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +31,15 @@ from paceline.recipes.language.adapters import (
 )
 from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.chat_templates import Render, plain_render, template_render
-from paceline.recipes.language.conversations import Conversation, Format
-from paceline.recipes.language.examples import Encoder, ExampleSet, parse_records, show_example
-from paceline.recipes.language.losses import example_losses, target_weight
+from paceline.recipes.language.conversations import Conversation, Format, Preference
+from paceline.recipes.language.examples import (
+    Encoder,
+    ExampleSet,
+    PairSet,
+    parse_preferences,
+    parse_records,
+    show_example,
+)
 from paceline.recipes.language.memory import (
     Change,
     MemoryNeeds,
@@ -42,8 +47,10 @@ from paceline.recipes.language.memory import (
     check_memory,
     examples_at_once,
 )
+from paceline.recipes.language.objectives import Objective, PreferenceLoss, TokenLoss
 from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.records import read_file, read_splits
+from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.rows import with_micro_batch
 from paceline.recipes.optimization import make_optimizer
 from paceline.spec import rundir
@@ -64,6 +71,7 @@ def train_sft(options: SftOptions) -> None:
     """Runs one training; called on every rank."""
     data = load_conversations(options)
     options = common.with_fast_dtype(options, large=True)
+    options = replace(options, lr=options.lr or default_lr(options))
     base = BaseModel(options.model, options.offline)
     with common.join("sft", options) as session:
         common.agree_on_precision(session, options)
@@ -87,9 +95,9 @@ def train_sft(options: SftOptions) -> None:
         check_memory(session, needs, memory_changes(session, options, needs, model))
         if model.device.type == "meta":
             model = session.together(base.load)
-        base_hash = content_hash(model)
+        base_hash, base_settings = content_hash(model), settings_hash(model)
         session.agree("the content of the base model", base_hash)
-        session.agree("the settings of the base model", settings_hash(model))
+        session.agree("the settings of the base model", base_settings)
         size = model.get_input_embeddings().num_embeddings
         window = getattr(model.config, "max_position_embeddings", None) or 0
         session.together(lambda: training.check_fit(size, window, tokenizer))
@@ -101,44 +109,46 @@ def train_sft(options: SftOptions) -> None:
         if options.gradient_checkpointing:
             checkpoint_gradients(placed, options.method)
         network = TrainedPart(placed).train()
-        if options.pack and not keeps_apart(network, training):
+        if training.capacity and not keeps_apart(network, training):
             training.capacity = held_out.capacity = 0
             session.say("this model mixes examples of a row: each gets its own, as with --no-pack")
+        reference = Reference(base_hash, base_settings, partial(without_adapters, network))
+        at_once = min(EVALUATION_BATCH, batching.limit or EVALUATION_BATCH)
+        objective = make_objective(session, options, training, reference, "training", at_once)
+        measure = make_objective(session, options, held_out, reference, data.held_out, at_once)
         session.say(describe_training(network))
         optimizer = make_optimizer(options, network, batching.lr)
         curve = common.make_curve(options, loader)
         module = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
 
-        def summed(batch: train.Batch) -> Tensor:
-            tokens, positions, labels, examples = batch
+        def forward(batch: train.Batch) -> Tensor:
+            tokens, positions, *_ = batch
             with session.autocast():
-                logits = module(tokens, positions)
-            return example_losses(logits, labels, examples, len(batch.ids))
+                return module(tokens, positions)  # type: ignore[no-any-return]
 
         def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            return summed(batch) * target_weight(loader, batch, training.targets), {}
+            return objective.losses(forward(batch), batch, loader)
 
         def compute_alone(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            # trials have batches of their own: every example counts as an average one
-            return summed(batch) / float(training.targets.mean()), {}
+            return objective.losses(forward(batch), batch, None)
 
         if common.run_trials(session, options, loader, compute_alone, lengths):
             return
         best = Best(higher=False, patience=options.patience)
-        metadata = describe(options, data, base_hash, is_packed=training.capacity > 0)
+        metadata = describe(options, data, reference, is_packed=training.capacity > 0)
         common.configure_checkpoints(
             session, options, best, training.fingerprint(), metadata,
             base=base_hash, method=options.method, rank=options.lora_rank, alpha=options.lora_alpha,
+            **objective_identity(options),
         )  # fmt: skip
         prompts = make_prompts(encoder, data, options)
         is_full, figures = options.method == "full", dict[str, float]()
-        at_once = min(EVALUATION_BATCH, batching.limit or EVALUATION_BATCH)
         for _ in common.epochs(session, loader, options):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)
             with session.averaged():
-                figures = evaluate(session, network, held_out, at_once)
+                figures = evaluate(session, network, held_out, measure, at_once)
                 session.log(data.held_out, samples=len(held_out), **figures)
                 if best.update(figures["loss"], session.progress.step) and not is_full:
                     save_adapter(session, network, "best")
@@ -147,16 +157,17 @@ def train_sft(options: SftOptions) -> None:
             common.stop_early(session, options, best, "held-out loss", figures["loss"])
 
         with session.averaged():  # a resumed run that had finished has no evaluation yet
-            figures = figures or evaluate(session, network, held_out, at_once)
+            figures = figures or evaluate(session, network, held_out, measure, at_once)
             save_adapter(session, network, "last")
         measured = {"samples": len(held_out), **figures}
         session.save_model({**metadata, "metrics": {data.held_out: measured}}, average=True)
-        session.say(f"{summary(figures)}  ({len(held_out)} {data.held_out} examples)")
+        noun = "pairs" if options.objective == "dpo" else "examples"
+        session.say(f"{summary(figures)}  ({len(held_out)} {data.held_out} {noun})")
 
 
 @dataclass(frozen=True)
 class ChatData:
-    """Conversations by part: ``train``, and ``val`` or ``test``.
+    """Conversations or preferences by part: ``train``, and ``val`` or ``test``.
 
     Attributes:
         errors: Why rows were left out, by part.
@@ -165,7 +176,7 @@ class ChatData:
 
     source: str
     format: Format
-    splits: dict[str, list[Conversation]]
+    splits: dict[str, list[Conversation | Preference]]
     errors: dict[str, list[DataError]]
     split: dict[str, str | int | float]
 
@@ -178,11 +189,13 @@ class ChatData:
     def fingerprint(self) -> str:
         """Hash over content and parts."""
         digest = hashlib.sha256()
-        for part, conversations in sorted(self.splits.items()):
+        for part, rows in sorted(self.splits.items()):
             digest.update(part.encode())
-            for one in conversations:
-                turns = [(turn.role, turn.content, turn.is_target) for turn in one.messages]
-                digest.update(json.dumps([one.text, turns]).encode())
+            for row in rows:
+                pair = (row.chosen, row.rejected) if isinstance(row, Preference) else (row,)
+                for conversation in pair:
+                    turns = [(m.role, m.content, m.is_target) for m in conversation.messages]
+                    digest.update(json.dumps([conversation.text, turns]).encode())
         return digest.hexdigest()[:16]
 
 
@@ -192,11 +205,11 @@ def load_conversations(options: SftOptions) -> ChatData:
     parts = read_splits(name, options.data_dir, options.data_config, options.offline)
     if options.test_data:
         parts["test"] = [*read_file(find_data(options.test_data, options.data_dir))]
+    parse: Any = parse_preferences if options.objective == "dpo" else parse_records
     parsed = {
-        part: parse_records(records, skip_damaged=options.skip_damaged)
-        for part, records in parts.items()
+        part: parse(records, skip_damaged=options.skip_damaged) for part, records in parts.items()
     }
-    splits = {part: conversations for part, (_, conversations, _) in parsed.items()}
+    splits = {part: rows for part, (_, rows, _) in parsed.items()}
     errors = {part: part_errors for part, (_, _, part_errors) in parsed.items()}
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(splits) == {"train"}:
@@ -250,7 +263,9 @@ def encode_parts(
     Raises:
         DataError: The model has no chat template, or an example cannot be trained on.
     """
-    if data.format != "text" and encoder.has_template and not encoder.tokenizer.chat_template:
+    row = data.splits["train"][0]
+    first = row.chosen if isinstance(row, Preference) else row
+    if first.messages and encoder.has_template and not encoder.tokenizer.chat_template:
         raise DataError(
             f"--model {options.model} has no chat template",
             found=f"the data are in the {data.format} format",
@@ -268,15 +283,18 @@ def encode_conversations(
     encoder: Encoder, data: ChatData, part: str, options: SftOptions
 ) -> ExampleSet:
     """Returns the examples of a part of the data."""
-    examples = encoder.encode(data.splits[part], skip_damaged=options.skip_damaged)
+    encode: Any = encoder.encode_pairs if options.objective == "dpo" else encoder.encode
+    examples: ExampleSet = encode(data.splits[part], skip_damaged=options.skip_damaged)
     examples.errors = [*data.errors.get(part, ()), *examples.errors]
-    examples.capacity = options.max_length if options.pack else 0
+    is_packed = options.pack and not isinstance(examples, PairSet)
+    examples.capacity = options.max_length if is_packed else 0
     return examples
 
 
 def show(tokenizer: Any, training: ExampleSet, count: int) -> str:
     """Returns the first examples as they are trained on."""
     decode = partial(tokenizer.decode, skip_special_tokens=False)
+    count *= len(training.examples) // len(training)  # both examples of a pair
     return "\n".join(show_example(example, decode) for example in training.examples[:count])
 
 
@@ -288,6 +306,37 @@ def save_tokenizer(session: train.Session, tokenizer: Any, options: SftOptions) 
             str(folder / rundir.MODEL), save_jinja_files=False
         ),
     )
+
+
+def default_lr(options: SftOptions) -> float:
+    """Returns the learning rate if none is set.
+
+    Adapters take ten times the rate of the whole model, or more (Schulman et al. 2025). DPO moves
+    a model that is already trained: its rates are those of trl's examples.
+    """
+    if options.objective == "dpo":
+        return 5e-7 if options.method == "full" else 5e-6
+    return 2e-5 if options.method == "full" else 2e-4
+
+
+def objective_identity(options: SftOptions) -> dict[str, Any]:
+    """Returns what identifies an objective beside next-token prediction."""
+    return {"objective": "dpo", "dpo_beta": options.dpo_beta} if options.objective == "dpo" else {}
+
+
+def make_objective(
+    session: train.Session,
+    options: SftOptions,
+    examples: ExampleSet,
+    reference: Reference,
+    name: str,
+    at_once: int,
+) -> Objective:
+    """Returns the objective for a part of the data, whose name is ``name``; a collective."""
+    if isinstance(examples, PairSet):
+        losses = reference.losses(session, examples, name, at_once)
+        return PreferenceLoss(losses, options.dpo_beta)
+    return TokenLoss(examples.targets)
 
 
 def memory_needs(
@@ -362,9 +411,10 @@ def evaluate(
     session: train.Session,
     network: TrainedPart,
     held_out: ExampleSet,
+    objective: Objective,
     at_once: int = EVALUATION_BATCH,
 ) -> dict[str, float]:
-    """Returns loss per trained token and perplexity over every example once, on every rank.
+    """Returns the figures of an objective over every example once, on every rank.
 
     Args:
         at_once: Examples that a process computes at once.
@@ -373,20 +423,21 @@ def evaluate(
     network.eval()
     meter = session.meter()
     for batch in session.shard(held_out, at_once):
-        tokens, positions, labels, examples = batch
+        tokens, positions, *_ = batch
         with session.autocast():
             logits = network(tokens, positions)
-        losses = example_losses(logits, labels, examples, len(batch.ids))
-        targets = torch.from_numpy(held_out.targets[batch.ids])
-        meter.add(batch.count, loss=losses, tokens=targets)
+        meter.add(batch.count, **objective.measure(logits, batch))
     network.train()
-    sums = meter.result().sums
-    loss = sums["loss"] / sums["tokens"]
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    return objective.figures(meter.result().sums, len(held_out))
 
 
 def summary(figures: dict[str, float]) -> str:
     """Formats the figures of an evaluation in one line."""
+    if "reward_accuracy" in figures:
+        return (
+            f"loss {figures['loss']:.4f}  reward accuracy {figures['reward_accuracy']:.1%}"
+            f"  reward margin {figures['reward_margin']:.4f}"
+        )
     return f"loss {figures['loss']:.4f}  perplexity {figures['perplexity']:.2f}"
 
 
@@ -402,7 +453,8 @@ class Prompt:
 def make_prompts(encoder: Encoder, data: ChatData, options: SftOptions) -> list[Prompt]:
     """Returns held-out conversations up to their last trained answer; none for plain texts."""
     prompts = []
-    for conversation in data.splits[data.held_out][: options.samples]:
+    for row in data.splits[data.held_out][: options.samples]:
+        conversation = row.chosen if isinstance(row, Preference) else row
         if conversation.messages:
             messages = conversation.messages
             number = max(n for n, message in enumerate(messages) if message.is_target)
@@ -479,15 +531,17 @@ def save_adapter(session: train.Session, network: TrainedPart, name: str) -> Non
 
 
 def describe(
-    options: SftOptions, data: ChatData, base_hash: str, *, is_packed: bool
+    options: SftOptions, data: ChatData, base: Reference, *, is_packed: bool
 ) -> dict[str, Any]:
     """Describes the model and its data, for its use and for the record."""
     return {
         "format": 1,
         "task": "sft",
         "model": options.model,
-        "base": base_hash,
+        "base": base.content,
+        "base_settings": base.settings,
         "method": options.method,
+        **objective_identity(options),
         "lora_rank": options.lora_rank,
         "lora_alpha": options.lora_alpha,
         "chat_template": "none" if options.chat_template == "none" else "",

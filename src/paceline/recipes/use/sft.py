@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,15 @@ from paceline import train
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, place
 from paceline.recipes.language.base_model import BaseModel, content_hash
 from paceline.recipes.language.options import SftOptions
+from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.sft import (
+    EVALUATION_BATCH,
     ChatData,
     encode_conversations,
     evaluate,
     load_conversations,
     make_encoder,
+    make_objective,
     summary,
 )
 from paceline.recipes.use import EvaluateOptions
@@ -43,6 +47,8 @@ class TrainedLanguageModel(TrainedModel):
             method=config["method"],
             lora_rank=config["lora_rank"],
             lora_alpha=config["lora_alpha"],
+            objective=config.get("objective", "sft"),
+            dpo_beta=config.get("dpo_beta", SftOptions.dpo_beta),
             chat_template=config["chat_template"],
             system=config["system"],
             max_length=config["max_length"],
@@ -63,6 +69,16 @@ class TrainedLanguageModel(TrainedModel):
         Raises:
             DataError: The base is not the one of the training.
         """
+        network = self.load_initial(session)
+        train.load_weights(self.folder, network)
+        return network
+
+    def load_initial(self, session: train.Session) -> TrainedPart:
+        """Loads the base as the training has started with it.
+
+        Raises:
+            DataError: The base is not the one of the training.
+        """
         config = self.config
         model = BaseModel(config["model"]).load()
         if content_hash(model) != config["base"]:
@@ -73,9 +89,17 @@ class TrainedLanguageModel(TrainedModel):
             )
         adapted = add_adapters(model, config["method"], config["lora_rank"], config["lora_alpha"])
         placed = place(adapted, session.device, session.precision, config["method"])
-        network = TrainedPart(placed)
-        train.load_weights(self.folder, network)
-        return network
+        return TrainedPart(placed)
+
+    def reference(self, session: train.Session, network: TrainedPart) -> Reference:
+        """Returns the model before the training; ``network`` is the trained one."""
+        config = self.config
+        is_full = config["method"] == "full"
+
+        def open_initial() -> AbstractContextManager[TrainedPart]:
+            return nullcontext(self.load_initial(session)) if is_full else without_adapters(network)
+
+        return Reference(config["base"], config.get("base_settings", ""), open_initial)
 
 
 def load_trained(run: str) -> TrainedLanguageModel:
@@ -115,7 +139,11 @@ def evaluate_run(options: EvaluateOptions) -> None:
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
         examples = encode_conversations(encoder, data, split, settings)
         assert isinstance(network, TrainedPart)
-        figures = evaluate(session, network, examples)
+        reference = model.reference(session, network)
+        objective = make_objective(session, settings, examples, reference, split, EVALUATION_BATCH)
+        figures = evaluate(session, network, examples, objective)
+        if settings.objective == "dpo":
+            return len(examples), figures, f"{summary(figures)}  ({len(examples)} {split} pairs)"
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         answers = (decode(one.tokens[one.targets]) for one in examples.examples)
         num_bytes = sum(len(text.encode()) for text in answers)

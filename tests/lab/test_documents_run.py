@@ -53,6 +53,7 @@ ELSEWHERE = {
     f"{SETUP_ENV} --offline": "tests/lab/test_setup.py, with a wheel that is shipped",
     "paceline completion ": "tests/contract/test_completion.py, in the shells that it is for",
     "paceline forecast ": "tests/lab/test_forecast.py, for it tries several runs",
+    "paceline evaluate runs/chat --tasks": "tests/unit/test_language_tasks.py, without lm-eval",
     "paceline report ": "tests/unit/test_report_page.py, for it is about other runs",
     "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",
 }
@@ -327,6 +328,7 @@ def texts(folder: Path) -> None:
     ]
     tiny_language_model.save(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
     tiny_language_model.write_jsonl(folder / "chat.jsonl", tiny_language_model.chats(24))
+    tiny_language_model.write_jsonl(folder / "pairs.jsonl", tiny_language_model.preferences(24))
     prose = "It was a dark and stormy night.\n" * 200
     (folder / "notes").mkdir()
     for name in ("book.txt", "other.txt", "start.txt", "notes/today.md"):

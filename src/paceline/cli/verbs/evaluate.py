@@ -28,6 +28,7 @@ from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.rundir.named_paths import require_named
 from paceline.rundir.records import read_object
+from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.job import Entry, Input
 from paceline.spec.rundir import CONFIG, MODEL_CONFIG, model_paths, usable_checkpoint
@@ -45,6 +46,11 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
     cluster, dispatch = prepare(ctx)
     if needs_no_launcher(ctx, dispatch):
         run_script("evaluate", ["--run", str(folder), *options])
+    if parsed.tasks:
+        raise SettingError(
+            "--tasks runs in one process on this machine",
+            remedy=shell_text(["paceline", "evaluate", str(run), *options]),
+        )
     if not (parsed.data or parsed.data_dir) and has_remote_host(cluster):
         # --data would replace the recorded test set by a part of the training data
         command = shell_text(["paceline", "evaluate", "-H", "local", str(run), *options])

@@ -26,6 +26,11 @@ class EvaluateOptions:
     """Device to compute on."""
     backend: Backend = "auto"
     """Communication backend."""
+    tasks: str = ""
+    """For a language model: tasks of lm-eval instead of held-out data. Names or yaml files,
+    separated by commas."""
+    limit: int = 0
+    """With --tasks: number of questions of each task (0: all)."""
     json: str = ""
     """Also write the figures to this file, as JSON."""
 

@@ -6,6 +6,7 @@ is in the other modules of this package.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
 
 def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
+    if options.tasks:
+        importlib.import_module("paceline.recipes.use.tasks").evaluate_tasks(options)
+        return
+    if options.limit:
+        raise SettingError("--limit has no effect without --tasks", remedy="leave it out")
     module_of(options.run).evaluate_run(options)
 
 

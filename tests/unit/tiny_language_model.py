@@ -37,14 +37,14 @@ def make_tokenizer(template: str | None = CHATML) -> Any:
     return fast
 
 
-def make_model(num_tokens: int = 258, kind: str = "Llama") -> Any:
+def make_model(num_tokens: int = 258, kind: str = "Llama", width: int = 16) -> Any:
     """Makes a model: ``Llama``, whose norms are in float32, or ``GPTNeoX``, all in one dtype."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=num_tokens,
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=256,

@@ -15,7 +15,7 @@ from paceline.program import library
 from paceline.recipes.language.base_model import INSTALL
 from paceline.train.device import Precision
 
-Method = Literal["lora", "dora", "full"]
+Method = Literal["lora", "qlora", "dora", "full"]
 
 
 def add_adapters(model: Any, method: Method, rank: int, alpha: float) -> Any:
@@ -57,10 +57,12 @@ def place(model: Any, device: torch.device, precision: Precision, method: Method
     """Moves a model to a device and to its precision.
 
     Frozen weights are stored in bfloat16 if an accelerator computes in it, which takes half the
-    memory and no more rounding than the computation itself.
+    memory and no more rounding than the computation itself. A base of QLoRA stays as it is.
     """
     is_half = precision.compute is torch.bfloat16 and device.type != "cpu" and method != "full"
     for parameter in model.parameters():
+        if method == "qlora" and not parameter.requires_grad:
+            continue
         dtype = torch.promote_types(parameter.dtype, precision.parameters)
         frozen_dtype = torch.bfloat16 if is_half and parameter.is_floating_point() else dtype
         parameter.data = parameter.data.to(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline import train
+from paceline.recipes.language.base_quantization import NF4_BYTES, linear_layers
 from paceline.recipes.language.decoder import HEAD_WIDTH, Shape
 from paceline.recipes.optimization import Batching
 from paceline.recipes.options import Options
@@ -53,7 +53,7 @@ class MemoryNeeds:
 
     parameters: int
     trained: int
-    frozen_bytes: int
+    frozen_bytes: float
     trained_bytes: int
     states: float
     layers: int
@@ -148,8 +148,8 @@ def base_needs(
         model: A model of transformers, also one without weights (on the device ``meta``).
         rank: Rank of the adapters, which all linear layers but the last get.
     """
-    config, output = model.config.get_text_config(), model.get_output_embeddings()
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not output]
+    config = model.config.get_text_config()
+    linear = linear_layers(model).values()
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(rank * (layer.in_features + layer.out_features) for layer in linear)
     if method == "dora":
@@ -159,10 +159,15 @@ def base_needs(
     computed = precision.compute or precision.parameters
     if precision.compute is torch.bfloat16 and device.type != "cpu":
         frozen = torch.bfloat16
+    frozen_bytes: float = frozen.itemsize
+    if method == "qlora":  # with embeddings and norms in float32
+        num_quantized = sum(layer.weight.numel() for layer in linear)
+        size = num_quantized * NF4_BYTES + (count - num_quantized) * 4
+        frozen_bytes = size / count
     return MemoryNeeds(
         parameters=count if method == "full" else count + trained,
         trained=count if method == "full" else trained,
-        frozen_bytes=frozen.itemsize,
+        frozen_bytes=frozen_bytes,
         trained_bytes=precision.parameters.itemsize,
         states=2,
         layers=config.num_hidden_layers,

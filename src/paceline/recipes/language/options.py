@@ -105,8 +105,9 @@ class SftOptions(Options):
 
     model: str = ""
     """Model to start from: a folder of transformers, a GGUF file, or an id of Hugging Face."""
-    method: Literal["lora", "dora", "full"] = "lora"
-    """What is trained: low-rank adapters of all linear layers (lora, dora), or the whole model."""
+    method: Literal["lora", "qlora", "dora", "full"] = "lora"
+    """What is trained: low-rank adapters of all linear layers (lora, dora), the same with a base in
+    four bits (qlora, on GPUs with CUDA), or the whole model."""
     objective: Literal["sft", "dpo"] = "sft"
     """What is learnt: to write the answers of the data (sft), or to prefer one of two answers
     (dpo)."""

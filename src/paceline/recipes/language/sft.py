@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,11 @@ from paceline.recipes.language.adapters import (
     place,
 )
 from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
+from paceline.recipes.language.base_quantization import (
+    check_quantization,
+    num_weights,
+    quantize_base,
+)
 from paceline.recipes.language.chat_templates import Render, plain_render, template_render
 from paceline.recipes.language.conversations import Conversation, Format, Preference
 from paceline.recipes.language.examples import (
@@ -75,6 +81,8 @@ def train_sft(options: SftOptions) -> None:
     base = BaseModel(options.model, options.offline)
     with common.join("sft", options) as session:
         common.agree_on_precision(session, options)
+        if options.method == "qlora":
+            session.together(lambda: check_quantization(session.device))
         tokenizer = session.together(base.load_tokenizer)
         encoder = session.together(lambda: make_encoder(tokenizer, options))
         training, held_out = session.together(lambda: encode_parts(encoder, data, options))
@@ -104,6 +112,8 @@ def train_sft(options: SftOptions) -> None:
         session.together(lambda: held_out.check_fit(size, window, tokenizer))
         loader = common.make_loader(session, options, training, batching, lengths)
 
+        if options.method == "qlora":
+            model, base_settings = quantize_base(model, session.device), f"{base_settings} nf4"
         adapted = add_adapters(model, options.method, options.lora_rank, options.lora_alpha)
         placed = place(adapted, session.device, session.precision, options.method)
         if options.gradient_checkpointing:
@@ -363,7 +373,8 @@ def memory_changes(
     """Returns what other flags would change in the needs, by flags."""
     changes: dict[str, Change] = {}
     if session.device.type != "cpu" and session.precision.compute is None:
-        frozen_bytes = needs.frozen_bytes if options.method == "full" else 2
+        is_kept = options.method in ("full", "qlora")
+        frozen_bytes = needs.frozen_bytes if is_kept else 2
         changes["--dtype bf16"] = partial(replace, number_bytes=2, frozen_bytes=frozen_bytes)
     if not needs.is_checkpointed:
         changes["--gradient-checkpointing"] = partial(replace, is_checkpointed=True)
@@ -371,6 +382,13 @@ def memory_changes(
         lora = base_needs(model, "lora", options.lora_rank, session.precision, session.device)
         sizes = {"parameters": lora.parameters, "trained": lora.trained}
         changes["--method lora"] = partial(replace, **sizes)
+    if (
+        session.device.type == "cuda"
+        and options.method == "lora"
+        and importlib.util.find_spec("bitsandbytes")
+    ):
+        quantized = base_needs(model, "qlora", options.lora_rank, session.precision, session.device)
+        changes["--method qlora"] = partial(replace, frozen_bytes=quantized.frozen_bytes)
     if (half := needs.longest // 2) > 1:
         cut = partial(replace, longest=half, length=min(needs.length, half))
         changes[f"--max-length {half} --too-long cut"] = cut
@@ -380,7 +398,7 @@ def memory_changes(
 def describe_training(network: TrainedPart) -> str:
     """Describes in a line what is trained, and what crosses the network for it."""
     trained = sum(p.numel() for p in network.parameters())
-    total = sum(p.numel() for p in network.whole_model.parameters())
+    total = sum(num_weights(p) for p in network.whole_model.parameters())
     size = sum(p.numel() * p.element_size() for p in network.parameters())
     return (
         f"training {trained:,} of {total:,} parameters ({trained / total:.1%}):"

@@ -14,6 +14,7 @@ from torch import nn
 from paceline import train
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, place
 from paceline.recipes.language.base_model import BaseModel, content_hash
+from paceline.recipes.language.base_quantization import quantize_base
 from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.sft import (
@@ -87,8 +88,13 @@ class TrainedLanguageModel(TrainedModel):
                 found=f"content {content_hash(model)}, trained on {config['base']}",
                 remedy="put the model of the training there again",
             )
-        adapted = add_adapters(model, config["method"], config["lora_rank"], config["lora_alpha"])
-        placed = place(adapted, session.device, session.precision, config["method"])
+        method = config["method"]
+        if method == "qlora" and session.device.type == "cuda":
+            model = quantize_base(model, session.device)
+        elif method == "qlora":  # the adapters also fit to the base as it was
+            method = "lora"
+        adapted = add_adapters(model, method, config["lora_rank"], config["lora_alpha"])
+        placed = place(adapted, session.device, session.precision, method)
         return TrainedPart(placed)
 
     def reference(self, session: train.Session, network: TrainedPart) -> Reference:

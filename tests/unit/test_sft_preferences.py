@@ -67,7 +67,9 @@ def test_only_what_follows_the_common_beginning_is_trained_on() -> None:
 
 
 def test_whole_texts_have_their_common_beginning_as_prompt_and_no_template() -> None:
-    pair = parse_preference({"chosen": "Sky is blue.", "rejected": "Sky is black."}, "f")
+    row = {"chosen": "Sky is blue.", "rejected": "Sky is black."}
+    data_format, (pair,), _ = parse_preferences([("f", row)], skip_damaged=False)
+    assert data_format == "text-preference"
     assert pair.chosen.text[: pair.chosen.num_context] == "Sky is"
     pairs = encode(pair)
     tokenizer = tiny_language_model.make_tokenizer()

@@ -11,7 +11,11 @@ from typing import Any, Literal
 
 from paceline.spec.errors import DataError
 
-Format = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text", "preference"]
+Format = Literal[
+    "messages", "sharegpt", "alpaca", "prompt-completion", "text", "preference", "text-preference"
+]
+TEXT_FORMATS = ("text", "text-preference")
+"""Formats without roles, for which no chat template is used."""
 Role = Literal["system", "user", "assistant"]
 
 _ROLES: dict[str, Role] = {

@@ -59,7 +59,9 @@ def parse_preferences(
     Raises:
         DataError: A row is damaged (unless ``skip_damaged``), or there are none.
     """
-    return "preference", *_parse_rows(records, parse_preference, skip_damaged)
+    pairs, errors = _parse_rows(records, parse_preference, skip_damaged)
+    has_roles = any(pair.chosen.messages for pair in pairs)
+    return "preference" if has_roles else "text-preference", pairs, errors
 
 
 def _parse_rows(

@@ -15,6 +15,7 @@ from paceline import train
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, place
 from paceline.recipes.language.base_model import BaseModel, content_hash
 from paceline.recipes.language.base_quantization import quantize_base
+from paceline.recipes.language.conversations import TEXT_FORMATS
 from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.sft import (
@@ -119,7 +120,7 @@ def load_generator(run: str, session: train.Session) -> Generator:
     trained = load_trained(run)
     model = trained.load(session).eval().whole_model
     with model_config(run, "sft") as config:
-        is_chat = config["data"]["format"] != "text"
+        is_chat = config["data"]["format"] not in TEXT_FORMATS
         settings = trained.options(EvaluateOptions())
     tokenizer = BaseModel(str(trained.folder / rundir.MODEL)).load_tokenizer()
     encoder = make_encoder(tokenizer, settings)

@@ -89,18 +89,18 @@ class Reference:
             missing = torch.arange(len(pairs))
             while len(missing):
                 ids = missing[:_PASS_PAIRS]
-                found, world = torch.zeros((len(ids), 3), dtype=torch.float64), session.world
+                local, world = torch.zeros((len(ids), 3), dtype=torch.float64), session.world
                 blocks = range(0, len(ids), _BLOCK_PAIRS)
                 for block in () if session.comms.joining else blocks[world.rank :: world.size]:
                     stop = min(block + _BLOCK_PAIRS, len(ids))
                     for start in range(block, stop, at_once):
                         part = slice(start, min(start + at_once, stop))
-                        found[part, :2] = _pair_losses(session, network, pairs, ids[part])
-                        found[part, 2] = 1
-                session.comms.sum(found)
-                is_found = found[:, 2] > 0
-                losses[ids[is_found]] = found[is_found, :2] / found[is_found, 2:]
-                missing = torch.cat([ids[~is_found], missing[_PASS_PAIRS:]])
+                        local[part, :2] = _pair_losses(session, network, pairs, ids[part])
+                        local[part, 2] = 1
+                summed = _sum(session, local)
+                is_computed = summed[:, 2] > 0
+                losses[ids[is_computed]] = summed[is_computed, :2] / summed[is_computed, 2:]
+                missing = torch.cat([ids[~is_computed], missing[_PASS_PAIRS:]])
             network.train(is_training)
         return losses
 
@@ -148,5 +148,10 @@ def _share_cached(session: train.Session, folder: Path, count: int) -> Tensor | 
             ) from None
 
     session.together(read)
-    session.comms.sum(content)
-    return content[:count] if content[count, 0] == 1 else None
+    shared = _sum(session, content)
+    return shared[:count] if shared[count, 0] == 1 else None
+
+
+def _sum(session: train.Session, values: Tensor) -> Tensor:
+    """Returns the sum over all ranks, on the CPU; backends move tensors of their own device."""
+    return session.comms.sum(values.to(session.comms.device)).cpu()

@@ -83,9 +83,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Trackers": ("track", "track_project", "track_each_node"),
 }  # fmt: skip
 COMMON_FIELDS = frozenset({
-    "preset", "model", "weights", "data", "data_dir", "test_data", "target", "freeze", "augment",
-    "image_size", "tokenizer", "epochs", "global_batch", "lr", "schedule", "optimizer", "patience",
-    "seed", "device", "dtype", "run_dir", "resume", "checkpoint_every", "track",
+    "preset", "model", "method", "objective", "weights", "data", "data_dir", "test_data", "target",
+    "freeze", "augment", "image_size", "tokenizer", "epochs", "global_batch", "lr", "schedule",
+    "optimizer", "patience", "seed", "device", "dtype", "run_dir", "resume", "checkpoint_every",
+    "track",
 })  # fmt: skip
 
 

@@ -157,7 +157,8 @@ class SftOptions(Options):
     micro_batch: str = "0"
     """Largest number of examples that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as have 8192 tokens if all are as long as the longest."""
+    fits into its memory). 0: as many as would have 8192 tokens
+    together if each were as long as the longest."""
     lr: float = 0.0
     """Highest learning rate of the schedule. 0: 2e-4 for adapters, and 2e-5 for --method full; with
     --objective dpo 5e-6 and 5e-7."""

@@ -14,15 +14,17 @@ from paceline.launch.elastic.members import (
     CONNECT_TIMEOUT_S,
     DEADLOCK_TIMEOUT_S,
     EXCLUSION_S,
-    EXIT_GRACE_S,
-    INTERRUPT_TIMEOUT_S,
     JOIN_WINDOW_S,
     KILL_RETRY_S,
-    PROGRAM_FAILURE_WAIT_S,
-    SAVED_EXIT_CODE,
     STATE_TRANSFER_S,
     STOP_TIMEOUT_S,
     Members,
+)
+from paceline.launch.elastic.rank_events import (
+    EXIT_GRACE_S,
+    INTERRUPT_TIMEOUT_S,
+    PROGRAM_FAILURE_WAIT_S,
+    SAVED_EXIT_CODE,
 )
 from paceline.launch.elastic.rank_states import (
     Action,

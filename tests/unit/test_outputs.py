@@ -469,7 +469,7 @@ def test_a_file_that_did_not_reach_its_place_is_fetched_again(
         group = [file for file in files if file.path == "out/ckpt_1.pt"]
         hashes = await place.store.receive(folder, group, 1.0)
         with monkeypatch.context() as patched:
-            patched.setattr(outputs, "_move", killed)
+            patched.setattr(outputs, "move_file", killed)
             with pytest.raises(KeyboardInterrupt):
                 place.store.place_unit("n1", group, hashes)
         assert not script_checkpoint(place.run)

@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
-from paceline.launch.elastic.members import WORKER_KILLED
+from paceline.launch.elastic.rank_events import WORKER_KILLED
 from paceline.spec.errors import SettingError
 from paceline.train.data import fetch
 from paceline.train.data.fetch import (

@@ -13,7 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.launch.elastic.members import EARLY_EXIT, Members
+from paceline.launch.elastic.members import Members
+from paceline.launch.elastic.rank_events import EARLY_EXIT
 from paceline.launch.elastic.rank_states import (
     Action,
     Dial,

@@ -22,7 +22,7 @@ from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.files.transfer import Uploads
 from paceline.agent.frames import HIGH_WATER_BYTES, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
-from paceline.agent.ranks import forkserver, process_title
+from paceline.agent.ranks import forkserver, process, process_title
 from paceline.agent.supervision import activation, processes
 from paceline.agent.surveys import checks, facts, host_load, netlink, probe
 
@@ -662,3 +662,20 @@ def test_what_a_host_has_of_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }
     monkeypatch.setenv("PATH", str(tmp_path / "gone"))
     assert checks.find_mpi()["mpiexec"] == ""
+
+
+def test_relative_folders_of_pythonpath_lie_below_the_work_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has made them absolute in the folder in which the fork server started."""
+    started, work = tmp_path / "home", tmp_path / "work"
+    started.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(started)
+    monkeypatch.setenv("PYTHONPATH", f"src:{tmp_path}/absolute:lib/a")
+    before = [str(started / "src"), f"{tmp_path}/absolute", str(started / "lib/a"), "/usr/lib"]
+    monkeypatch.setattr(sys, "path", before)
+    process.enter_folder(str(work))
+    after = [str(work / "src"), f"{tmp_path}/absolute", str(work / "lib/a"), "/usr/lib"]
+    assert sys.path == after
+    assert Path.cwd() == work

@@ -138,7 +138,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     call: Any = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.EXIT_SIGNALS)  # it is a rank now
-        os.chdir(workdir)
+        enter_folder(workdir)
         if entry["kind"] == "binary":
             return _execute([entry["target"], *_arguments(entry)])
         if entry["kind"] == "function":
@@ -164,6 +164,22 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
         sys.excepthook(type(error), error, _trim_traceback(error).__traceback__)
         return 1
     return 0
+
+
+def enter_folder(folder: str) -> None:
+    """Changes to the work folder, and has relative folders of PYTHONPATH lie below it.
+
+    The fork server has started elsewhere, before the folder was there.
+    """
+    former = os.getcwd()
+    os.chdir(folder)
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    moved = {
+        os.path.abspath(os.path.join(former, entry)): os.path.abspath(entry)
+        for entry in entries
+        if entry and not os.path.isabs(entry)
+    }
+    sys.path[:] = [moved.get(path, path) for path in sys.path]
 
 
 def _arguments(entry: Message) -> List[str]:

@@ -137,6 +137,7 @@ def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.O
     key, variable = variables.key_of(option), variables.variable_of(option)
     name = option.name or ""
     first, second = values_of(option)
+    Path("paceline.toml").unlink(missing_ok=True)  # of the case before
     typed = taken(verb, *as_typed(option, first))
     by_variable = taken(verb, **{variable: as_variable(first)})
     write_settings(f"[run]\n{key} = {json.dumps(first)}\n")

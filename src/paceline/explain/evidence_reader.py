@@ -64,8 +64,18 @@ def from_run(path: Path, *, confirmed: bool = True) -> Evidence:
     launcher = _launcher(path, confirmed)
     # result.json of a run that has not ended is that of an earlier run in the same folder
     result = read_object(path / names.RESULT) if launcher is None else None
-    events = read_events(read_records(path / names.EVENTS))
+    events = last_start(read_events(read_records(path / names.EVENTS)))
     return from_result(path, Result.from_json(result or {}), events, launcher)
+
+
+def last_start(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """The events of the last of several starts in one run directory."""
+    first_attempts = [number for number, event in enumerate(events)
+                      if event.kind == "started" and not event["attempt"]]  # fmt: skip
+    begin = max(first_attempts, default=0)
+    while begin and events[begin].kind != "connected":
+        begin -= 1
+    return events[begin:] if len(first_attempts) > 1 else events
 
 
 def from_result(path: Path, result: Result, events: tuple[Event, ...],
@@ -138,13 +148,19 @@ def _sort_logs(logs: Iterable[Log], failure: Failure | None,
 def _rank_logs(folder: Path, events: Sequence[Event], failure: Failure | None) -> list[Log]:
     """Reads every rank's log; of many logs less each, except of the first rank to fail."""
     hosts = {names.safe_name(event.host): event.host for event in events if event.host}
+    begins = {(event.host, event.rank): int(event["bytes"] or 0) for event in events
+              if event.kind == "log begins"}  # fmt: skip
+    started = {(event.host, event.rank) for event in events if event.kind == "rank started"}
     files = log_files(folder)
     share = min(TAIL_BYTES, MAX_TOTAL_BYTES // max(1, len(files)))
     logs = []
     for file in files:
         host, rank = hosts.get(file.parent.name, file.parent.name), names.rank_of_log(file)
+        if rank is not None and started and (host, rank) not in started:
+            continue  # of an earlier start
         is_first = failure is not None and (failure.host, failure.rank) == (host, rank)
-        logs.append(Log.from_text(host, rank, read_log(file, TAIL_BYTES if is_first else share)))
+        tail_bytes, begin = TAIL_BYTES if is_first else share, begins.get((host, rank), 0)
+        logs.append(Log.from_text(host, rank, read_log(file, tail_bytes, begin)))
     return logs
 
 
@@ -161,10 +177,14 @@ def log_files(folder: Path) -> list[Path]:
     return list(itertools.islice(files, MAX_LOGS))
 
 
-def read_log(file: Path, tail_bytes: int = TAIL_BYTES) -> str:
-    """Reads the beginning and the end of a log. Raises DataError if it cannot be read."""
+def read_log(file: Path, tail_bytes: int = TAIL_BYTES, begin: int = 0) -> str:
+    """Reads the beginning, from byte ``begin``, and the end of a log.
+
+    Raises:
+        DataError: It cannot be read.
+    """
     with _readable(file):
-        head, tail = head_and_tail(file, min(HEAD_BYTES, tail_bytes), tail_bytes)
+        head, tail = head_and_tail(file, min(HEAD_BYTES, tail_bytes), tail_bytes, begin)
     return _decode(head, tail, is_cut=bool(tail))
 
 

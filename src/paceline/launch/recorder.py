@@ -109,6 +109,7 @@ class Recorder:
         self._directory = directory
         self._screen = screen
         self._history = EventHistory()
+        self._begun_logs = set[str]()
         self._has_dropped = False  # output, for which the disk has no room
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
         self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
@@ -184,6 +185,7 @@ class Recorder:
             self._output(event, event["stream"], blob)
         elif event.kind == "rank started":
             self._directory.append_bytes(_log(event), b"")
+            self._note_begin(_log(event), event.host, event.rank)
         elif event.kind == "rank ended":
             for stream in ("out", "err"):
                 sieve = self._filters.pop((event.host, _rank(event), stream), LibraryFilter())
@@ -222,6 +224,13 @@ class Recorder:
             self._screen.output(event.host, _rank(event), stream, blob)
             self._append(_log(event), blob, stream)
 
+    def _note_begin(self, name: str, host: str, rank: int | None) -> None:
+        """Records once where this start begins in a log, if earlier starts wrote to it."""
+        if name not in self._begun_logs:
+            self._begun_logs.add(name)
+            if offset := self._directory.start_offsets.get(name, 0):
+                self.event("log begins", host, rank, bytes=offset)
+
     def _append(self, name: str, data: bytes, stream: str = "") -> None:
         """Appends output to a log; a line says once that the disk has no room for more."""
         if not self._directory.append_output(name, data, stream) and not self._has_dropped:
@@ -251,7 +260,9 @@ class Recorder:
         """Writes the output of a host's ssh and agent beside the ranks' logs."""
         if text.strip():
             with contextlib.suppress(NodeError):
-                self._append(names.log_file(host, "agent"), text.encode())
+                name = names.log_file(host, "agent")
+                self._append(name, text.encode())
+                self._note_begin(name, host, None)
 
 
 def _rank(event: Event) -> int:

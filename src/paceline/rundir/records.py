@@ -52,11 +52,16 @@ def folders_in(path: Path) -> Iterator[Path]:
     yield from (path / name for name in names)
 
 
-def head_and_tail(path: Path, head: int, tail: int) -> tuple[bytes, bytes]:
-    """The first and last bytes of a regular file, or OSError; of a short file, all and nothing."""
+def head_and_tail(path: Path, head: int, tail: int, begin: int = 0) -> tuple[bytes, bytes]:
+    """The first and last bytes of a regular file, or OSError; of a short file, all and nothing.
+
+    Args:
+        begin: Bytes at the file's beginning that do not count.
+    """
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size <= head + tail:
+        stream.seek(min(begin, size))
+        if size - begin <= head + tail:
             return stream.read(head + tail), b""
         first = stream.read(head)
         stream.seek(size - tail)

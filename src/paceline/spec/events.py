@@ -247,6 +247,7 @@ KINDS: dict[str, Kind] = {
     "asked to end": _kind("agent", "time", is_recorded=False),  # by SIGTERM
     "leaving": _kind("agent", "reason why time", is_recorded=False),
     # recorded by the launcher
+    "log begins": _kind("launcher", "bytes"),  # of this start, after those of earlier ones
     "connected": _kind("launcher", "hosts"),
     "copied": _kind("launcher", "copy home"),
     "started": _kind("launcher", "attempt world_size"),

@@ -431,6 +431,27 @@ def test_a_checkpoint_of_the_user_that_the_script_replaces_is_the_same_on_all_no
     run(work)
 
 
+def test_of_a_start_on_this_machine_alone_checkpoints_are_recorded(place: Place) -> None:
+    """A later start on other hosts gets them; edited files are not mistaken for results."""
+    place.store.set_code(place.project, [])
+
+    async def work(served: Served) -> None:
+        local = OutputFolder("here", served.node.channel, str(place.project), is_local=True,
+                             only_checkpoints=True)  # fmt: skip
+        await place.store.open_folder(local)
+        await asyncio.sleep(0.02)
+        (place.project / "out/checkpoint-5").mkdir(parents=True)
+        for path in ("ckpt.pt", "checkpoint-5/model.safetensors", "checkpoint-5/state.json"):
+            (place.project / "out" / path).write_bytes(zipped(path))
+        (place.project / "table.csv").write_text("edited")
+        await place.store.sync(local, has_ended=True, has_succeeded=True)
+        recorded = {"out/ckpt.pt", *(f"out/checkpoint-5/{name}"
+                                     for name in ("model.safetensors", "state.json"))}  # fmt: skip
+        assert {*place.store.journal.outputs} == recorded
+
+    run(work)
+
+
 def test_a_node_that_always_has_a_new_file_is_left_at_last(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

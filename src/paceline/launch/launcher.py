@@ -216,7 +216,7 @@ class Launcher:
         plan: Plan
         plan, _ = await together([planning, warming])
         self._provisioner.supplies = reading.result()
-        self._outputs.set_code(reading.result())
+        self._outputs.set_code(reading.result(), survey.scripts_project(self._request))
         self.driver.set_plan(plan)
         self._results.set_first_node(fleet.first)
         await self._provisioner.send(plan, fleet)

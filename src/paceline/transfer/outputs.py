@@ -74,6 +74,7 @@ class OutputFolder:
     Attributes:
         prefix: Of its paths here: empty for the project, ``RUN_PREFIX`` for files of the run.
         is_local: It is on this machine: files are already in their place.
+        only_checkpoints: Only these count: no other host takes part, so the code was not listed.
         since_us: Files that have not changed since are no outputs, on the clock of its disk.
         opened_at: When that was noted, on the monotonic clock.
         seen: Paths of the last list.
@@ -87,6 +88,7 @@ class OutputFolder:
     root: str
     prefix: str = ""
     is_local: bool = False
+    only_checkpoints: bool = False
     since_us: int = 0
     opened_at: float = 0.0
     seen: set[str] = field(default_factory=set)
@@ -173,8 +175,13 @@ class OutputStore:
             return is_recent and (is_checkpoint_file or not self._was_sent(file.path))
 
         def select() -> list[WrittenFile]:
-            return [file for file in files if self.travels(file.path)
-                    and (not is_mixed or may_be_the_scripts(file))]  # fmt: skip
+            selected = [file for file in files if self.travels(file.path)
+                        and (not is_mixed or may_be_the_scripts(file))]  # fmt: skip
+            if not folder.only_checkpoints:
+                return selected
+            groups = group_files(selected).items()
+            return [file for unit, group in groups if is_checkpoint(unit, map(_path, group))
+                    for file in group]  # fmt: skip
 
         return await asyncio.to_thread(select)
 

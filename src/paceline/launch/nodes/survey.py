@@ -206,6 +206,13 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
     )
 
 
+def scripts_project(request: Request) -> Path | None:
+    """The folder of the user's script; ``None`` for recipes, programs, and on other machines."""
+    is_here = request.supplies is None and not request.package
+    job = request.job
+    return project_root(job) if is_here and job.entry.kind in ("script", "module") else None
+
+
 def _read_code(job: Job, outputs: Collection[str]) -> Tree:
     """Reads the job's code; with ``--ship never``, code that is too large is not compared."""
     root = project_root(job)

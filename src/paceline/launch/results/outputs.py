@@ -33,13 +33,14 @@ class OutputSync:
         self.store = OutputStore(run, note)
         self._run, self._note = run, note
         self._tree: Tree | None = None
+        self._project: Path | None = None
         self._folders: dict[Node, list[OutputFolder]] = {}
         self._source: Node | None = None  # has rank 0, or had it last
         self._problem = ""
 
-    def set_code(self, supplies: Supplies) -> None:
-        """Sets the code that nodes get."""
-        self._source = None
+    def set_code(self, supplies: Supplies, project: Path | None = None) -> None:
+        """Sets the code that nodes get, and its folder if this is the user's machine."""
+        self._source, self._project = None, project
         if (tree := supplies.code) is not None:
             self._tree = tree
             self.store.set_code(tree.root if tree.copy is None else None, tree.manifest)
@@ -90,11 +91,15 @@ class OutputSync:
                 await node.channel.request("discard_uncollected", root=node.run_folder)
 
     async def _open_local(self, first: Node, fleet: Fleet) -> list[OutputFolder]:
-        """Returns the folders of rank 0 on this machine whose files other nodes need."""
+        """Returns the folders of rank 0 on this machine whose files other nodes need, or will."""
         folders = []
         tree, has_copies = self._tree, any("code" in node.copies for node in fleet.everyone)
         if tree is not None and tree.copy is None and has_copies:
             folders.append(OutputFolder(first.name, first.channel, str(tree.root), is_local=True))
+        elif self._project is not None and all(node.host.local for node in fleet.everyone):
+            folders.append(OutputFolder(first.name, first.channel, str(self._project),
+                                        is_local=True, only_checkpoints=True))  # fmt: skip
+            self.store.set_code(self._project, [])
         if not all(node.shared_run_dir for node in fleet.everyone):
             folders.append(OutputFolder(first.name, first.channel, str(self._run),
                                         prefix=RUN_PREFIX, is_local=True))  # fmt: skip
@@ -135,7 +140,9 @@ class OutputSync:
             self._source = first() or self._source
             node = self._source
             if node is not None and not node.lost:
-                await self._sync(node, self._folders.get(node, ()), share=LINK_SHARE)
+                folders = [folder for folder in self._folders.get(node, ())
+                           if not folder.only_checkpoints]  # fmt: skip
+                await self._sync(node, folders, share=LINK_SHARE)
 
     @contextlib.contextmanager
     def _reporting(self, node: Node) -> Iterator[None]:

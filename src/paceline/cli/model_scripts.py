@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -35,4 +36,10 @@ def run_script(script: str, argv: list[str]) -> NoReturn:
     It runs in this process: ``python -m`` would import from the current folder, which may be a run
     directory with files of hosts.
     """
-    sys.exit(importlib.import_module(f"{SCRIPTS}.{script}").main(argv=argv))
+    gc.disable()  # an import makes many objects and hardly any garbage
+    module = importlib.import_module(f"{SCRIPTS}.{script}")
+    gc.freeze()
+    gc.enable()
+    status = module.main(argv=argv)
+    gc.freeze()  # so that the interpreter's exit does not search all of torch for garbage
+    sys.exit(status)

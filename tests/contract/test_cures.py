@@ -26,11 +26,13 @@ SANDBOX = """
 exec 2>&1
 ip link set lo up
 mount -t tmpfs x /dev/shm && mount -t tmpfs x /mnt && cd /mnt && export HOME=/mnt
-mkdir folder
+mkdir folder quick && echo "$SITE" > quick/sitecustomize.py && export PYTHONPATH=/mnt/quick
 cat > script.py
 exec < /dev/null
 sudo() { "$@"; }
 """
+# torch's import and the exit after it look for garbage, and find none, in a third of their time
+SITE = "import atexit, gc; gc.disable(); atexit.register(gc.freeze)"
 LIMIT_S = 120.0
 ALONE = "export RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500\n"
 INIT = "import os, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -260,6 +262,7 @@ def environment() -> dict[str, str]:
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin",
         "USER": "root", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "PACELINE_OPT_REPORT": "no",
+        "SITE": SITE,
     }  # fmt: skip
 
 

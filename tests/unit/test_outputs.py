@@ -452,6 +452,27 @@ def test_of_a_start_on_this_machine_alone_checkpoints_are_recorded(place: Place)
     run(work)
 
 
+def test_shards_of_all_nodes_make_a_distributed_checkpoint_whole(place: Place) -> None:
+    async def work(served: Served) -> None:
+        first, second = await place.folder(served, "n1"), await place.folder(served, "n2")
+        place.write("n1", "ckpt/a/.metadata", b"index")
+        for name in ("n1", "n2"):
+            place.write(name, f"ckpt/a/__{name[1]}_0.distcp", b"shard")
+            place.write(name, f"ckpt/b/__{name[1]}_0.distcp", b"shard without an index")
+        await place.store.sync(first, has_ended=True, has_succeeded=True)
+        await place.store.fetch_shards(second)
+        arrived = {path.name for path in (place.project / "ckpt/a").iterdir()}
+        assert arrived == {".metadata", "__1_0.distcp", "__2_0.distcp"}
+        assert not (place.project / "ckpt/b/__2_0.distcp").exists()
+        third = OutputFolder("n3", served.node.channel, str(place.copy("n3")))
+        place.copy("n3").mkdir()
+        await place.store.open_folder(third)
+        await place.store.send(third)
+        assert {path.name for path in (place.copy("n3") / "ckpt/a").iterdir()} == arrived
+
+    run(work)
+
+
 def test_a_node_that_always_has_a_new_file_is_left_at_last(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

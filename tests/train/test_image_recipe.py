@@ -80,7 +80,7 @@ def test_evaluation_gives_the_reported_figure(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
-    assert evaluate.main([f"--run={trained}", f"--json={report}"]) == 0
+    assert evaluate.main([f"--run={trained}", f"--figures={report}"]) == 0
     found = json.loads(report.read_text())
     config = json.loads((trained / "model/config.json").read_text())
     assert found["accuracy"] == config["metrics"]["test"]["accuracy"]
@@ -123,7 +123,7 @@ def test_an_interrupted_run_is_evaluated(
     assert f"no finished model: using its checkpoint {best}\n" in capsys.readouterr().err
     assert read_model_config(tmp_path)["data"]["source"] == "digits"
     figures = tmp_path / "figures.json"
-    assert evaluate.main([f"--run={tmp_path}", f"--json={figures}"]) == 0
+    assert evaluate.main([f"--run={tmp_path}", f"--figures={figures}"]) == 0
     records = (json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
     (told,) = [one for one in records if (one["split"], one["step"]) == ("test", best)]
     assert json.loads(figures.read_text())["accuracy"] == told["accuracy"]

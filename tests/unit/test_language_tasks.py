@@ -64,7 +64,8 @@ def test_the_model_is_given_and_its_figures_are_printed(
     (tmp_path / "own.yaml").touch()
     tasks = f"--tasks=quiz,{tmp_path}/own.yaml"
     capsys.readouterr()
-    flags = [f"--run={run}", "--device=cpu", tasks, "--limit=5", f"--json={tmp_path}/figures.json"]
+    figures = f"--figures={tmp_path}/figures.json"
+    flags = [f"--run={run}", "--device=cpu", tasks, "--limit=5", figures]
     assert evaluate.main(flags) == 0
     assert capsys.readouterr().out.splitlines() == [
         "quiz: acc 0.2500 ± 0.0625, bleu (first) 3.0000",

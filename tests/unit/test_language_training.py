@@ -334,14 +334,14 @@ def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
     run: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "figures.json"
-    assert evaluate.main([f"--run={run}", f"--json={result}", "--device=cpu"]) == 0
+    assert evaluate.main([f"--run={run}", f"--figures={result}", "--device=cpu"]) == 0
     figures = json.loads(result.read_text())
     assert figures["bits_per_byte"] == records(run, "val")[-1]["bits_per_byte"]
     assert (figures["split"], figures["samples"]) == ("val", len(rows_of(run, data)))
 
     other = tmp_path / "other.txt"
     other.write_text(lines(30))
-    assert evaluate.main([f"--run={run}", f"--json={result}", f"--data={other}"]) == 0
+    assert evaluate.main([f"--run={run}", f"--figures={result}", f"--data={other}"]) == 0
     assert json.loads(result.read_text())["split"] == "test"
     assert f"{len(other.read_bytes()):,} held-out bytes" in capsys.readouterr().out
 

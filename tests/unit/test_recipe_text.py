@@ -165,7 +165,7 @@ def test_word_order_is_learned_where_words_alone_say_nothing(trained: Path, tmp_
 
 def test_use(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    assert evaluate.main([f"--run={trained}", f"--json={report}"]) == 0
+    assert evaluate.main([f"--run={trained}", f"--figures={report}"]) == 0
     recorded = config(trained)["metrics"]["test"]
     assert json.loads(report.read_text()) == {"split": "test", **recorded}
     capsys.readouterr()

@@ -86,7 +86,7 @@ def test_outputs_are_kept_and_score_the_same(reverser: Path, tmp_path: Path) -> 
     assert recorded["samples"] == len(rows)
     assert recorded["bleu"] == sacrebleu.corpus_bleu(both[0], [both[1]]).score
     assert recorded["exact"] >= 0.9
-    assert evaluate.main([f"--run={reverser}", f"--json={tmp_path / 'r.json'}"]) == 0
+    assert evaluate.main([f"--run={reverser}", f"--figures={tmp_path / 'r.json'}"]) == 0
     assert json.loads((tmp_path / "r.json").read_text()) == {"split": "val", **recorded}
 
 

@@ -207,7 +207,7 @@ def test_figures_equal_a_recount_and_an_evaluation_of_the_run(
     assert records(tmp_path / "run", "train")[0]["loss"] == pytest.approx(math.log(2), abs=1e-12)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    flags = [f"--run={tmp_path}/run", "--device=cpu", f"--json={tmp_path}/figures.json"]
+    flags = [f"--run={tmp_path}/run", "--device=cpu", f"--figures={tmp_path}/figures.json"]
     assert evaluate.main(flags) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["loss"] == pytest.approx(measured["loss"], abs=1e-12)

@@ -194,7 +194,7 @@ def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
 
     assert train(place, tmp_path, "--epochs=1", "--lr=0.01", "--lora-rank=4") == 0
     result = tmp_path / "figures.json"
-    assert evaluate.main([f"--run={tmp_path}", f"--json={result}", "--device=cpu"]) == 0
+    assert evaluate.main([f"--run={tmp_path}", f"--figures={result}", "--device=cpu"]) == 0
     figures = json.loads(result.read_text())
     assert figures["loss"] == records(tmp_path, "val")[-1]["loss"]
     assert (figures["split"], figures["samples"]) == ("val", 2)

@@ -31,7 +31,7 @@ class EvaluateOptions:
     separated by commas."""
     limit: int = 0
     """With --tasks: number of questions of each task (0: all)."""
-    json: str = ""
+    figures: str = ""
     """Also write the figures to this file, as JSON."""
 
 

@@ -159,9 +159,9 @@ def run_evaluation(
                 f" {others} evaluates the rest"
             )
         samples, figures, summary = measure(session, model.load(session), split)
-        if options.json and session.world.rank == 0:
+        if options.figures and session.world.rank == 0:
             content = {"split": split, "samples": samples, **figures}
-            Path(options.json).write_text(json.dumps(content) + "\n", encoding="utf-8")
+            Path(options.figures).write_text(json.dumps(content) + "\n", encoding="utf-8")
         session.say(summary)
 
 

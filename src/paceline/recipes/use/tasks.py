@@ -63,9 +63,9 @@ def evaluate_tasks(options: EvaluateOptions) -> None:
             apply_chat_template=generator.is_chat,
             log_samples=False,
         )
-        if options.json:
-            content = {"tasks": output["results"]}
-            Path(options.json).write_text(json.dumps(content, default=str) + "\n", encoding="utf-8")
+        if options.figures:
+            content = json.dumps({"tasks": output["results"]}, default=str)
+            Path(options.figures).write_text(content + "\n", encoding="utf-8")
         for line in describe(output["results"]):
             session.say(line)
 

@@ -145,9 +145,13 @@ class OutputStore:
 
     async def open_folder(self, folder: OutputFolder) -> None:
         """Notes the present time of a node's folder: files that change later are outputs."""
+        folder.opened_at = time.monotonic()
+        if folder.only_checkpoints:  # a list of all files would delay the start
+            folder.since_us = self.journal.mark_local_start(time.time_ns() // 1000)
+            return
         answer = await folder.channel.request("list_outputs", root=folder.root,
                                               since_us=_NEVER_US)  # fmt: skip
-        folder.since_us, folder.opened_at = int(answer["latest_us"]), time.monotonic()
+        folder.since_us = int(answer["latest_us"])
         if folder.prefix:  # nothing but files of this run is in it
             folder.since_us = 0
         elif folder.is_local:  # a launcher that was killed may not have recorded the last ones

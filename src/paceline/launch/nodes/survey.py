@@ -207,10 +207,15 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
 
 
 def scripts_project(request: Request) -> Path | None:
-    """The folder of the user's script; ``None`` for recipes, programs, and on other machines."""
+    """The folder of the user's script; ``None`` for recipes, programs, and on other machines.
+
+    Home folders are no projects: it would take long to list their files.
+    """
     is_here = request.supplies is None and not request.package
-    job = request.job
-    return project_root(job) if is_here and job.entry.kind in ("script", "module") else None
+    if not is_here or request.job.entry.kind not in ("script", "module"):
+        return None
+    root = project_root(request.job)
+    return None if root in (Path.home(), Path("/")) else root
 
 
 def _read_code(job: Job, outputs: Collection[str]) -> Tree:

@@ -34,6 +34,7 @@ class OutputSync:
         self._run, self._note = run, note
         self._tree: Tree | None = None
         self._project: Path | None = None
+        self._local_checkpoints: OutputFolder | None = None  # for later starts with other hosts
         self._folders: dict[Node, list[OutputFolder]] = {}
         self._source: Node | None = None  # has rank 0, or had it last
         self._problem = ""
@@ -97,14 +98,15 @@ class OutputSync:
         if tree is not None and tree.copy is None and has_copies:
             folders.append(OutputFolder(first.name, first.channel, str(tree.root), is_local=True))
         elif self._project is not None and all(node.host.local for node in fleet.everyone):
-            folders.append(OutputFolder(first.name, first.channel, str(self._project),
-                                        is_local=True, only_checkpoints=True))  # fmt: skip
             self.store.set_code(self._project, [])
+            self._local_checkpoints = OutputFolder(
+                first.name, first.channel, str(self._project), is_local=True, only_checkpoints=True
+            )
         if not all(node.shared_run_dir for node in fleet.everyone):
             folders.append(OutputFolder(first.name, first.channel, str(self._run),
                                         prefix=RUN_PREFIX, is_local=True))  # fmt: skip
         with self._reporting(first):
-            for folder in folders:
+            for folder in filter(None, [self._local_checkpoints, *folders]):
                 await self.store.open_folder(folder)
         return folders
 
@@ -140,9 +142,7 @@ class OutputSync:
             self._source = first() or self._source
             node = self._source
             if node is not None and not node.lost:
-                folders = [folder for folder in self._folders.get(node, ())
-                           if not folder.only_checkpoints]  # fmt: skip
-                await self._sync(node, folders, share=LINK_SHARE)
+                await self._sync(node, self._folders.get(node, ()), share=LINK_SHARE)
 
     @contextlib.contextmanager
     def _reporting(self, node: Node) -> Iterator[None]:
@@ -163,6 +163,10 @@ class OutputSync:
         """Fetches the last files of rank 0's node after its ranks have ended, perhaps well."""
         await self._sync(node, self._folders.get(node, ()), has_ended=True,
                          has_succeeded=has_succeeded)  # fmt: skip
+        if self._local_checkpoints is not None:
+            with contextlib.suppress(PacelineError, OSError, ValueError):  # they are in place
+                await self.store.sync(self._local_checkpoints, has_ended=True,
+                                      has_succeeded=has_succeeded)  # fmt: skip
 
     async def fetch_shards(self, node: Node) -> None:
         """Fetches a node's shards of checkpoints of torch.distributed.checkpoint that are here."""

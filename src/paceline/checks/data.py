@@ -43,11 +43,11 @@ def _finding(path: str, trees: dict[str, Any]) -> Finding:
     is_here = trees.get("", {}).get("exists", False)
     trees = {name: tree for name, tree in trees.items() if name}
     missing = [name for name, tree in trees.items() if not tree["exists"]]
-    if missing and is_here:
+    present = {name: tree for name, tree in trees.items() if tree["exists"]}
+    if is_here and not present:
         message = f"{path} is on this machine, and is sent to {join_names(missing)} at the start"
         return passed("data", missing, message)
-    present = {name: tree for name, tree in trees.items() if tree["exists"]}
-    if missing:
+    if missing and not is_here:
         source = next(iter(present), "")
         remedy = _copy_commands(path, source, missing) if source else "Check the spelling"
         verb = "has" if len(missing) == 1 else "have"
@@ -61,7 +61,8 @@ def _finding(path: str, trees: dict[str, Any]) -> Finding:
         remedy = "\n".join(f"On {name}: mv {path} {path}.old" for name in deviating)
         remedy += f"\n{_copy_commands(path, reference, deviating)}"
         return failed("data", deviating, message, remedy)
-    message = f"{path} is equal on all hosts: {_size(present[reference])}"
+    hosts = "all hosts" if not missing else f"{join_names([*present])}, and sent to the others"
+    message = f"{path} is equal on {hosts}: {_size(present[reference])}"
     return passed("data", tuple(present), message)
 
 

@@ -239,6 +239,6 @@ def test_check_leaves_the_choice_to_a_setting_as_run_does(tmp_path: Path) -> Non
         return finding.message
 
     left = "NCCL_IB_HCA was given: left to NCCL"
-    assert message(given=("NCCL_IB_HCA",)) == left
+    assert message(job_variables=("NCCL_IB_HCA",)) == left
     assert message(Host("b", env={"NCCL_IB_HCA": "mlx5_1"})) == left
     assert "left to NCCL" not in message(settled=("NCCL_IB_HCA",))  # hidden: the ranks have none

@@ -32,7 +32,7 @@ class Requirements:
         data: Paths that must have the same content on every host.
         shared: Folders that must be one shared folder on all hosts.
         settled: Variables that the job sets or hides, whatever the login sets.
-        given: Those of them that it sets.
+        job_variables: Those of them that it sets.
     """
 
     pythons: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Requirements:
     data: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     settled: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    job_variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class Survey:
         values["networks"] = {k: NodeNetwork(**v) for k, v in data.get("networks", {}).items()}
         wishes = data.get("wishes", {})
         lists = {
-            name: tuple(wishes.get(name, ())) for name in ("data", "shared", "settled", "given")
+            name: tuple(wishes.get(name, ()))
+            for name in ("data", "shared", "settled", "job_variables")
         }
         values["requirements"] = Requirements(**{**wishes, **lists})
         return cls(**values)

@@ -77,7 +77,7 @@ def requirements_of(job: Job, hosts: Sequence[Host]) -> Requirements:
         interface=job.interface.value,
         master_port=job.master_port.value,
         settled=(*job.environment.variables(), *job.environment.unset),
-        given=tuple(job.environment.variables()),
+        job_variables=tuple(job.environment.variables()),
     )
 
 

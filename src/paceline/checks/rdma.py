@@ -13,8 +13,11 @@ from paceline.spec.finding import Finding
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    given = {*survey.requirements.given, *(name for host in survey.present for name in host.env)}
-    if chosen := sorted(given & {*EXPLICIT}):
+    explicit = {
+        *survey.requirements.job_variables,
+        *(name for host in survey.present for name in host.env),
+    }
+    if chosen := sorted(explicit & {*EXPLICIT}):
         return [passed("rdma", survey.names, f"{', '.join(chosen)} was given: left to NCCL")]
     choice = choose({name: survey.facts[name] for name in survey.names})
     used = {name: choice.on(name).get("NCCL_IB_HCA", "").lstrip("=") for name in survey.names}

@@ -79,5 +79,9 @@ def test_results_wait_on_a_host_for_as_long_as_was_said(tmp_path: Path) -> None:
 
     assert left() == left() == {*ends}  # the clock may be wrong just now
     for noted in tmp_path.glob("*/expired"):
+        os.utime(noted, (time.time() + 900 * day,) * 2)
+    assert left() == {*ends}
+    for noted in tmp_path.glob("*/expired"):
+        assert noted.stat().st_mtime < time.time() + day
         os.utime(noted, (time.time() - 1.1 * day,) * 2)
     assert left() == {"b2", "c3", "e5"}

@@ -103,9 +103,10 @@ def remove_expired(parent):
             if time.time() - about["ended"] <= about.get("keep_s", RETENTION_S):
                 continue
             noted = os.path.join(parent, name, "expired")
-            if not os.path.exists(noted):
-                open(noted, "x").close()
-            elif time.time() - os.stat(noted).st_mtime > DAY_S:
+            age_s = time.time() - os.stat(noted).st_mtime if os.path.exists(noted) else -1.0
+            if age_s < 0:  # also if the clock was ahead at the last look
+                open(noted, "w").close()
+            elif age_s > DAY_S:
                 shutil.rmtree(os.path.join(parent, name), True)
         except (OSError, ValueError, KeyError, TypeError):
             pass

@@ -5,41 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from functools import partial
-from pathlib import Path
 
 import forking
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import peft  # noqa: F401 - imported once for all worlds
+import sft_worlds
 import tiny_language_model
 import torch
-import transformers  # noqa: F401
 from recipe_worlds import killed_after, result
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-from paceline.recipes.language.sft import main
-
-FOLDER = Path(sys.argv[1])
-FLAGS = (
-    *(f"--model={FOLDER}/base", f"--data={FOLDER}/pairs.jsonl", "--device=cpu", "--dtype=float64"),
-    *("--epochs=2", "--global-batch=7", "--micro-batch=2", "--log-every=1", "--lr=0.01"),
-    *("--max-length=200", "--samples=1", "--sample-tokens=3", "--lora-rank=4", "--objective=dpo"),
-)
+FOLDER = sft_worlds.FOLDER
 
 
 def make_files() -> None:
     torch.set_num_threads(1)
     tiny_language_model.save(FOLDER / "base", kind="GPTNeoX")
-    tiny_language_model.write_jsonl(FOLDER / "pairs.jsonl", tiny_language_model.preferences(24))
+    tiny_language_model.write_jsonl(FOLDER / "data.jsonl", tiny_language_model.preferences(24))
 
 
 def run(name: str, *flags: str) -> None:
-    torch.set_num_threads(1)
     os.environ["XDG_CACHE_HOME"] = str(FOLDER / f"cache-{name}")  # each computes the reference
-    if status := main([*FLAGS, f"--run-dir={FOLDER}/{name}", *flags]):
-        raise SystemExit(status)
+    sft_worlds.run(name, "--objective=dpo", *flags)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from paceline.recipes.language.sft import main
 
 FOLDER = Path(sys.argv[1])
 FLAGS = (
-    *(f"--model={FOLDER}/base", f"--data={FOLDER}/chat.jsonl", "--device=cpu", "--dtype=float64"),
+    *(f"--model={FOLDER}/base", f"--data={FOLDER}/data.jsonl", "--device=cpu", "--dtype=float64"),
     *("--epochs=2", "--global-batch=7", "--micro-batch=2", "--log-every=1", "--lr=0.01"),
     *("--max-length=200", "--samples=1", "--sample-tokens=3", "--lora-rank=4"),
 )
@@ -31,7 +31,7 @@ FLAGS = (
 def make_files() -> None:
     torch.set_num_threads(1)
     tiny_language_model.save(FOLDER / "base", kind="GPTNeoX")
-    tiny_language_model.write_jsonl(FOLDER / "chat.jsonl", tiny_language_model.chats(24))
+    tiny_language_model.write_jsonl(FOLDER / "data.jsonl", tiny_language_model.chats(24))
 
 
 def run(name: str, *flags: str) -> None:

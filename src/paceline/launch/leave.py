@@ -250,7 +250,7 @@ class _DetachedStart:
                 self._screen.starting("connecting", 1, 1)
                 code = supplies.code
                 if code is not None and code.copy is None:  # they are sent as outputs
-                    paths = [str(entry[0]) for entry in code.manifest]
+                    paths = {str(entry[0]) for entry in code.manifest}
                     code = code.without(journal.adopt(code.root, paths))
                 trees = {"code": code, "package": supplies.package}
                 for number, tree in enumerate(supplies.inputs.values()):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ class OutputJournal(OutputRecords):
         self.add([output for output in self.pending.values()
                   if output.is_unchanged(self._run, project)])  # fmt: skip
 
-    def adopt(self, project: Path, paths: Collection[str]) -> set[str]:
+    def adopt(self, project: Path, paths: Set[str]) -> set[str]:
         """Records files of the project that other runs beside this one wrote, and nobody changed.
 
         A later run may replace them, like its own.

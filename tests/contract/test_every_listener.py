@@ -21,7 +21,7 @@ import pytest
 
 import paceline
 from paceline.agent import caller, challenge
-from paceline.agent.supervision import store_relay
+from paceline.agent.supervision import relay
 from paceline.agent.surveys import checks, probe
 from paceline.rendezvous import listener as rendezvous
 from paceline.train.checkpoints import receiver
@@ -35,11 +35,11 @@ NONSENSE = (b"GET / HTTP/1.1\r\n\r\n" * 20, b"\n" * 500, b"\0" * 4000, os.urando
 
 LISTENERS = {
     "agent/reconnection.py": "Unix socket: tests/contract/test_reconnection.py",
-    "agent/ranks/forkserver.py": "the store, on loopback: tests/unit/test_agent_store_relay.py",
+    "agent/ranks/forkserver.py": "the store, on loopback: tests/unit/test_agent_relay.py",
     "agent/ranks/peer_filters.py": "closes every connection: tests/unit/test_agent_peers.py",
     "agent/supervision/requests.py": "becomes the gateway; accepts nothing before",
-    "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_store_relay.py",
-    "agent/supervision/store_relay.py": "gateway",
+    "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_relay.py",
+    "agent/supervision/relay.py": "gateway",
     "agent/surveys/checks.py": "sink; reachability",
     "agent/surveys/probe.py": "reachability",
     "agent/surveys/retransmissions.py": "reachability",
@@ -93,8 +93,9 @@ def gateway(closing: contextlib.ExitStack, _: Path) -> Service:
     threading.Thread(target=serve, daemon=True).start()
     closing.callback(store.shutdown, socket.SHUT_RDWR)
     listener = closing.enter_context(probe.listen("127.0.0.1"))
-    relay = store_relay.StoreRelay(listener, store.getsockname(), KEY, is_gateway=True)
-    closing.callback(relay.close)
+    gateway = relay.Relay()
+    gateway.listen(listener, relay.Route(store.getsockname(), KEY, is_gateway=True))
+    closing.callback(gateway.close)
 
     def call(address: Any) -> None:
         with socket.create_connection(address, PATIENCE_S) as connection:
@@ -203,7 +204,7 @@ SERVICES = (gateway, sink, nodes, checkpoint_copies, gradients)
 @pytest.fixture
 def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[contextlib.ExitStack]:
     for module, name in [
-        (challenge, "PROOF_TIMEOUT_S"), (store_relay, "PROOF_TIMEOUT_S"),
+        (challenge, "PROOF_TIMEOUT_S"), (relay, "PROOF_TIMEOUT_S"),
         (rendezvous, "HANDSHAKE_S"), (receiver, "_GREETING_TIMEOUT_S"),
         (direct, "_CONNECT_TIMEOUT_S"),
     ]:  # fmt: skip

@@ -35,7 +35,7 @@ _FAMILY = 2  # bytes, before port and address
 def rank(number: int, port: int) -> None:
     """One of the job's two; the kernel does not keep the stranger away."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", PACELINE_ADDRESSES="127.0.0.1")
-    peer_filters._LOOPBACK = ()
+    peer_filters.LOOPBACK = peer_filters.NO_HOSTS
     peer_filters.attach_filter = lambda *_: False
     told: dict[str, Any] = {"rank": number, "found": []}
     gloo_peers.install(distributed_c10d, on_reject=lambda _: None, on_stranger=told["found"].append)
@@ -159,7 +159,7 @@ def call_first(*, says_numbers: bool) -> None:
 def joins(number: int, port: int) -> None:
     """One of two ranks, the first of which holds the store by itself."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", PACELINE_ADDRESSES="127.0.0.1")
-    peer_filters._LOOPBACK = ()
+    peer_filters.LOOPBACK = peer_filters.NO_HOSTS
     told: dict[str, Any] = {"rank": number, "found": [], "joined": False}
     gloo_peers.install(distributed_c10d, told["found"].append, lambda _: None)
     # torch splits "gloo" once for CPUs and once for GPUs, with the same keys, and may hang

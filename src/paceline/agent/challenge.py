@@ -4,8 +4,11 @@
 first and proves last, so a caller without the key is told nothing but a random number::
 
     listener: NONCE
-    caller:   OTHER mac("forwarder" NONCE OTHER)
-    listener: mac("gateway" OTHER NONCE)
+    caller:   OTHER mac("forwarder" NONCE OTHER BINDING REQUEST) REQUEST
+    listener: mac("gateway" OTHER NONCE BINDING)
+
+``BINDING`` is the hash of the listener's certificate in TLS, so that nobody in between can pass the
+proofs on. ``REQUEST`` says what the caller wants; both may be empty.
 """
 
 from __future__ import annotations
@@ -20,28 +23,29 @@ from .reconnection import NONCE_BYTES, PROOF_TIMEOUT_S, mac
 
 _NONCE_CHARS, _MAC_CHARS = 2 * NONCE_BYTES, 64
 
-Handshake = Generator[Tuple[str, int], str, str]
-"""Yields a text to send and the length of the answer; returns the last text to send.
+Handshake = Generator[Tuple[str, int], str, Tuple[str, str]]
+"""Yields a text to send and the length of the answer; returns the last text, and the request.
 
 Raises ValueError if the other side does not know the key."""
 
 
-def listener_handshake(key: bytes) -> Handshake:
-    """Proves the key to a caller, after it has proven it."""
+def listener_handshake(key: bytes, binding: str = "", request_length: int = 0) -> Handshake:
+    """Proves the key to a caller, after it has proven it; returns the caller's request."""
     nonce = os.urandom(NONCE_BYTES).hex()
-    reply = yield nonce, _NONCE_CHARS + _MAC_CHARS
-    other, proof = reply[:_NONCE_CHARS], reply[_NONCE_CHARS:]
-    _verify(proof, mac(key, "forwarder", nonce, other))
-    return mac(key, "gateway", other, nonce)
+    reply = yield nonce, _NONCE_CHARS + _MAC_CHARS + request_length
+    other, proof = reply[:_NONCE_CHARS], reply[_NONCE_CHARS : _NONCE_CHARS + _MAC_CHARS]
+    request = reply[_NONCE_CHARS + _MAC_CHARS :]
+    _verify(proof, mac(key, "forwarder", nonce, other, binding, request))
+    return mac(key, "gateway", other, nonce, binding), request
 
 
-def caller_handshake(key: bytes) -> Handshake:
+def caller_handshake(key: bytes, binding: str = "", request: str = "") -> Handshake:
     """Proves the key to a listener, and has it prove it."""
     nonce = yield "", _NONCE_CHARS
     own = os.urandom(NONCE_BYTES).hex()
-    proof = yield own + mac(key, "forwarder", nonce, own), _MAC_CHARS
-    _verify(proof, mac(key, "gateway", own, nonce))
-    return ""
+    proof = yield own + mac(key, "forwarder", nonce, own, binding, request) + request, _MAC_CHARS
+    _verify(proof, mac(key, "gateway", own, nonce, binding))
+    return "", ""
 
 
 def _verify(proof: str, expected: str) -> None:
@@ -70,5 +74,5 @@ def run(sock: socket.socket, handshake: Handshake) -> None:
         try:
             text, missing = handshake.send(reply.decode("latin-1"))
         except StopIteration as done:
-            sock.sendall(done.value.encode())
+            sock.sendall(done.value[0].encode())
             return

@@ -102,7 +102,7 @@ OPTIONS: dict[str, Applicability] = {
     **dict.fromkeys((
         "nnodes", "nproc_per_node", "env", "unset", "activate", "iface", "python", "name",
         "master_port", "backend", "bind", "lease", "grace", "max_restarts", "restart_window",
-        "hang_timeout", "via"
+        "hang_timeout", "via", "encrypt"
     ), _EVERYWHERE),
     **dict.fromkeys((
         "ssh_config", "accept_new_host_keys", "as_json", "via_arg", "mpiexec"

@@ -12,7 +12,7 @@ from paceline.spec.helptext import WIDTH, Row, Section, render
 GROUPS: dict[str, tuple[str, ...]] = {
     "Hosts and processes": (
         "hosts", "ssh_config", "nnodes", "fastest", "nproc_per_node", "python", "iface", "via",
-        "wait_for_nodes", "accept_new_host_keys", "master_port", "backend", "bind",
+        "wait_for_nodes", "accept_new_host_keys", "master_port", "backend", "bind", "encrypt",
     ),
     "The run": (
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "activate", "show",

@@ -20,7 +20,7 @@ from paceline.spec.settings import TOML_NAME, Setting, Source
 
 _SETTINGS = {  # field of the job: option
     **{name: name for name in ("nproc_per_node", "nnodes", "master_port", "ship", "bind", "debug",
-                               "max_restarts")},
+                               "encrypt", "max_restarts")},
     **{f"{name}_s": name for name in ("wait_for_nodes", "lease", "grace", "hang_timeout",
                                       "restart_window")},
     "interface": "iface",

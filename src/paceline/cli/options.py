@@ -207,6 +207,8 @@ LAUNCH = [
     click.option("--keep-warm", type=Duration(0.0), default=0.0, metavar="DURATION",
                  help="Keep the hosts ready for your next command for this long after the run, such"
                       " as 10m. See `paceline warm`.", show_default="off"),
+    click.option("--encrypt", is_flag=True,
+                 help="Encrypt all connections between hosts (TLS 1.3), or refuse to start."),
     click.option("--debug", is_flag=True, help="Record debug output of NCCL, torch, gloo,"
                                                " libfabric, UCX, oneCCL and Intel MPI in files"
                                                " beside the logs, and summarise it."),

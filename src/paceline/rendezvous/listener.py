@@ -14,12 +14,8 @@ import functools
 import hashlib
 import hmac
 import json
-import os
-import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -30,15 +26,13 @@ from typing import Any
 
 from paceline.agent import caller
 from paceline.remote.openssh import FALLBACK_PYTHONS, agent_command
-from paceline.spec.errors import SettingError
+from paceline.rendezvous.certificate import make_certificate
 
 HANDSHAKE_S = 5.0
 MAX_UNPROVEN = 64  # connections without a proof yet; more are dropped
 LINE_LIMIT = caller.LINE_LIMIT
 MAX_STRANGERS = 100
 _BACKLOG = 256
-_CERTIFICATE_CONFIG = "[req]\ndistinguished_name = name\nprompt = no\n[name]\nCN = paceline\n"
-_OPENSSL_S = 20.0
 
 # Runs on the first Python there is; the agent itself then runs on the requested one.
 _FIND_PYTHON = (
@@ -339,44 +333,11 @@ def identity() -> tuple[ssl.SSLContext, str]:
 
     Raises SettingError if there is no ``openssl`` to make one, or it cannot.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-tls-") as folder:
-        key, certificate = _make_certificate(Path(folder))
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(certificate, key)
-        der = ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii"))
-    return context, hashlib.sha256(der).hexdigest()
-
-
-def _make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Creates a private key and a certificate in a private folder."""
-    config, key, certificate = (folder / name for name in ("config", "key.pem", "cert.pem"))
-    config.write_text(_CERTIFICATE_CONFIG, encoding="ascii")
-    argv = [
-        _openssl(), "req", "-x509", "-config", str(config), "-newkey", "ec",
-        "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30",
-        "-keyout", str(key), "-out", str(certificate),
-    ]  # fmt: skip
-    process = subprocess.run(
-        argv, capture_output=True, text=True, check=False, timeout=_OPENSSL_S,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if process.returncode:
-        raise SettingError(
-            "openssl could not make a certificate for the connections of this run",
-            found=process.stderr.strip(), remedy=f"Try: {argv[0]} version", exit_code=1,
-        )  # fmt: skip
-    return key, certificate
-
-
-def _openssl() -> str:
-    python_folder = str(Path(sys.executable).parent)  # conda's openssl is there
-    search_path = os.pathsep.join([os.environ.get("PATH", ""), python_folder])
-    openssl = shutil.which("openssl", path=search_path)
-    if openssl is None:
-        raise SettingError(
-            "agents that call back do so over TLS, and there is no openssl to make a certificate",
-            found="no openssl on PATH",
-            remedy="Install it (Debian: sudo apt-get install openssl), or start over SSH",
-        )
-    return openssl
+    certificate, key = make_certificate()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    with tempfile.NamedTemporaryFile("w", prefix="paceline-tls-") as file:
+        file.write(certificate + key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate)).hexdigest()

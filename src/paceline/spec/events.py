@@ -239,6 +239,8 @@ KINDS: dict[str, Kind] = {
     "output": _kind("agent", "rank stream", is_recorded=False),  # to the rank's log; with bytes
     "rank ended": _kind("agent", "rank code signal time peak_bytes", "memory seen"),
     "stranger at the store": _kind("agent", "address"),  # refused
+    "stranger at the tunnels": _kind("agent", "address"),  # refused, with --encrypt
+    "connection altered": _kind("agent", "address"),  # with --encrypt; the agent has ended it
     "store ended": _kind("agent", "time", is_recorded=False),  # unexpectedly
     "rank frozen": _kind("agent", "rank how seconds on pid"),
     "rank thawed": _kind("agent", "rank"),

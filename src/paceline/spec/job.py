@@ -235,6 +235,7 @@ class Job:
         follow_links: Files are sent that only links in the folders to be sent lead to.
         bind: Whether ranks get CPUs of their own.
         debug: The libraries under the job shall tell what they do.
+        encrypt: Encrypt all connections between nodes.
         any_world: Accept a world other than the planned one.
         verify: Compare the parameters of a script's replicas now and then.
         measure: Report where the time of a script's steps goes.
@@ -273,6 +274,7 @@ class Job:
     follow_links: bool = False
     bind: Setting[Bind] = Setting("auto")
     debug: Setting[bool] = Setting(False)
+    encrypt: Setting[bool] = Setting(False)
     any_world: bool = False
     communication: Setting[str] = Setting("exact")
     verify: bool = True

@@ -34,6 +34,9 @@ LAUNCHER_RUN_DIR = "PACELINE_HOME_DIR"
 """The run directory on the launching machine, for messages."""
 DATA_DIR = "PACELINE_DATA_DIR"
 """The data folder (``--data``) on this node."""
+TUNNELS = "PACELINE_TUNNELS"
+"""How ranks reach those of other hosts in a job with ``--encrypt``: see ``agent/ranks/tunnels.py``.
+"""
 PROBE = "PACELINE_PROBE"
 """Requests a few measured steps instead of a training, as JSON: ``batches`` (global batches),
 ``parts`` (the same as fractions of the training's own) and ``seconds`` to spend. Set by
@@ -95,7 +98,7 @@ SENTENCE = "PACELINE_TEXT"  # summary for a person, in one line
 _RESERVED = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
              MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
              RUN_ID, ATTEMPT, HOST, HOSTS, PLANNED_WORLD, RUN_DIR, LAUNCHER_RUN_DIR, DATA_DIR,
-             LAUNCHER_DATA_DIR, INPUTS, EVENT_FD, CONTROL_FD, NEWCOMER, PROBE,
+             LAUNCHER_DATA_DIR, INPUTS, TUNNELS, EVENT_FD, CONTROL_FD, NEWCOMER, PROBE,
              COMMUNICATION, TOKEN}  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from ..surveys import netlink
-from . import peer_filters
+from . import peer_filters, tunnels
 
 _POLL_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
@@ -49,6 +49,14 @@ class _Device:
     listener: int
     inode: int
     peer_filter: Optional[peer_filters.PeerFilter] = None
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens. Raises OSError if gloo has closed it."""
+        with self.dup_listener() as listener:
+            if listener is None:
+                raise OSError("gloo's listening socket is closed")
+            return int(listener.getsockname()[1])
 
     @contextlib.contextmanager
     def dup_listener(self) -> Iterator[Optional[socket.socket]]:
@@ -186,14 +194,19 @@ class GlooFilter:
         self._devices: List[_Device] = []
 
     def make_options(
-        self, timeout: timedelta, hosts: peer_filters.HostSet
+        self, timeout: timedelta, hosts: peer_filters.HostSet, address: str = ""
     ) -> Tuple[Any, List[_Device]]:
-        """Makes gloo's default options, with devices that accept only ``hosts``."""
+        """Makes gloo's default options, with devices that accept only ``hosts``.
+
+        ``address``: of the only device; empty for one on each interface that the user has named.
+        """
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options, devices = self._gloo._Options(), []
-        for interface in interfaces or [""]:
+        for interface in [""] if address else interfaces or [""]:
             epolls = _epolls()
-            if interface:
+            if address:
+                gloo_device = self._gloo.create_device(hostname=address)
+            elif interface:
                 address = job_address(interface)
                 gloo_device = self._gloo.create_device(hostname=address, interface=interface)
             else:
@@ -252,13 +265,21 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-        hosts = peer_filters.job_hosts()
+        ways = tunnels.current()
+        hosts = peer_filters.LOOPBACK if ways else peer_filters.job_hosts()
         arguments = {"timeout": args[0]} if args else kwargs
         timeout = arguments.get("timeout", arguments.get("options", _TIMEOUT))
+        if ways and not isinstance(timeout, timedelta):
+            raise RuntimeError(
+                "--encrypt: the script makes gloo's devices itself, whose connections Paceline"
+                " cannot encrypt. Let init_process_group and new_group make them"
+            )
         if hosts is None or not isinstance(timeout, timedelta):  # the caller has made devices
             original(self, store, rank, size, *args, **kwargs)
             return
-        options, devices = gloo_filter.make_options(timeout, hosts)
+        options, devices = gloo_filter.make_options(timeout, hosts, ways.address if ways else "")
+        if ways:
+            tunnels.meet(ways, store, rank, size, devices[0].port)
         original(self, store, rank, size, options)
         gloo_filter.verify(devices, hosts, size)
 
@@ -319,7 +340,7 @@ def _wrap_group_method(method: Callable[..., Any], gloo_filter: GlooFilter) -> C
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hosts = peer_filters.job_hosts()
+        hosts = peer_filters.LOOPBACK if tunnels.current() else peer_filters.job_hosts()
         with contextlib.nullcontext() if hosts is None else gloo_filter.reopened(hosts):
             return method(self, *args, **kwargs)
 

@@ -76,7 +76,7 @@ class HostSet:
 
 NO_HOSTS = HostSet(())
 ALL_HOSTS = HostSet(map(ipaddress.ip_network, ("0.0.0.0/0", "::/0")))
-_LOOPBACK = ("127.0.0.0/8", "::1/128")
+LOOPBACK = HostSet(map(ipaddress.ip_network, ("127.0.0.0/8", "::1/128")))
 
 
 @functools.lru_cache(maxsize=8)
@@ -89,7 +89,12 @@ def parse_hosts(text: str) -> Optional[HostSet]:
     for item in filter(None, (item.strip() for item in text.split(","))):
         with contextlib.suppress(ValueError):
             networks.append(ipaddress.ip_network(item, strict=False))
-    return HostSet([*networks, *map(ipaddress.ip_network, _LOOPBACK)]) if networks else None
+    return HostSet([*networks, *LOOPBACK.networks]) if networks else None
+
+
+def admitted_hosts(text: str) -> HostSet:
+    """Parses the hosts that may connect, in the form of :data:`VARIABLE`; all if it is empty."""
+    return parse_hosts(text) or ALL_HOSTS
 
 
 def job_hosts() -> Optional[HostSet]:

@@ -27,6 +27,7 @@ from . import (
     process_title,
     replica_watch,
     stack_dump,
+    tunnels,
 )
 
 Message = Dict[str, Any]
@@ -270,6 +271,7 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        tunnels.require_gloo(str((args[0] if args else kwargs.get("backend")) or ""))
         flight_recorder.mark_start()
         result = original(*args, **kwargs)
         flight_recorder.start_thread(events)

@@ -10,14 +10,29 @@ import socket
 import subprocess
 import time
 from collections import deque
-from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Deque,
+    Dict,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from .. import warm
 from ..ranks import forkserver, peer_filters, process_title
+from ..ranks import tunnels as rank_tunnels
 from ..surveys import facts
 from . import activation, oom, processes, stalls
 from .rank_process import RankProcess
 from .store import Store
+
+if TYPE_CHECKING:
+    from .tunnels import Tunnels
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -57,6 +72,7 @@ class NodeJob:
         self._channel: Optional[socket.socket] = None
         self._channel_buffer = b""
         self.store = Store()
+        self._tunnels: Optional[Tunnels] = None  # of an encrypted job
         self._runs_program = False  # the ranks execute a program, not Python in the fork server
         self._queued_ranks: Deque[Tuple[RankProcess, Message]] = deque()
         self._stop_signal: Optional[int] = None  # signal that also ends ranks that start late
@@ -138,7 +154,7 @@ class NodeJob:
         Args:
             request: As for ``prepare`` in ``ranks/process.py``; also ``ranks`` (``rank``,
                 ``local_rank``, ``env`` and ``cpus`` of each) and ``store`` (address and port, and
-                the key of a closed store; or null).
+                the key of a closed store; or null), ``encryption`` (see ``tunnels.py``; or null).
             store_listener: Reserved socket of the store if it is on this node.
         """
         self._require_server()
@@ -146,6 +162,7 @@ class NodeJob:
         self.ranks, self._had_recovery = [], False
         self._queued_ranks.clear()
         self._stop_signal, self._kill_at = None, None
+        self._open_tunnels(request)
         if store_listener is not None:
             addresses = request["env"].get(peer_filters.VARIABLE, "")
             self.open_store(request["store"], store_listener, addresses)
@@ -168,7 +185,35 @@ class NodeJob:
         processes.raise_descriptor_limit(forkserver.PIPES * len(numbers))
         self.ranks = [rank for rank in self.ranks if rank.rank not in numbers]
         self._had_recovery = True
+        self._open_tunnels(request)
         self._order_ranks(request)
+
+    def _open_tunnels(self, request: Message) -> None:
+        """Encrypts connections to other nodes, if the job says so; keeps tunnels that are open."""
+        settings = request.get("encryption")
+        if settings == (None if self._tunnels is None else self._tunnels.settings):
+            return
+        self._close_tunnels()
+        if settings:
+            from .tunnels import Tunnels  # here, for most jobs need no TLS
+
+            hosts = request["env"].get(peer_filters.VARIABLE, "")
+            self._tunnels = Tunnels(settings, hosts, self._report_altered)
+            self.store.encryption = self._tunnels.encryption
+
+    def _close_tunnels(self) -> None:
+        if self._tunnels is not None:
+            self._tunnels.close()
+        self._tunnels = self.store.encryption = None
+
+    def _report_altered(self, address: str) -> None:
+        self._post({"event": "connection altered", "address": address})
+
+    def admit(self, addresses: str) -> None:
+        """Lets these hosts connect to the store and the tunnels instead of the former ones."""
+        self.store.admit(addresses)
+        if self._tunnels is not None:
+            self._tunnels.admit(addresses)
 
     def _require_server(self) -> None:
         if self._channel is None:
@@ -180,13 +225,15 @@ class NodeJob:
         if "key" in store:
             endpoint = self.store.connect(store)
             place = {"MASTER_ADDR": endpoint["address"], "MASTER_PORT": str(endpoint["port"])}
+            if self._tunnels is not None:
+                place[rank_tunnels.VARIABLE] = self._tunnels.description
             specs = [dict(spec, env=dict(spec["env"], **place)) for spec in specs]
         ranks = [RankProcess(spec["rank"], spec["local_rank"]) for spec in specs]
         self.ranks += ranks
         self.running = True
         self._runs_program = request["entry"]["kind"] == "binary"
         self._initial_oom_kills = oom.count_kills()
-        shared = {k: v for k, v in request.items() if k not in ("ranks", "store")}
+        shared = {k: v for k, v in request.items() if k not in ("ranks", "store", "encryption")}
         env = self._apply_defaults(request["env"])
         self._send_order({"attempt": dict(shared, env=env, login=self._login_settings)})
         self._queued_ranks.extend(zip(ranks, specs))
@@ -245,6 +292,7 @@ class NodeJob:
         """Returns descriptors to read; those of the ranks' output only if ``take_output``."""
         fds = [] if self._channel is None else [self._channel.fileno()]
         fds += self.store.readers()
+        fds += [] if self._tunnels is None else self._tunnels.readers()
         for rank in self.ranks:
             fds += [fd for fd, name in rank.fds.items() if take_output or name == "events"]
         return fds
@@ -281,8 +329,14 @@ class NodeJob:
             if fd in rank.fds:
                 self._read_rank(rank, fd)
                 return
-        if address := self.store.accept_rejected():
-            self._post({"event": "stranger at the store", "address": address})
+        if self._tunnels is not None and fd in self._tunnels.readers():
+            self._report_stranger("stranger at the tunnels", self._tunnels.accept_rejected())
+            return
+        self._report_stranger("stranger at the store", self.store.accept_rejected())
+
+    def _report_stranger(self, event: str, address: str) -> None:
+        if address:
+            self._post({"event": event, "address": address})
 
     def _read_server(self) -> None:
         assert self._channel is not None
@@ -489,6 +543,7 @@ class NodeJob:
         If this one cannot be reused, it is ended, and an earlier idle one is returned if there is.
         """
         self.store.end()
+        self._close_tunnels()
         self.kill()
         server, channel = self._server, self._channel
         spec, imported = self._server_spec, self._imported
@@ -506,6 +561,7 @@ class NodeJob:
     def close(self) -> None:
         """Ends all processes of the job on this node, including the fork server."""
         self.store.close_sockets()
+        self._close_tunnels()
         if self._idle_server is not None:
             self._idle_server.close()
             self._idle_server = None

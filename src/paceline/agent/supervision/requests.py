@@ -105,8 +105,8 @@ def open_store(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def admit(agent: Agent, request: Message, _: bytes) -> None:
-    """Lets ``addresses`` connect to the store here, because a host has joined the job."""
-    agent.job.store.admit(request["addresses"])
+    """Lets ``addresses`` connect to the store and ranks here, because a host has joined."""
+    agent.job.admit(request["addresses"])
     agent.reply(request)
 
 

@@ -1,7 +1,7 @@
 """The rendezvous store of this node's ranks: the fork server runs it, or another node has it.
 
 A *closed* store has a key. It listens on loopback only, and all connections go through
-:mod:`store_relay`. Any other store listens on the address of its node, restricted to the job's
+:mod:`relay`. Any other store listens on the address of its node, restricted to the job's
 hosts.
 """
 
@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-from typing import Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 from ..ranks import peer_filters
 from ..surveys import facts, probe
 from . import processes
-from .store_relay import StoreRelay
+from .relay import Relay, Route
+
+if TYPE_CHECKING:
+    from .encryption import Encryption
 
 EXIT_TIMEOUT_S = 1.0
 STORE_ADDRESS = "127.0.0.2"  # of a closed store; torch's own client gets its port from the socket
@@ -28,13 +31,16 @@ class Store:
 
     Attributes:
         process: Its process while it runs here.
+        encryption: Of connections to other nodes, in an encrypted job.
     """
+
+    encryption: Optional[Encryption] = None
 
     def __init__(self) -> None:
         self.process: Optional[processes.Process] = None
         self._closed_store: Optional[Message] = None
         self._endpoint: Message = {}  # address and port on loopback that lead to it
-        self._relays: List[StoreRelay] = []
+        self._relay: Optional[Relay] = None
         self._port_filter: Optional[peer_filters.PortFilter] = None
         self._listener: Optional[socket.socket] = None
         self._filter: Optional[peer_filters.PeerFilter] = None
@@ -45,7 +51,7 @@ class Store:
         ``addresses``: the hosts, as in :data:`peer_filters.VARIABLE`; empty for all.
         """
         self._listener = listener.dup()
-        self._filter = peer_filters.PeerFilter(listener, _parse_hosts(addresses))
+        self._filter = peer_filters.PeerFilter(listener, peer_filters.admitted_hosts(addresses))
 
     def open_gateway(self, store: Message, listener: socket.socket) -> socket.socket:
         """Makes ``listener`` the gateway to a closed store; returns the store's listening socket.
@@ -66,10 +72,12 @@ class Store:
             else:
                 self._port_filter = peer_filters.PortFilter(inner)
                 target, has_local_gateway = inner.getsockname()[:2], True
-            if is_gateway:
-                self._relays.append(StoreRelay(listener, target, key, True, self._port_filter))
+            routes = [(listener, Route(target, key, True, self._port_filter))] * is_gateway
             if has_local_gateway:
-                self._relays.append(StoreRelay(local, target, None, False, self._port_filter))
+                routes.append((local, Route(target, None, False, self._port_filter)))
+            self._relay = Relay(self.encryption)
+            for accepting, route in routes:
+                self._relay.listen(accepting, route)
         return inner
 
     def connect(self, store: Message) -> Message:
@@ -83,7 +91,8 @@ class Store:
                 self._set_endpoint(store, local)
                 target = store["address"], store["port"]
                 key = bytes.fromhex(store["key"])
-                self._relays = [StoreRelay(local, target, key, is_gateway=False)]
+                self._relay = Relay(self.encryption)
+                self._relay.listen(local, Route(target, key, is_gateway=False))
         return self._endpoint
 
     def _listen_locally(self, store: Message) -> socket.socket:
@@ -108,7 +117,7 @@ class Store:
     def admit(self, addresses: str) -> None:
         """Lets these hosts connect instead of the former ones."""
         if self._listener is not None and self._filter is not None:
-            self._filter.admit(self._listener, _parse_hosts(addresses))
+            self._filter.admit(self._listener, peer_filters.admitted_hosts(addresses))
 
     def readers(self) -> List[int]:
         """Returns the descriptor that is readable once a connection was rejected, if any."""
@@ -135,17 +144,13 @@ class Store:
 
     def close_sockets(self) -> None:
         """Closes the connections between nodes, and this process's listening sockets."""
-        for relay in self._relays:
-            relay.close()
+        if self._relay is not None:
+            self._relay.close()
         if self._port_filter is not None:
             self._port_filter.close()
         if self._filter is not None:
             self._filter.close()
         if self._listener is not None:
             self._listener.close()
-        self._relays = []
+        self._relay = None
         self._port_filter = self._filter = self._listener = self._closed_store = None
-
-
-def _parse_hosts(addresses: str) -> peer_filters.HostSet:
-    return peer_filters.parse_hosts(addresses) or peer_filters.ALL_HOSTS

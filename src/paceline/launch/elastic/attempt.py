@@ -38,6 +38,7 @@ FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
 HURRIED_PATIENCE_S = 0.8  # the same when the user has asked twice
 MAX_REPORTS, MAX_STRANGERS = 10_000, 100  # kept of an attempt
+_STRANGERS = ("stranger refused", "stranger at the store", "stranger at the tunnels")
 
 
 class Attempt:
@@ -94,6 +95,7 @@ class Attempt:
             node.running, node.active_at = True, None
         started_at = time.monotonic()
         try:
+            await self._commands.prepare()
             await together([self._commands.start(node, part) for node, part in parts])
         except (ConnectionError, PacelineError):
             await self._stop_ranks(0.0)  # started ranks must not run beside the next attempt
@@ -266,8 +268,10 @@ class Attempt:
             self._hangs.forget_rank(node.name, rank)
         elif event.kind == "exception" and not event["hooked"]:
             self._screen.mute(node.name, rank)
-        elif event.kind in ("stranger refused", "stranger at the store"):
+        elif event.kind in _STRANGERS:
             self._note_stranger(node.name, event["address"])
+        elif event.kind == "connection altered":
+            self._note_alteration(node.name, event["address"])
         elif event.kind == "node ended":
             node.running = False
             self._check_ended()
@@ -338,6 +342,16 @@ class Attempt:
             self._screen.note(
                 f"paceline: warning: {host} refused a connection from {address}, which is not one"
                 f" of this job's hosts (if it is one: --env {jobenv.ADDRESSES}={address})"
+            )
+
+    def _note_alteration(self, host: str, address: str) -> None:
+        """Reports an address from which changed bytes came, once."""
+        if address not in self._strangers and len(self._strangers) < MAX_STRANGERS:
+            self._strangers.add(address)
+            sender = self._commands.host_at(address) or address
+            self._screen.note(
+                f"paceline: warning: {host} ended an encrypted connection with {sender}: bytes were"
+                " changed on the way"
             )
 
     def fail(self, failure: Failure) -> None:

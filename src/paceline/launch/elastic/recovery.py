@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.launch.elastic.encryption import JobEncryption
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.rank_events import EARLY_EXIT
 from paceline.launch.elastic.rank_states import (
@@ -61,6 +62,7 @@ class RankCommands:
         self.parts = {part.host: part for part in plan.nodes}
         self.hosts_of = {rank.rank: part.host for part in plan.nodes for rank in part.ranks}
         self._plan, self._job, self._fleet, self._run_dir = plan, job, fleet, run_dir
+        self._encryption = JobEncryption() if job.encrypt.value else None
         self._store_key = secrets.token_hex() if plan.closed_store else None
         self._set_store(plan.master_addr, plan.master_port)
 
@@ -98,6 +100,11 @@ class RankCommands:
 
     # --- starts ------------------------------------------------------------------------------
 
+    async def prepare(self) -> None:
+        """Prepares the first start. SettingError if connections cannot be encrypted here."""
+        if self._encryption is not None:
+            await self._encryption.prepare()
+
     async def start(self, node: Node, part: NodePlan) -> None:
         """Starts all ranks of a node for the first time, with the store on the first node."""
         opens_store = self._plan.agent_store and part.node_rank == 0
@@ -110,8 +117,10 @@ class RankCommands:
         env[jobenv.RUN_DIR] = node.run_folder
         env[jobenv.LAUNCHER_RUN_DIR] = self._run_dir
         env[jobenv.ADDRESSES] = self._admitted()
+        encryption = self._encryption and self._encryption.settings(part.host, part.address)
         return {
             "store": self._store,
+            "encryption": encryption,
             "entry": entry_json(part.entry),
             "workdir": part.workdir,
             "env": {**self._job.environment.variables(), **env},
@@ -139,11 +148,15 @@ class RankCommands:
         node.running = True
 
     async def _admit_newcomers(self) -> None:
-        """Makes the store accept connections from hosts that came after it was opened."""
-        host, addresses = self.host_at(str(self._store["address"])), self._admitted()
-        if host and addresses:
-            admitting = self._fleet.get(host).channel.request("admit", addresses=addresses)
-            await asyncio.wait_for(admitting, REPLY_TIMEOUT_S)
+        """Makes the other hosts accept connections from hosts that came after their start."""
+        addresses = self._admitted()
+        hosts = [self.host_at(str(self._store["address"]))]
+        if self._encryption is not None:
+            hosts = [node.name for node in self._fleet.nodes if node.running]
+        for host in hosts if addresses else ():
+            if host:
+                admitting = self._fleet.get(host).channel.request("admit", addresses=addresses)
+                await asyncio.wait_for(admitting, REPLY_TIMEOUT_S)
 
     def _admitted(self) -> str:
         """Returns the source addresses of the job's current hosts."""

@@ -37,6 +37,7 @@ def describe(plan: Plan) -> str:
     lines = [
         f"{pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
         f"store: {plan.master_addr} port {plan.master_port}, {_store_exposure(plan)}",
+        f"connections between ranks: {_secrecy(plan)}",
         f"hosts: {_sourced(plan.settings['hosts'])}",
         *(f"{name}: {_sourced(setting)}" for name, setting in plan.settings.items()
           if name != "hosts" and setting.source >= Source.FILE),
@@ -61,6 +62,14 @@ def _store_exposure(plan: Plan) -> str:
     if plan.agent_store and (plan.master_addr.startswith("127.") or plan.master_addr == "::1"):
         return f"held by {holder}, on loopback"
     return f"held by {holder}, open to all programs on the job's hosts"
+
+
+def _secrecy(plan: Plan) -> str:
+    """Returns who can read what ranks send to each other."""
+    if len(plan.nodes) + len(plan.spares) == 1:
+        return "on one host"
+    encrypt = plan.settings.get("encrypt")
+    return "TLS 1.3" if encrypt and encrypt.value else "not encrypted"
 
 
 def _sourced(setting: Setting[Any]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.planning import affinity
+from paceline.launch.planning import affinity, encryption
 from paceline.remote import agreement, interfaces, rdma
 from paceline.remote.network import NodeNetwork
 from paceline.remote.rdma import EXPLICIT, RdmaChoice
@@ -250,7 +250,8 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         if job.debug.value:
             env |= {name: Setting(value, job.debug.source, "--debug")
                     for name, value in DEBUG_OF_RANKS.items()}  # fmt: skip
-        variables = interfaces.variables(network.interface, facts)
+        interface = encryption.INTERFACE if job.encrypt.value else network.interface
+        variables = interfaces.variables(interface, facts)
         env |= {name: Setting(value, Source.FOUND, network.reason)
                 for name, value in variables.items()}  # fmt: skip
     if job.backend in ONECCL_BACKENDS:
@@ -323,6 +324,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         SettingError: A host cannot hold so many ranks.
         NodeError: The code on a host differs and may not be sent, or its folder is missing.
     """
+    _check_encryption(job, (*surveys, *spares), surveys[0].facts)
     nodes: list[NodePlan] = []
     cards = cards_of(job, (*surveys, *spares))
     first_rank = 0
@@ -420,6 +422,12 @@ def closes_store(job: Job, facts: Facts) -> bool:
     return uses_agent_store(job, facts) and not setting
 
 
+def _check_encryption(job: Job, surveys: Sequence[HostSurvey], first: Facts) -> None:
+    """SettingError if ``--encrypt`` cannot encrypt all; ``first``: facts of the store's host."""
+    gpus = {survey.host.name: usable_gpus(job, survey.host, survey.facts) for survey in surveys}
+    encryption.check(job, closes_store(job, first), gpus)
+
+
 def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
           first_rank: int, cards: RdmaChoice) -> NodePlan:  # fmt: skip
     facts, place = survey.facts, place_on(job, survey, supplies, run_id)
@@ -455,6 +463,7 @@ def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str,
     Raises:
         NodeError: NCCL cannot connect it with them, or its code or folder does not fit.
     """
+    _check_encryption(job, [survey], survey.facts)
     cards = _newcomer_cards(job, survey, running)
     part = _node(job, survey, supplies, run_id, node_rank, 0, cards)
     numbered = zip(part.ranks, ranks, strict=False)
@@ -660,6 +669,7 @@ def _settings(
         "ship": job.ship,
         "bind": job.bind,
         "debug": job.debug,
+        "encrypt": job.encrypt,
         "lease_s": job.lease_s,
         "grace_s": job.grace_s,
         "hang_timeout_s": job.hang_timeout_s,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.agent.ranks import tunnels
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.schema import integer, optional, record, regex, text, tuple_of
@@ -121,7 +122,7 @@ class CopyCoordinator:
             with contextlib.suppress(OSError, ValueError):
                 own = own_address()
                 # its name may lead to itself here; from there no other host can be reached
-                if not ipaddress.ip_address(own).is_loopback:
+                if tunnels.current() or not ipaddress.ip_address(own).is_loopback:
                     greeting["address"] = own
             greeting |= {"wanted": self._num_wanted, "key": key.hex()}
         greetings = parse_texts(self._comms.texts(json.dumps(greeting)), _GREETING)
@@ -316,6 +317,7 @@ class _Sender:
 
     def _send(self, peer: _Peer, name: str, *, is_replaceable: bool) -> int:
         start = time.monotonic()
+        tunnels.open_known([peer.place])
         with socket.create_connection(peer.place, _CONNECT_S, self._source) as connection:
             round_trip_s = time.monotonic() - start
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

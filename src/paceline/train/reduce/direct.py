@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
+from paceline.agent.ranks import tunnels
 from paceline.spec.failure import CONNECTIONS_CUT
 from paceline.train.elastic import waits
 from paceline.train.reduce import handshakes
@@ -63,11 +64,14 @@ def retransmit_soon(connection: socket.socket) -> None:
 def own_address() -> str:
     """This host's address in the network that gloo uses.
 
-    That is the one that ``GLOO_SOCKET_IFNAME`` names, else that by which it reaches the first host.
+    In an encrypted job it is one of loopback. Else it is the one that ``GLOO_SOCKET_IFNAME``
+    names, or that by which it reaches the first host.
 
     Raises:
         OSError: It cannot be found out.
     """
+    if (ways := tunnels.current()) is not None:
+        return ways.address
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
         addresses = psutil.net_if_addrs().get(interface, [])
         families = (socket.AF_INET, socket.AF_INET6)
@@ -503,6 +507,7 @@ def _call_lower_ranks(
 ) -> None:
     content = rank.to_bytes(_RANK_BYTES, "big")
     callings = []
+    tunnels.open_known([(address, port) for address, port, _ in endpoints])
     for peer, (address, port, _) in enumerate(endpoints):
         calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         callings.append(add(peer, calling))

@@ -1,11 +1,14 @@
-"""Carries connections to the rendezvous store between hosts, from loopback to loopback.
+"""Carries connections between hosts, from loopback to loopback.
 
-The store listens on the loopback interface of its host only. On each other host, a *forwarder*
-accepts the ranks' connections on loopback and connects to the *gateway* on the store's host, which
-connects to the store. Both first prove that they know the job's key (see ``challenge.py``). On the
-store's host, the ranks connect to a *local gateway* on loopback. It and the forwarders close the
-connections of other users of the host; the store accepts only callers that a gateway has bound to a
-port.
+The rendezvous store listens on the loopback interface of its host only. On each other host, a
+*forwarder* accepts the ranks' connections on loopback and connects to the *gateway* on the store's
+host, which connects to the store. Both first prove that they know the job's key (see
+``challenge.py``). On the store's host, the ranks connect to a *local gateway* on loopback. It and
+the forwarders close the connections of other users of the host; the store accepts only callers that
+a gateway has bound to a port.
+
+In an encrypted job, forwarder and gateway talk TLS (see ``encryption.py``), and all connections
+between ranks take this way (see ``tunnels.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import socket
 import struct
 import threading
 import time
-from typing import Dict, List, Optional, Tuple
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Callable, Deque, Dict, List, Optional, Tuple
 
 from ..challenge import Handshake, caller_handshake, listener_handshake
 from ..ranks import peer_filters
@@ -27,17 +32,46 @@ from ..reconnection import PROOF_TIMEOUT_S
 from ..surveys import probe
 from . import processes
 
+if TYPE_CHECKING:
+    from .encryption import Encryption, TlsSocket
+
 MAX_UNPROVEN = 512  # connections that may be proving the key; beyond that the oldest goes
 BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
+REQUEST_CHARS = 12  # source address and port
 
 NO_USER, UNKNOWN_USER = -1, -2
 _MAPPED = "0" * 16 + "%08X" % struct.unpack("=I", b"\0\0\xff\xff")[0]  # ::ffff:
 _MAX_LINE = 200  # characters of /proc/net/tcp behind the addresses
 
 Address = Tuple[str, int]
+
+
+@dataclass(eq=False)
+class Route:
+    """Where the connections that a listening socket accepts lead.
+
+    Attributes:
+        target: Address and port to connect to. The ranks' address here, without a port, for a
+            gateway whose callers name a port.
+        key: Of the job; ``None`` for a local gateway.
+        is_gateway: The callers are other hosts.
+        port_filter: Of the store, on its host.
+        request: What a forwarder asks of the gateway: see ``tunnels.py``.
+    """
+
+    target: Address
+    key: Optional[bytes]
+    is_gateway: bool
+    port_filter: Optional[peer_filters.PortFilter] = None
+    request: str = ""
+
+    @property
+    def request_length(self) -> int:
+        """Characters of a caller's request."""
+        return REQUEST_CHARS if self.is_gateway and not self.target[1] else 0
 
 
 class _Link:
@@ -49,53 +83,70 @@ class _Link:
         deadline: When it has to be proven.
         dial_at: When a forwarder without ``outer`` connects.
         unsent: What has to be written to a side before more is read from the opposite one.
+        ended: The side that has ended, while the opposite one still gets what came before.
     """
 
-    def __init__(self, inner: Optional[socket.socket], outer: Optional[socket.socket]) -> None:
+    def __init__(
+        self, route: Route, inner: Optional[socket.socket], outer: Optional[socket.socket]
+    ) -> None:
+        self.route = route
         self.inner, self.outer = inner, outer
         self.deadline = time.monotonic() + PROOF_TIMEOUT_S
         self.dial_at = 0.0
         self.handshake: Optional[Handshake] = None
         self.missing, self.received = 0, b""
         self.unsent: Dict[socket.socket, bytes] = {}
+        self.ended: Optional[socket.socket] = None
 
     @property
     def sides(self) -> List[socket.socket]:
         return [side for side in (self.inner, self.outer) if side is not None]
 
 
-class StoreRelay:
-    """Forwarder or gateway: one thread, which serves all connections until :meth:`close`.
+class Relay:
+    """Forwarders and gateways: one thread, which serves all connections until :meth:`close`.
 
     Args:
-        listener: Of a gateway on an address that the other hosts reach, else on loopback.
-        target: Address and port to connect to: the gateway, or the store.
-        key: Of the job; ``None`` for a local gateway.
-        is_gateway: The callers are other hosts.
-        port_filter: Of the store, on its host.
+        encryption: Of the connections between hosts.
+        on_altered: Called in the thread with the address of a connection whose bytes were changed
+            on the way.
     """
 
     def __init__(
         self,
-        listener: socket.socket,
-        target: Address,
-        key: Optional[bytes],
-        is_gateway: bool,
-        port_filter: Optional[peer_filters.PortFilter] = None,
+        encryption: Optional[Encryption] = None,
+        on_altered: Callable[[str], None] = lambda address: None,
     ) -> None:
-        self._listener, self._target = listener.dup(), target
-        self._key, self._is_gateway = key, is_gateway
-        self._port_filter = port_filter
-        self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)
+        self._encryption, self._on_altered = encryption, on_altered
+        self._routes: Dict[socket.socket, Route] = {}
         self._unproven: Dict[_Link, None] = {}  # oldest first
         self._links: Dict[_Link, None] = {}
         self._selector = selectors.DefaultSelector()
+        self._orders: Deque[Tuple[socket.socket, Optional[Route]]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
-        for waking in (self._listener, self._wake_read):
-            self._selector.register(waking, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="paceline-store", daemon=True)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="paceline-relay", daemon=True)
         self._thread.start()
+
+    def listen(self, listener: socket.socket, route: Route) -> socket.socket:
+        """Serves a listening socket, of which the relay takes a copy; returns the copy.
+
+        It is one on an address that the other hosts reach for a gateway, else one on loopback.
+        """
+        copy = listener.dup()
+        copy.listen(BACKLOG)
+        copy.setblocking(False)
+        self._order(copy, route)
+        return copy
+
+    def end_listening(self, copy: socket.socket) -> None:
+        """Closes a listening socket; its connections stay."""
+        self._order(copy, None)
+
+    def _order(self, listener: socket.socket, route: Optional[Route]) -> None:
+        self._orders.append((listener, route))
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"w")
 
     def close(self) -> None:
         """Ends all connections, and listens no more."""
@@ -108,17 +159,29 @@ class StoreRelay:
         while True:
             for key, events in self._selector.select(self._check_deadlines()):
                 if key.fileobj is self._wake_read:
-                    self._end()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
+                    if not self._wake_read.recv(CHUNK_BYTES):
+                        self._end()
+                        return
+                    self._follow_orders()
+                elif key.fileobj in self._routes:
+                    self._accept(key.fileobj)
                 elif key.data in self._links:  # not dropped in this round
                     self._handle(key.data, key.fileobj, events)  # type: ignore[arg-type]
+
+    def _follow_orders(self) -> None:
+        while self._orders:
+            listener, route = self._orders.popleft()
+            if route is not None:
+                self._routes[listener] = route
+                self._selector.register(listener, selectors.EVENT_READ)
+            elif self._routes.pop(listener, None):
+                self._close_side(listener)
 
     def _end(self) -> None:
         for link in list(self._links):
             self._drop(link)
-        for sock in (self._listener, self._wake_read):
+        self._follow_orders()
+        for sock in (*self._routes, self._wake_read):
             sock.close()
         self._selector.close()
 
@@ -127,7 +190,7 @@ class StoreRelay:
         current = time.monotonic()
         while self._unproven and next(iter(self._unproven)).deadline <= current:
             self._drop_oldest()
-        redialing = () if self._is_gateway else [link for link in self._unproven if not link.outer]
+        redialing = [link for link in self._unproven if not link.outer]
         for link in redialing:
             if link.dial_at <= current:
                 self._dial(link)
@@ -136,30 +199,32 @@ class StoreRelay:
         due = min([next(iter(self._unproven)).deadline, *(link.dial_at for link in redialing)])
         return max(0.0, due - current)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        route = self._routes[listener]
         try:
-            accepted, _ = self._listener.accept()
+            accepted, _ = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._drop_oldest()
                 time.sleep(REDIAL_S)
             return
         peer_filters.detach_filter(accepted)
-        if not self._is_gateway and peer_user(accepted) not in (os.getuid(), UNKNOWN_USER):
+        if not route.is_gateway and peer_user(accepted) not in (os.getuid(), UNKNOWN_USER):
             accepted.close()
             return
         _prepare(accepted)
-        if self._key is None:
-            link = _Link(None, accepted)
+        if route.key is None:
+            link = _Link(route, None, accepted)
             self._links[link] = None
             self._selector.register(accepted, selectors.EVENT_READ, link)
-            self._join(link)
+            self._join(link, route.target)
             return
         if len(self._unproven) >= MAX_UNPROVEN:
             self._drop_oldest()
-        link = _Link(None, accepted) if self._is_gateway else _Link(accepted, None)
+        sides = (None, accepted) if route.is_gateway else (accepted, None)
+        link = _Link(route, *sides)
         self._links[link] = self._unproven[link] = None
-        if self._is_gateway:
+        if route.is_gateway:
             self._begin(link)
         else:
             self._dial(link)
@@ -167,18 +232,41 @@ class StoreRelay:
     def _dial(self, link: _Link) -> None:
         link.dial_at = time.monotonic() + REDIAL_S
         with contextlib.suppress(OSError):  # too many open files
-            link.outer = _connect(self._target, self._port_filter)
+            link.outer = _connect(link.route.target, link.route.port_filter)
             self._begin(link)
 
     def _begin(self, link: _Link) -> None:
-        """Begins the proof on the side to the other host."""
+        """Begins the proof on the side to the other host, in TLS if the job is encrypted."""
         assert link.outer is not None
-        assert self._key is not None
-        link.handshake = (
-            listener_handshake(self._key) if self._is_gateway else caller_handshake(self._key)
-        )
-        self._selector.register(link.outer, selectors.EVENT_READ, link)
+        if self._encryption is None:
+            self._selector.register(link.outer, selectors.EVENT_READ, link)
+            self._begin_proof(link)
+            return
+        # who calls speaks first, as soon as it is connected
+        events = selectors.EVENT_READ if link.route.is_gateway else selectors.EVENT_WRITE
+        self._selector.register(link.outer, events, link)
+
+    def _begin_proof(self, link: _Link, binding: str = "") -> None:
+        route = link.route
+        assert route.key is not None
+        if route.is_gateway:
+            link.handshake = listener_handshake(route.key, binding, route.request_length)
+        else:
+            link.handshake = caller_handshake(route.key, binding, route.request)
         self._send(link, *next(link.handshake))
+
+    def _begin_tls(self, link: _Link) -> None:
+        """Continues until both sides have agreed on keys; then begins the proof."""
+        assert link.outer is not None
+        assert self._encryption is not None
+        if not self._encryption.has_begun(link.outer):
+            link.outer.getpeername()  # OSError if it could not be connected
+            self._selector.unregister(link.outer)
+            link.outer = self._encryption.wrap(link.outer, link.route.is_gateway)
+            self._selector.register(link.outer, selectors.EVENT_READ, link)
+        tls: TlsSocket = link.outer  # type: ignore[assignment]
+        tls.do_handshake()  # BlockingIOError while it waits for the other side
+        self._begin_proof(link, self._encryption.binding(tls))
 
     def _send(self, link: _Link, text: str, answer_length: int) -> None:
         """Sends a short text, for which the socket has room."""
@@ -194,18 +282,23 @@ class StoreRelay:
                 return
             if events & selectors.EVENT_WRITE:
                 self._write(link, side, b"")
-            if events & selectors.EVENT_READ:
+            if events & selectors.EVENT_READ and link in self._links:
                 self._forward(link, side)
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            if self._encryption is not None and self._encryption.shows_change(error):
+                with contextlib.suppress(OSError):
+                    self._on_altered(side.getpeername()[0])
             self._fail(link)
         except ValueError:
             self._drop(link)
 
     def _prove(self, link: _Link) -> None:
         assert link.outer is not None
-        assert link.handshake is not None
+        if link.handshake is None:
+            self._begin_tls(link)
+            return
         data = link.outer.recv(link.missing - len(link.received))
         if not data:
             raise ConnectionResetError
@@ -215,26 +308,35 @@ class StoreRelay:
         try:
             self._send(link, *link.handshake.send(link.received.decode("latin-1")))
         except StopIteration as done:
-            self._send(link, done.value, 0)
-            self._join(link)
+            text, request = done.value
+            self._send(link, text, 0)
+            self._join(link, *_requested(link.route, request))
 
-    def _join(self, link: _Link) -> None:
-        """Forwards from now on what arrives on either side."""
+    def _join(self, link: _Link, target: Address, source: str = "") -> None:
+        """Forwards from now on what arrives on either side.
+
+        A gateway connects to ``target`` from its address ``source``, if there is one.
+        """
         self._unproven.pop(link, None)
         if link.inner is None:
             try:
-                link.inner = _connect(self._target, self._port_filter)
+                link.inner = _connect(target, link.route.port_filter, source)
             except OSError:  # too many open files
                 self._drop(link)
                 return
         self._selector.register(link.inner, selectors.EVENT_READ, link)
 
     def _forward(self, link: _Link, side: socket.socket) -> None:
-        data = side.recv(CHUNK_BYTES)
-        if not data:
-            raise ConnectionResetError
         (opposite,) = (other for other in link.sides if other is not side)
-        self._write(link, opposite, data)
+        data = side.recv(CHUNK_BYTES)
+        if data:
+            self._write(link, opposite, data)
+            return
+        link.ended = side
+        if opposite not in link.unsent:
+            self._drop(link)
+            return
+        self._selector.unregister(side)
 
     def _write(self, link: _Link, side: socket.socket, data: bytes) -> None:
         """Writes to one side; until all is written, nothing more is read from the opposite one."""
@@ -244,10 +346,14 @@ class StoreRelay:
             unsent = unsent[side.send(unsent) :]
         if unsent:
             link.unsent[side] = unsent
+        if not unsent and link.ended not in (None, side):
+            self._drop(link)
+            return
         if bool(unsent) == bool(former):
             return
         for reader, writer in zip(link.sides, reversed(link.sides)):
-            reads = 0 if writer in link.unsent else selectors.EVENT_READ
+            is_read = writer not in link.unsent and reader is not link.ended
+            reads = selectors.EVENT_READ if is_read else 0
             writes = selectors.EVENT_WRITE if reader in link.unsent else 0
             self._watch(link, reader, reads | writes)
 
@@ -262,10 +368,11 @@ class StoreRelay:
 
     def _fail(self, link: _Link) -> None:
         """Drops a connection that has ended; a forwarder that is not proven connects again."""
-        if self._is_gateway or link not in self._unproven or link.outer is None:
+        if link.route.is_gateway or link not in self._unproven or link.outer is None:
             self._drop(link)
             return
         self._close_side(link.outer)
+        link.handshake = None
         link.outer, link.dial_at = None, time.monotonic() + REDIAL_S
 
     def _drop_oldest(self) -> None:
@@ -284,8 +391,16 @@ class StoreRelay:
         side.close()
 
 
+def _requested(route: Route, request: str) -> Tuple[Address, str]:
+    """Returns where a gateway connects, and from which address: see ``tunnels.py``."""
+    if not route.request_length:
+        return route.target, ""
+    source, port = bytes.fromhex(request[:8]), int(request[8:], 16)
+    return (route.target[0], port), socket.inet_ntop(socket.AF_INET, source)
+
+
 def _connect(
-    target: Address, port_filter: Optional[peer_filters.PortFilter] = None
+    target: Address, port_filter: Optional[peer_filters.PortFilter] = None, source: str = ""
 ) -> socket.socket:
     """Begins to connect; if that fails, the first use of the socket raises."""
     sock = socket.socket(probe.family_of(target[0]), socket.SOCK_STREAM)
@@ -294,6 +409,8 @@ def _connect(
         if port_filter is not None and port_filter.is_attached:
             sock.bind((target[0], 0))
             port_filter.admit(sock)
+        elif source:
+            sock.bind((source, 0))
         sock.connect_ex(target)
     except OSError:
         sock.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +17,14 @@ from typing import Any
 import pytest
 
 from paceline.agent import challenge
-from paceline.agent.supervision import store_relay
+from paceline.agent.supervision import relay
+from paceline.agent.supervision.encryption import Encryption
 from paceline.agent.supervision.job import NodeJob
+from paceline.agent.supervision.relay import MAX_UNPROVEN, Relay, Route
 from paceline.agent.supervision.store import Store
-from paceline.agent.supervision.store_relay import MAX_UNPROVEN, StoreRelay
+from paceline.agent.supervision.tunnels import Tunnels
 from paceline.agent.surveys import probe
+from paceline.rendezvous.certificate import make_certificate
 
 KEY, LOCAL = b"key of the job", "127.0.0.1"
 PATIENCE_S = 10.0
@@ -28,7 +33,8 @@ PATIENCE_S = 10.0
 class Hosts:
     """A store that sends back what it gets, a gateway to it, and forwarders of other hosts."""
 
-    def __init__(self) -> None:
+    def __init__(self, encryption: Encryption | None = None) -> None:
+        self.encryption = encryption
         self.closing = contextlib.ExitStack()
         self._threads: list[threading.Thread] = []
         self.closing.callback(self._join)
@@ -51,10 +57,11 @@ class Hosts:
         return self.closing.enter_context(socket.create_server((LOCAL, 0)))
 
     def relay(self, listener: socket.socket, to: socket.socket, key: bytes, *,
-              is_gateway: bool) -> StoreRelay:  # fmt: skip
-        relay = StoreRelay(listener, to.getsockname(), key, is_gateway)
-        self.closing.callback(relay.close)
-        return relay
+              is_gateway: bool) -> Relay:  # fmt: skip
+        relaying = Relay(self.encryption)
+        self.closing.callback(relaying.close)
+        relaying.listen(listener, Route(to.getsockname(), key, is_gateway))
+        return relaying
 
     def forwarder(self, key: bytes = KEY, gateway: socket.socket | None = None) -> socket.socket:
         """Opens a forwarder; returns its listening socket."""
@@ -82,10 +89,13 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    made = Hosts()
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    made = Hosts(Encryption(*make_certificate()) if getattr(request, "param", False) else None)
     with made.closing:
         yield made
+
+
+clear_and_encrypted = pytest.mark.parametrize("hosts", [False, True], indirect=True)
 
 
 def answered(calling: socket.socket, text: bytes) -> bool:
@@ -99,6 +109,7 @@ def is_closed(calling: socket.socket) -> bool:
     return True
 
 
+@clear_and_encrypted
 def test_ranks_of_another_host_reach_the_store(hosts: Hosts) -> None:
     forwarder = hosts.forwarder()
     first, second = hosts.dial(forwarder), hosts.dial(forwarder)
@@ -112,17 +123,18 @@ def test_ranks_of_another_host_reach_the_store(hosts: Hosts) -> None:
     assert is_closed(second)  # as the store did
 
 
+@clear_and_encrypted
 def test_more_than_all_buffers_hold_arrives_whole_and_holds_up_nobody(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = store_relay._prepare
+    prepare = relay._prepare
 
     def prepare_small(sock: socket.socket) -> None:
         prepare(sock)
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, buffer, 1 << 16)
 
-    monkeypatch.setattr(store_relay, "_prepare", prepare_small)
+    monkeypatch.setattr(relay, "_prepare", prepare_small)
     forwarder, content = hosts.forwarder(), bytes(range(256)) * (3 << 15)  # 24 MiB
     busy, other = hosts.dial(forwarder), hosts.dial(forwarder)
     assert answered(busy, b"begin")
@@ -151,7 +163,7 @@ def test_who_does_not_know_the_key_reaches_nothing(hosts: Hosts) -> None:
 def test_a_gateway_that_does_not_know_the_key_is_told_nothing(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_relay, "PROOF_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 0.5)
     impostor = hosts.listen()
     calling = hosts.dial(hosts.forwarder(gateway=impostor))
     calling.sendall(b"secret")
@@ -166,7 +178,7 @@ def test_a_gateway_that_does_not_know_the_key_is_told_nothing(
 
 
 def test_silent_connections_end_soon(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_relay, "PROOF_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 0.2)
     silent = hosts.dial(hosts.gateway_listener)
     assert len(silent.recv(200)) == 32
     assert is_closed(silent)
@@ -183,22 +195,24 @@ def test_a_flood_of_silent_connections_keeps_nobody_out(hosts: Hosts) -> None:
     assert is_closed(flood[0])
 
 
+@clear_and_encrypted
 def test_a_forwarder_waits_for_a_gateway_that_opens_later(hosts: Hosts) -> None:
     with socket.create_server((LOCAL, 0)) as former:
         place = former.getsockname()
         forwarder = hosts.forwarder(gateway=former)
     calling = hosts.dial(forwarder)
     calling.sendall(b"hello")
-    time.sleep(3 * store_relay.REDIAL_S)
+    time.sleep(3 * relay.REDIAL_S)
     with probe.listen(*place) as listener:
         hosts.relay(listener, hosts.store, KEY, is_gateway=True)
         assert calling.recv(5) == b"hello"
 
 
+@clear_and_encrypted
 def test_a_forwarder_that_reaches_no_gateway_ends_the_connection(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_relay, "PROOF_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 0.3)
     with socket.create_server((LOCAL, 0)) as nowhere:
         forwarder = hosts.forwarder(gateway=nowhere)
     assert is_closed(hosts.dial(forwarder))
@@ -206,14 +220,144 @@ def test_a_forwarder_that_reaches_no_gateway_ends_the_connection(
 
 def test_closing_ends_all_connections(hosts: Hosts) -> None:
     forwarder = hosts.listen()
-    relay = hosts.relay(forwarder, hosts.gateway_listener, KEY, is_gateway=False)
+    relaying = hosts.relay(forwarder, hosts.gateway_listener, KEY, is_gateway=False)
     calling, silent = hosts.dial(forwarder), hosts.dial(hosts.gateway_listener)
     assert answered(calling, b"here")
-    relay.close()
+    relaying.close()
     assert is_closed(calling)
     hosts.gateway.close()
     silent.recv(32)
     assert is_closed(silent)
+
+
+# --- encrypted connections ------------------------------------------------------------------------
+
+
+class Wire:
+    """Between a forwarder and a gateway: records what passes, and changes what it is told to."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.listener, self._gateway = hosts.listen(), hosts.gateway_listener.getsockname()
+        self._hosts, self.seen, self.changes_next = hosts, bytearray(), False
+        hosts.spawn(self._accept)
+        hosts.closing.callback(self.listener.shutdown, socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = self.listener.accept()
+                called = socket.create_connection(self._gateway, PATIENCE_S)
+                for ends in ((caller, called), (called, caller)):
+                    self._hosts.spawn(self._copy, *ends)
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                self.seen += data
+                if self.changes_next:
+                    data[-1] ^= 1
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+encrypted = pytest.mark.parametrize("hosts", [True], indirect=True)
+
+
+@encrypted
+def test_nothing_of_the_content_is_on_the_wire(hosts: Hosts) -> None:
+    wire = Wire(hosts)
+    calling = hosts.dial(hosts.forwarder(gateway=wire.listener))
+    assert answered(calling, b"weights and gradients")
+    assert len(wire.seen) > 500
+    assert b"weights" not in wire.seen
+    calling.shutdown(socket.SHUT_RDWR)
+
+
+@encrypted
+def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> None:
+    altered: list[str] = []
+    hosts.gateway.close()
+    gateway = Relay(hosts.encryption, altered.append)
+    hosts.closing.callback(gateway.close)
+    gateway.listen(hosts.gateway_listener, Route(hosts.store.getsockname(), KEY, is_gateway=True))
+    wire = Wire(hosts)
+    calling = hosts.dial(hosts.forwarder(gateway=wire.listener))
+    assert answered(calling, b"as it was sent")
+    wire.changes_next = True
+    calling.sendall(b"changed")
+    assert is_closed(calling)
+    assert altered == [LOCAL]
+
+
+@encrypted
+def test_nobody_in_between_can_pass_the_proofs_on(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side talks TLS to somebody who has a certificate of their own."""
+    monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 1.0)
+    make_certificate.cache_clear()
+    certificate, key = make_certificate()
+    middle = hosts.listen()
+    calling = hosts.dial(hosts.forwarder(gateway=middle))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(certificate + key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    caller = context.wrap_socket(middle.accept()[0], server_side=True)
+    called = client.wrap_socket(
+        socket.create_connection(hosts.gateway_listener.getsockname(), PATIENCE_S)
+    )
+    with caller, called:
+        caller.sendall(called.recv(32))  # the nonce
+        called.sendall(caller.recv(96))
+        assert called.recv(64) == b""
+    assert is_closed(calling)
+    assert hosts.num_served == 0
+
+
+@encrypted
+def test_a_stranger_without_tls_gets_nothing(hosts: Hosts) -> None:
+    stranger = hosts.dial(hosts.gateway_listener)
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    with contextlib.suppress(ConnectionError):
+        assert len(stranger.recv(100)) < 10  # an alert
+    assert answered(hosts.dial(hosts.forwarder()), b"others get through")
+
+
+def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts) -> None:
+    certificate, private_key = make_certificate()
+    settings = {"address": LOCAL, "loopback": "127.70.3.2", "key": KEY.hex(),
+                "certificate": certificate, "private_key": private_key}  # fmt: skip
+    tunnels = Tunnels(settings, "", lambda address: None)
+    hosts.closing.callback(tunnels.close)
+    loopback, gateway, port, _ = tunnels.description.split()
+    rank = hosts.closing.enter_context(socket.create_server((loopback, 0)))
+    forwarder, asking = hosts.listen(), hosts.listen()
+    relaying = Relay(tunnels.encryption)
+    hosts.closing.callback(relaying.close)
+    request = f"7f460301{rank.getsockname()[1]:04x}"
+    route = Route((gateway, int(port)), KEY, is_gateway=False, request=request)
+    relaying.listen(forwarder, route)
+    calling = hosts.dial(forwarder)
+    calling.sendall(b"hello")
+    rank.settimeout(PATIENCE_S)
+    accepted, (address, _) = rank.accept()
+    with accepted:
+        assert accepted.recv(5) == b"hello"
+        assert address == "127.70.3.1"  # as the other host's ranks are known
+        accepted.sendall(b"all of this" * 10000)
+    received = bytearray()
+    while data := calling.recv(1 << 16):
+        received += data
+    assert received == b"all of this" * 10000  # also what came before the end
+    nobody = Route((gateway, int(port)), KEY, is_gateway=False, request="7f4603010001")
+    relaying.listen(asking, nobody)
+    assert is_closed(hosts.dial(asking))
 
 
 # --- the store of a node --------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""A rank's side of encrypted ways to the ranks of other hosts: see ``supervision/tunnels.py``.
+
+Ranks listen on loopback, at their host's address there. Before a rank connects to another one, its
+agent opens a way there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+VARIABLE = "PACELINE_TUNNELS"  # as in spec/jobenv.py
+_TIMEOUT_S = 10.0
+_KEY = "paceline/socket/%d"  # in the store of a group: where a rank listens
+
+Way = Tuple[str, int, str, int]
+"""Address and port of a rank; address and port of its gateway, "" and 0 if the agent knows it."""
+
+
+class Tunnels(NamedTuple):
+    """What the agent says in :data:`VARIABLE`.
+
+    Attributes:
+        address: At which this host's ranks listen.
+        gateway, port: Of this host.
+        agent: Name of the abstract socket on which the agent takes requests.
+    """
+
+    address: str
+    gateway: str
+    port: int
+    agent: str
+
+
+def current() -> Optional[Tunnels]:
+    """Returns this rank's tunnels; ``None`` if the job is not encrypted."""
+    parts = os.environ.get(VARIABLE, "").split()
+    return Tunnels(parts[0], parts[1], int(parts[2]), parts[3]) if parts else None
+
+
+def require_gloo(backend: str) -> None:
+    """Raises RuntimeError if ranks would talk past the tunnels; ``backend`` is as for torch."""
+    names = {part.rpartition(":")[2].strip() for part in backend.lower().split(",")}
+    if current() is not None and (others := names - {"", "gloo", "nccl"}):
+        raise RuntimeError(
+            "--encrypt: connections of the backend %s cannot be encrypted. Use gloo"
+            % ", ".join(sorted(others))
+        )
+
+
+def open_ways(tunnels: Tunnels, ways: Sequence[Way]) -> None:
+    """Has the agent open ways to ranks of other hosts.
+
+    Raises OSError if it cannot.
+    """
+    others = [way for way in ways if way[0] != tunnels.address]
+    if not others:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        connection.connect("\0" + tunnels.agent)
+        connection.sendall(json.dumps(others).encode() + b"\n")
+        answer = connection.recv(4096).decode()
+    if answer != "ok":
+        raise OSError("the encrypted connections cannot be opened: %s" % (answer or "no answer"))
+
+
+def open_known(places: Sequence[Tuple[str, int]]) -> None:
+    """Opens ways to ranks of hosts that this one has met; does nothing if there are no tunnels.
+
+    Raises OSError as :func:`open_ways`.
+    """
+    tunnels = current()
+    if tunnels is not None:
+        open_ways(tunnels, [(address, port, "", 0) for address, port in places])
+
+
+def meet(tunnels: Tunnels, store: Any, rank: int, size: int, port: int) -> None:
+    """Publishes where this rank of a group listens, and opens ways to all others.
+
+    Waits until all have published it. ``store``: the group's, as of torch.
+    """
+    own = (tunnels.address, port, tunnels.gateway, tunnels.port)
+    store.set(_KEY % rank, json.dumps(own))
+    published: List[bytes] = store.multi_get([_KEY % other for other in range(size)])
+    open_ways(tunnels, [tuple(json.loads(way)) for way in published])

@@ -1,0 +1,105 @@
+"""TLS between two agents of one job, with a certificate made for it (``--encrypt``).
+
+Only the listener has a certificate, and nobody checks it by itself: the proofs of the job's key,
+which both sides send next, contain its hash (see ``challenge.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import ssl
+from typing import Any
+
+# By what OpenSSL calls it: a record that was changed, or that is none
+_CHANGES = ("BAD_RECORD_MAC", "BAD_DECRYPT", "DECRYPTION_FAILED", "WRONG_VERSION_NUMBER",
+            "RECORD_LAYER_FAILURE", "BAD_RECORD_TYPE", "RECORD_TOO_SMALL",
+            "ENCRYPTED_LENGTH_TOO_LONG", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE",
+            "BAD_LENGTH")  # fmt: skip
+_MAX_READS = 4  # a record holds 16 KiB
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A non-blocking socket in TLS, with the errors of one without."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        self._call(super().do_handshake)
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        """Receives at most ``buflen`` bytes, of several records at once."""
+        parts = [self._call(super().recv, buflen)]
+        missing = buflen - len(parts[0])
+        while parts[-1] and missing > 0 and len(parts) < _MAX_READS:
+            try:
+                parts.append(self._call(super().recv, missing))
+            except BlockingIOError:
+                break
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        return int(self._call(super().send, data))
+
+    @staticmethod
+    def _call(method: Any, *args: Any) -> Any:
+        try:
+            return method(*args)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+
+class Encryption:
+    """Wraps sockets between agents.
+
+    Args:
+        certificate, private_key: In PEM, of the job's listeners.
+    """
+
+    def __init__(self, certificate: str, private_key: str) -> None:
+        der = ssl.PEM_cert_to_DER_cert(certificate)
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER)
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT)
+        self._hash = hashlib.sha256(der).hexdigest()
+        self._server.num_tickets = 0
+        _load(self._server, certificate + private_key)
+
+    def wrap(self, sock: socket.socket, is_listener: bool) -> TlsSocket:
+        """Wraps a connected, non-blocking socket, which it replaces."""
+        context = self._server if is_listener else self._client
+        return context.wrap_socket(  # type: ignore[return-value]
+            sock, server_side=is_listener, do_handshake_on_connect=False
+        )
+
+    @staticmethod
+    def has_begun(sock: socket.socket) -> bool:
+        return isinstance(sock, TlsSocket)
+
+    def binding(self, tls: TlsSocket) -> str:
+        """Returns the hash of the listener's certificate, for the proofs."""
+        if tls.server_side:
+            return self._hash
+        return hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
+
+    @staticmethod
+    def shows_change(error: OSError) -> bool:
+        """Whether an error says that bytes were changed on the way."""
+        return isinstance(error, ssl.SSLError) and any(c in str(error) for c in _CHANGES)
+
+
+def _context(protocol: Any) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = TlsSocket
+    return context
+
+
+def _load(context: ssl.SSLContext, pem: str) -> None:
+    """Loads certificate and key from a file in memory: the key is on no disk."""
+    descriptor = os.memfd_create("paceline")
+    with open(descriptor, "w") as file:
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain("/proc/self/fd/%d" % descriptor)

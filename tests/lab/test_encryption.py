@@ -1,0 +1,87 @@
+"""``--encrypt``: what is on the network, and who gets in, while ranks train, are lost and come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Site, eventually, shared_site
+
+pytestmark = pytest.mark.lab
+
+STRANGER = "n3"
+GRADIENT = struct.unpack("<f", b"LIn=")[0]
+# what stands in weights (four bytes, side by side), the store and gloo: see jobs/marked.py
+MARKS = (b"PAc<" * 4, b"paceline's message", b"a whole message")
+GRADIENTS = [struct.pack("<f", GRADIENT * 2.0**power) * 4 for power in range(-6, 7)]
+
+
+@pytest.fixture(scope="module")
+def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return shared_site(new_lab, tmp_path_factory.mktemp("encryption"), hosts=3)
+
+
+@contextlib.contextmanager
+def captured(site: Site, path: Path) -> Iterator[None]:
+    """Writes all that n2 sends and receives to a file."""
+    argv = [sys.executable, "capture.py", str(path)]
+    capture = site.lab.popen("n2", argv, cwd=site.project, stdout=subprocess.PIPE)
+    with capture:
+        assert capture.stdout is not None
+        capture.stdout.readline()
+        try:
+            yield
+        finally:
+            capture.kill()
+
+
+def test_the_marks_are_on_the_network_without_encryption(site: Site) -> None:
+    with captured(site, site.project / "packets"):
+        ended = site.run("--nnodes", "2", "--check", "none", "marked.py", "30")
+    assert ended.code == 0, ended.err
+    packets = (site.project / "packets").read_bytes()
+    assert [mark for mark in MARKS if mark not in packets] == []
+    assert any(mark in packets for mark in GRADIENTS)
+
+
+def test_nothing_is_readable_nobody_gets_in_and_lost_ranks_come_back(site: Site) -> None:
+    options = ("--encrypt", "--nnodes", "2", "--check", "none")
+    with (
+        captured(site, site.project / "packets"),
+        site.start(*options, "marked.py", "100000") as launch,
+    ):
+
+        def events(kind: str) -> list[Any]:
+            path = launch.directory / "events.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+        launch.until(lambda: bool(events("checkpoint copied")), "a checkpoint has been copied")
+        os.kill(site.pid("n2", r"\[rank 1 of 2"), signal.SIGKILL)
+        launch.until(lambda: "back after" in launch.err, "rank 1 is back")
+        places = [place for host in ("n1", "n2") for place in site.lab.listeners(host)]
+        outside = {place for place in places if not place.startswith(("127.", "[::1]"))}
+        assert len(outside) == 3  # the gateway of each host, and the one to the store
+        argv = [sys.executable, "besiege.py", *sorted(outside)]
+        besieged = site.lab.exec(STRANGER, argv, cwd=site.project, timeout=100, check=True)
+        assert set(json.loads(besieged.stdout).values()) == {0}
+        copied = len(events("checkpoint copied"))
+        launch.until(lambda: len(events("checkpoint copied")) > copied, "another has been copied")
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code == 128 + signal.SIGINT, ended.err
+    refused = {event["host"] for event in ended.events("stranger at the tunnels")}
+    assert refused == {"n1", "n2"}
+    packets = (site.project / "packets").read_bytes()
+    assert len(packets) > 1_000_000
+    assert [mark for mark in (*MARKS, *GRADIENTS) if mark in packets] == []
+    assert eventually(lambda: not any(site.processes().values()))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,15 +24,18 @@ import pytest
 import paceline
 from paceline.agent import caller, challenge
 from paceline.agent.supervision import relay
+from paceline.agent.supervision.tunnels import Tunnels
 from paceline.agent.surveys import checks, probe
 from paceline.rendezvous import listener as rendezvous
+from paceline.rendezvous.certificate import make_certificate
 from paceline.train.checkpoints import receiver
 from paceline.train.reduce import direct
 
 KEY = b"k" * 32
 PATIENCE_S = 30.0
 PROOF_S = 1.5  # instead of five seconds
-MAX_REPLY_BYTES = 200  # that a stranger gets: a random number, or the beginning of TLS
+MAX_REPLY_BYTES = 200  # that a stranger gets: a random number, or an alert of TLS
+MAX_TLS_REPLY_BYTES = 1000  # the same who begins TLS: a certificate without a name
 NONSENSE = (b"GET / HTTP/1.1\r\n\r\n" * 20, b"\n" * 500, b"\0" * 4000, os.urandom(4000))
 
 LISTENERS = {
@@ -40,6 +45,7 @@ LISTENERS = {
     "agent/supervision/requests.py": "becomes the gateway; accepts nothing before",
     "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_relay.py",
     "agent/supervision/relay.py": "gateway",
+    "agent/supervision/tunnels.py": "tunnels; a Unix socket and loopback: test_agent_relay.py",
     "agent/surveys/checks.py": "sink; reachability",
     "agent/surveys/probe.py": "reachability",
     "agent/surveys/retransmissions.py": "reachability",
@@ -103,6 +109,32 @@ def gateway(closing: contextlib.ExitStack, _: Path) -> Service:
             assert connection.recv(5) == b"store"
 
     return Service(listener.getsockname(), call, lambda: len(served))
+
+
+def tunnels(closing: contextlib.ExitStack, _: Path) -> Service:
+    """The gateway to a host's ranks, with ``--encrypt``."""
+    rank = closing.enter_context(socket.create_server(("127.70.5.2", 0)))
+    certificate, private_key = make_certificate()
+    settings = {"address": "127.0.0.1", "loopback": "127.70.5.2", "key": KEY.hex(),
+                "certificate": certificate, "private_key": private_key}  # fmt: skip
+    opened = Tunnels(settings, "", lambda address: None)
+    closing.callback(opened.close)
+    request = f"7f460501{rank.getsockname()[1]:04x}"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    served: list[socket.socket] = []
+
+    def call(address: Any) -> None:
+        with (
+            socket.create_connection(address, PATIENCE_S) as connection,
+            context.wrap_socket(connection) as tls,
+        ):
+            binding = hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
+            challenge.run(tls, challenge.caller_handshake(KEY, binding, request))
+            served.append(closing.enter_context(rank.accept()[0]))
+
+    _, address, port, _ = opened.description.split()
+    return Service((address, int(port)), call, lambda: len(served))
 
 
 def sink(closing: contextlib.ExitStack, _: Path) -> Service:
@@ -198,7 +230,7 @@ def gradients(closing: contextlib.ExitStack, _: Path) -> Service:
     return Service(listener.getsockname(), call, lambda: len(served))
 
 
-SERVICES = (gateway, sink, nodes, checkpoint_copies, gradients)
+SERVICES = (gateway, tunnels, sink, nodes, checkpoint_copies, gradients)
 
 
 @pytest.fixture
@@ -267,8 +299,9 @@ def test_strangers_get_nothing_and_honest_peers_get_through(
     service.call(service.address)
     assert time.monotonic() - start < 10 * PROOF_S  # it did not wait for each of them
     noisy = [stranger(sent) for sent in (*NONSENSE, recorded)]
+    limit = MAX_TLS_REPLY_BYTES if open_service is tunnels else MAX_REPLY_BYTES
     for connection in (*silent, *slow, *noisy):
-        assert len(read_to_end(connection)) <= MAX_REPLY_BYTES
+        assert len(read_to_end(connection)) <= limit
     assert service.num_served() == 2
 
 
@@ -294,7 +327,7 @@ def test_a_listener_without_the_key_is_told_nothing(
     with pytest.raises((OSError, ValueError)):
         service.call(impostor.getsockname())
     thread.join(PATIENCE_S)
-    is_tls = open_service is nodes
+    is_tls = open_service in (nodes, tunnels)
     assert 0 < len(received) < (2000 if is_tls else 120)
     assert service.num_served() == 0
 

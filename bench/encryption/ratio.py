@@ -1,0 +1,73 @@
+"""Step and all-reduce times of two hosts of a lab with ``--encrypt``, to those without.
+
+    sudo python bench/encryption/ratio.py [--repeats 3]     # about 4 minutes
+
+Both ways take turns, and a ratio is that of the medians. The hosts share this machine's CPUs. Steps
+compute by sleeping, so that encryption finds a free core; the all-reduces leave none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from paceline.lab import Lab, LabOptions
+
+SOURCE, SCRIPT = Path(__file__).resolve().parents[2] / "src", Path(__file__).with_name("steps.py")
+CASES = (("reduce", 12, 0.0), ("train", 20, 0.1), ("train", 20, 0.5))
+RATES = ("100mbit", "1gbit")
+
+
+def seconds(lab: Lab, folder: Path, words: list[str], *, encrypts: bool) -> list[float]:
+    argv = [
+        sys.executable, "-m", "paceline", "run", "-H", str(lab.hostfile),
+        "--ssh-config", str(lab.ssh_config), "--run-dir", str(folder / str(os.urandom(4).hex())),
+        "--check", "none", "--no-report", "--no-measure", *["--encrypt"] * encrypts,
+        str(SCRIPT), *words,
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, cwd=folder)
+    found = re.search(r"/0\] (\[.*\])", ended.stdout)
+    if found is None:
+        raise SystemExit(ended.stdout + ended.stderr)
+    return [float(value) for value in json.loads(found[1])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n")
+    print("| link | | clear | encrypted | ratio |\n|---|---|--:|--:|--:|")
+    for rate in RATES:
+        with tempfile.TemporaryDirectory() as name, Lab(LabOptions(hosts=2, rate=rate)) as lab:
+            for what, count, computing_s in CASES:
+                words = [what, str(count if rate == "1gbit" or what == "train" else 5),
+                         str(computing_s)]  # fmt: skip
+                found: dict[bool, list[float]] = {False: [], True: []}
+                for _ in range(options.repeats):
+                    for encrypts, values in found.items():
+                        values += seconds(lab, Path(name), words, encrypts=encrypts)
+                clear, encrypted = (statistics.median(values) for values in found.values())
+                label = {"reduce": "all-reduce of 50 MB"}.get(
+                    what, f"step with 4 MB of gradients, computing {computing_s * 1000:.0f} ms"
+                )
+                print(
+                    f"| {rate} | {label} | {clear:.3f} s | {encrypted:.3f} s |"
+                    f" {encrypted / clear:.3f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

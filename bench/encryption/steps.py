@@ -1,0 +1,41 @@
+"""What a rank of ``ratio.py`` does: all-reduces of 50 MB, or steps of DDP with 4 MB of gradients.
+
+    steps.py reduce|train COUNT COMPUTING
+
+Rank 0 prints seconds of each. COMPUTING: seconds that a step computes besides (a sleep, so that
+encryption finds a free core).
+"""
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+what, count, computing_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+seconds = []
+if what == "reduce":
+    tensor = torch.ones(12_500_000)
+    for _ in range(count):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        seconds.append(time.perf_counter() - start)
+        tensor.fill_(1.0)
+else:
+    network = nn.parallel.DistributedDataParallel(nn.Linear(1000, 1000))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    for _ in range(count):
+        start = time.perf_counter()
+        time.sleep(computing_s)
+        optimizer.zero_grad()
+        network(torch.ones(8, 1000)).mean().backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+if dist.get_rank() == 0:
+    print(json.dumps(seconds[2:]))
+dist.destroy_process_group()

@@ -1,0 +1,60 @@
+"""Which jobs ``--encrypt`` refuses, and what it gives each host."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.launch.elastic.encryption import JobEncryption
+from paceline.launch.planning import encryption
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.settings import Setting
+
+GPU = {"n1": [], "n2": [{"name": "a GPU"}]}
+CPUS: dict[str, list[Any]] = {"n1": [], "n2": []}
+REFUSED = {
+    "over NCCL": ({}, True, GPU),
+    "--backend ccl has": ({"backend": "ccl"}, True, CPUS),
+    "--no-python": ({"entry": Entry("binary", "/bin/true", ())}, True, CPUS),
+    "or --no-torch": ({"needs_torch": False}, True, CPUS),
+    "PACELINE_STORE=open": (
+        {"environment": Environment({"PACELINE_STORE": "open"})}, False, CPUS,
+    ),
+    "the script opens one": ({}, False, CPUS),
+}  # fmt: skip
+
+
+def job(**fields: Any) -> Job:
+    described: dict[str, Any] = {
+        "name": "job", "entry": Entry("script", "train.py", ()), "workdir": "/",
+        "python": "python3", "encrypt": Setting(True),
+    }  # fmt: skip
+    return Job(**{**described, **fields})
+
+
+@pytest.mark.parametrize("found", REFUSED)
+def test_what_cannot_be_encrypted_is_refused(found: str) -> None:
+    fields, closes_store, gpus = REFUSED[found]
+    with pytest.raises(SettingError) as refused:
+        encryption.check(job(**fields), closes_store, gpus)
+    assert found in refused.value.found
+    encryption.check(job(**fields, encrypt=Setting(False)), closes_store, gpus)
+
+
+def test_gloo_on_cpus_is_encrypted() -> None:
+    encryption.check(job(), True, CPUS)
+    encryption.check(job(backend="gloo"), True, CPUS)
+
+
+def test_each_host_has_an_address_of_its_own_and_keeps_it() -> None:
+    keys = JobEncryption()
+    asyncio.run(keys.prepare())
+    hosts = [f"n{number}" for number in range(300)]
+    found = {host: keys.settings(host, "10.0.0.1")["loopback"] for host in hosts}
+    assert len(set(found.values())) == len(hosts)
+    assert keys.settings("n7", "10.0.0.2")["loopback"] == found["n7"]
+    assert all(address.startswith("127.") for address in found.values())
+    assert "BEGIN" in keys.settings("n7", "10.0.0.2")["private_key"]

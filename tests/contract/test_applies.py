@@ -85,7 +85,7 @@ VALUES = {
     "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4",
     "gpus": "6", "gpus_per_node": "4", "constraint": "a100", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "", "keep": "",
-    "supervisor": "n1", "keep_results": "30d", "follow_links": "",
+    "supervisor": "n1", "keep_results": "30d", "follow_links": "", "encrypt": "",
 }  # fmt: skip
 # where that would be refused: a manifest has no directives, and Kubernetes knows labels only
 OTHERWISE = {

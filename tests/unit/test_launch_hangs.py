@@ -325,6 +325,29 @@ def test_gpus_that_still_work_or_send_do_not_hang() -> None:
     assert judged([gpu(0, 7), asleep], [gpu(0, 7), asleep], detailed=went_on) is None
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["", "x", "0 5", "0  ", "0 five all_reduce", "0 \u00b2 all_reduce", "0 -1 a", "0 " + "9" * 190],
+)
+def test_lines_that_are_no_collectives_are_ignored(call: str) -> None:
+    """A script can write to the pipe through which its rank reports them."""
+
+    def snap(rank: int, calls: list[str], unfinished: bool) -> RankSnapshot:
+        return RankSnapshot.from_report("n1", {
+            "rank": rank, "state": "S", "cpu_s": 1.0, "pid": 1, "moved": 0, "sent": 0,
+            "switches": 0, "call": "", "on": "", "readers": [], "children": [], "calls": calls,
+            "unfinished": unfinished, "stack": ['File "/home/me/train.py", line 44 in log'],
+        })  # fmt: skip
+
+    good = "0 5 all_reduce of [8]"
+    for calls in (([call], [good]), ([good], [call]), ([call], [call])):
+        snaps = [snap(0, calls[0], True), snap(1, calls[1], False)]
+        found = judged(snaps, snaps, detailed=snaps)
+        assert found is not None
+        assert found.text.startswith("rank 1 on n1 stands still")
+    assert first_difference({0: (call,), 1: (good,)}) is None
+
+
 def test_a_rank_that_has_not_come_does_not_differ() -> None:
     assert first_difference({0: ("0 1 barrier", "0 2 barrier"), 1: ("0 1 barrier",)}) is None
     found = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})

@@ -27,7 +27,8 @@ _LOCAL_WORK = re.compile(
 # operations to which each rank brings the same number of elements
 _SAME_SIZE_OPERATIONS = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
                          "_reduce_scatter_base"}  # fmt: skip
-_SHAPE = re.compile(r"\[([\d,]*)\]")
+_SHAPE = re.compile(r"\[([0-9,]{0,100})\]")
+_CALL = re.compile(r"(\S+) ([0-9]{1,18}) (.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +134,23 @@ class Difference:
     calls: tuple[tuple[int, str], ...]
 
 
+def parse_call(line: str) -> tuple[str, int, str] | None:
+    """Splits a line ``GROUP NUMBER OPERATION of SIZES``; ``None`` if it is none."""
+    match = _CALL.fullmatch(line)
+    return (match[1], int(match[2]), match[3]) if match else None
+
+
 def first_difference(calls: dict[int, tuple[str, ...]]) -> Difference | None:
     """Finds the first recorded collective that is not the same on all ranks.
 
     Args:
-        calls: By rank, lines ``GROUP NUMBER OPERATION of SIZES`` in their order. They may be of
-            different moments: a rank that has not reached a collective does not differ in it.
+        calls: By rank, lines as for :func:`parse_call` in their order. They may be of different
+            moments: a rank that has not reached a collective does not differ in it.
     """
     by_number: dict[tuple[int, str], dict[int, str]] = {}
     for rank, lines in calls.items():
-        for line in lines:
-            group, _, numbered = line.partition(" ")
-            number, _, call = numbered.partition(" ")
-            if number.isdigit():
-                by_number.setdefault((int(number), group), {})[rank] = call
+        for group, number, call in filter(None, map(parse_call, lines)):
+            by_number.setdefault((number, group), {})[rank] = call
     for (index, _), by_rank in sorted(by_number.items(), key=lambda item: item[0][0]):
         if len(set(map(comparable_call, by_rank.values()))) > 1:
             return Difference(index, tuple(sorted(by_rank.items())))

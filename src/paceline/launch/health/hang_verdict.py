@@ -15,6 +15,7 @@ from paceline.explain.stacks import (
     first_difference,
     is_regrouping,
     is_waiting,
+    parse_call,
     parse_frames,
 )
 from paceline.explain.units import Frame
@@ -103,6 +104,7 @@ class RankSnapshot:
     def from_report(cls, host: str, report: dict[str, Any]) -> RankSnapshot:
         """Parses an entry of an agent's answer to ``seen``."""
         frames = parse_frames(report["stack"])
+        calls = tuple(filter(parse_call, report["calls"]))  # a script may write others
         stack = RankStack(host, int(report["rank"]), str(report["state"]), frames)
         children = tuple(
             Child(int(child["pid"]), str(child["name"]), _blocking_call(child),
@@ -111,7 +113,7 @@ class RankSnapshot:
         )  # fmt: skip
         return cls(stack, float(report["cpu_s"]), int(report["pid"]), float(report["moved"]),
                    float(report["sent"]), int(report["switches"]), _blocking_call(report),
-                   children, tuple(report["calls"]), bool(report["unfinished"]))  # fmt: skip
+                   children, calls, bool(report["unfinished"]))  # fmt: skip
 
 
 def _blocking_call(report: dict[str, Any]) -> BlockingCall:

@@ -34,6 +34,7 @@ _POLL_SHARE = 0.02  # of the time waited so far, between two looks at the device
 _MIN_POLL_S, _MAX_POLL_S = 5e-5, 0.02
 _WATCH_INTERVAL_S = 0.2  # between two looks whether the backend reports an error
 _END_S = 30.0  # in which the device must come to rest after an abort
+_ABORT_S = 10.0  # in which an abort returns; later the device is looked at without it
 
 
 class DeviceGroup:
@@ -115,14 +116,15 @@ class DeviceGroup:
     def leave(self) -> None:
         """Aborts the group, and waits until the device has nothing of it left to do.
 
+        An abort that does not return is left to its thread if the device is idle all the same.
+
         Raises:
-            JobError: The device does not come to rest.
-            RuntimeError: The device reports an error.
+            JobError: The device does not come to rest, or reports an error.
         """
         self.abort()
         deadline = time.monotonic() + _END_S
         if self._aborting is not None:
-            self._aborting.join(_END_S)
+            self._aborting.join(_ABORT_S)
         errors: list[RuntimeError] = []
 
         def synchronize() -> None:
@@ -134,8 +136,9 @@ class DeviceGroup:
         waiting = threading.Thread(target=synchronize, daemon=True)  # it has no limit of its own
         waiting.start()
         waiting.join(max(0.0, deadline - time.monotonic()))
-        if errors:
-            raise errors[0]
+        if errors:  # of this rank itself: another group would not help it
+            found = str(errors[0]).partition("\n")[0]
+            raise JobError("the device failed while its group was left", found=found) from errors[0]
         if waiting.is_alive():
             raise JobError(
                 "a collective of the device does not end though it was aborted",

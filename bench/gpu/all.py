@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,7 @@ class Bench:
         self.repeats = bool(options.parts)
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         self.work = self.out / "work"
+        self._lock = threading.Lock()  # held while results are written
 
     def log(self, name: str, rank: int = 0) -> Path:
         return self.out / "logs" / f"{name}.{rank}.log"
@@ -91,21 +93,30 @@ class Bench:
         Cases that have a whole result already are left out, unless the part is to be repeated.
         """
         file = self.out / f"{part}.json"
-        results: list[Result] = json.loads(file.read_text()) if file.exists() else []
+        results = self._results(part)
         done = {} if self.repeats else {r["case"] for r in results if CUT not in r}
         cases = [case for case in cases if case.name not in done]
         names = {case.name for case in cases}
         results = [result for result in results if result["case"] not in names]
 
         def run(case: Case) -> None:
-            results.append(self.run(case))
-            file.write_text(json.dumps(results, indent=1))
-            print(json.dumps(results[-1])[:400], flush=True)
-            self.write_page()
+            result = self.run(case)
+            with self._lock:
+                results.append(result)
+                _write(file, json.dumps(results, indent=1))
+                print(json.dumps(result)[:400], flush=True)
+                self.write_page()
 
-        with ThreadPoolExecutor(1 if self.dry else parallel) as pool:
+        with ThreadPoolExecutor(min(2, parallel) if self.dry else parallel) as pool:
             list(pool.map(run, cases))
         return results
+
+    def _results(self, part: str) -> list[Result]:
+        """Returns the results of a part so far; none if their file cannot be read."""
+        try:
+            return list(json.loads((self.out / f"{part}.json").read_text()))
+        except (OSError, ValueError):
+            return []
 
     def run(self, case: Case) -> Result:
         start, port = time.monotonic(), _free_port()
@@ -125,9 +136,10 @@ class Bench:
         for rank in late:  # the launcher ends its ranks
             with contextlib.suppress(OSError):
                 os.killpg(processes[rank].pid, signal.SIGINT)
+        end = time.monotonic() + (8 if late else 1)
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(8 if late else 1)
+                process.wait(max(0.0, end - time.monotonic()))
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -182,10 +194,7 @@ class Bench:
         if about.exists():
             lines += ["", "```", about.read_text().strip(), "```"]
         for part in PARTS:
-            file = self.out / f"{part}.json"
-            if not file.exists():
-                continue
-            results = json.loads(file.read_text())
+            results = self._results(part)
             if not results:
                 continue
             names = list(dict.fromkeys(name for result in results for name in result))
@@ -194,7 +203,14 @@ class Bench:
             for result in results:
                 cells = (_cell(result.get(name, "")) for name in names)
                 lines.append(f"| {' | '.join(cells)} |")
-        (self.out / "result.md").write_text("\n".join(lines) + "\n")
+        _write(self.out / "result.md", "\n".join(lines) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    """Replaces a file at once: the machine may be taken away at any moment."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text)
+    new.replace(file)
 
 
 def _cell(value: Any) -> str:
@@ -274,7 +290,8 @@ def recovery(bench: Bench) -> None:
     alone = Case("alone", argv, clears=[bench.work / "alone"])  # the others are compared with it
     # nothing else beside it, for its seconds are to tell something
     killed = _launched(bench, "killed", "--lose=1:forward:20")
-    results = {result["case"]: result for result in bench.run_all("recovery", [alone, killed])}
+    bench.run_all("recovery", [alone])
+    results = {result["case"]: result for result in bench.run_all("recovery", [killed])}
     is_replaced = results["killed"].get("to rounding")
     cases = [
         _launched(bench, "frozen", "--lose=2:forward:20", "--how=stop"),
@@ -575,11 +592,13 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--seconds", type=float, default=480.0)
     options = parser.parse_intermixed_args()
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     bench = Bench(options)
     for part in options.parts or PARTS:
         start = time.monotonic()
         try:
-            PARTS[part](bench)  # a KeyError for an unknown name
+            PARTS[part](bench)
         except Exception as error:  # the other parts are worth their time
             print(f"{part}: {type(error).__name__}: {error}", flush=True)
         print(f"-- {part}: {time.monotonic() - start:.0f} s", flush=True)

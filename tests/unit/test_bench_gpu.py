@@ -70,6 +70,29 @@ def test_a_case_that_ends_at_the_budget_has_no_whole_result(
     assert script.CUT not in hung  # it is the case's own limit
 
 
+def test_results_survive_cases_that_end_together_and_a_cut(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is written, and a file that was cut in the middle counts as missing."""
+    bench = start(script, tmp_path, 60)
+    bench.dry = False  # four at a time
+    monkeypatch.setattr(bench, "run", lambda case: {"case": case.name, "text": "x" * 20_000})
+    cases = [script.Case(f"{number}", []) for number in range(40)]
+    bench.run_all("ranks", cases)
+    results = json.loads((tmp_path / "ranks.json").read_text())
+    assert {each["case"] for each in results} == {case.name for case in cases}
+    assert (tmp_path / "result.md").read_text().count("xxx |") == 40
+    (tmp_path / "ranks.json").write_text('[{"case": "0", "te')
+    assert len(bench.run_all("ranks", cases)) == 40
+
+
+def test_an_unknown_part_is_refused(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["all.py", "out", "recovry"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+
+
 def test_fast_recoveries_count(script: Any, tmp_path: Path) -> None:
     folder = tmp_path / "work" / "killed"
     folder.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,8 @@ def infiniband(folder: Path, name: str, sm_lid: str = "0x1", rate: int = 200,
 
 def roce(folder: Path, name: str, address: str, rate: int = 100, skip: int = 0) -> None:
     """The files of a port on Ethernet: each address twice, for RoCE v1 and v2."""
-    hexadecimal = "".join(f"{int(part):02x}" for part in address.split("."))
-    mapped = f"0000:0000:0000:0000:0000:ffff:{hexadecimal[:4]}:{hexadecimal[4:]}"
-    gids = [f"{FE80}:a288:c2ff:fe3b:506a"] * (2 + 2 * skip) + [mapped] * 2
+    gid = ipaddress.IPv6Address(address if ":" in address else f"::ffff:{address}").exploded
+    gids = [f"{FE80}:a288:c2ff:fe3b:506a"] * (2 + 2 * skip) + [gid] * 2
     files = {f"gids/{index}": gid for index, gid in enumerate(gids)}
     kinds = {f"gid_attrs/types/{index}": ROCE[index % 2] for index in range(len(gids))}
     write(folder, name, {
@@ -57,7 +57,7 @@ def write(folder: Path, name: str, files: dict[str, str]) -> Path:
 
 def host(folder: Path, *addresses: str, **more: Any) -> dict[str, Any]:
     """The facts of a host with a GPU, with the cards of a folder."""
-    links = [{"addresses": [{"address": address, "prefix": 24, "family": 4}]}
+    links = [{"addresses": [{"address": address, "prefix": 64 if ":" in address else 24}]}
              for address in addresses]  # fmt: skip
     gpus = [{"maker": "nvidia"}]
     return {"rdma": rdma_facts(str(folder)), "interfaces": links, "devices": {"gpus": gpus}, **more}
@@ -117,6 +117,79 @@ def test_the_slow_network_is_left_out_on_all_hosts(tmp_path: Path) -> None:
     assert of(choose(facts), "a", "b") == ["=mlx5_0:1"] * 2
 
 
+@pytest.mark.parametrize("rate", [25, 100, 200])
+def test_ports_of_one_kind_are_used(tmp_path: Path, rate: int) -> None:
+    """NCCL does not connect InfiniBand with Ethernet; four times 25 Gbit/s are more than 40."""
+    for number, name in enumerate(("a", "b"), 1):
+        for card in range(4):
+            infiniband(tmp_path / name, f"mlx5_{card}", rate=rate)
+        roce(tmp_path / name, "mlx5_8", f"10.1.0.{number}", rate=40 if rate == 25 else 200)
+    facts = {name: host(tmp_path / name, "10.1.0.1", "10.1.0.2") for name in ("a", "b")}
+    assert of(choose(facts), "a", "b") == ["=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1"] * 2
+
+
+def test_ports_of_the_faster_kind_are_used(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b"), 1):
+        infiniband(tmp_path / name, "mlx5_0", rate=100)
+        roce(tmp_path / name, "mlx5_1", f"10.1.0.{number}", rate=200)
+    facts = {name: host(tmp_path / name, "10.1.0.1", "10.1.0.2") for name in ("a", "b")}
+    assert of(choose(facts), "a", "b") == ["=mlx5_1:1"] * 2
+
+
+def test_addresses_of_several_hosts_connect_none(tmp_path: Path) -> None:
+    """Such as those of a card to a storage, which is set up alike everywhere."""
+    for number, name in enumerate(("a", "b"), 1):
+        roce(tmp_path / name, "mlx5_0", "192.168.1.1")
+        roce(tmp_path / name, "mlx5_1", f"10.1.0.{number}")
+    facts = {name: host(tmp_path / name, "192.168.1.1", "10.1.0.1", "10.1.0.2")
+             for name in ("a", "b")}  # fmt: skip
+    assert of(choose(facts), "a", "b") == ["=mlx5_1:1"] * 2
+    joining = choose_for_newcomer("b", facts, {"a": {"NCCL_IB_HCA": "=mlx5_1:1"}})
+    assert of(joining, "b") == ["=mlx5_1:1"]
+    for known in facts.values():
+        known["rdma"] = [port for port in known["rdma"] if port["name"] == "mlx5_0"]
+    assert choose(facts).on("a") == {"NCCL_NET": "Socket"}
+    (finding,) = rdma.evaluate(Survey((Host("a"), Host("b")), facts=facts))
+    assert finding.message == "a, b have no usable RDMA port, so all hosts use TCP"
+
+
+def test_ipv6_is_used_where_there_is_no_ipv4(tmp_path: Path) -> None:
+    """NCCL by itself would take the first entry: RoCE v1, with a link-local address."""
+    for number, name in enumerate(("a", "b"), 1):
+        roce(tmp_path / name, "mlx5_0", f"fd00:0:0:1::{number}")
+        roce(tmp_path / name, "mlx5_1", f"fd00:0:0:1::{number}0", skip=number - 1)
+    facts = {name: host(tmp_path / name, *(f"fd00:0:0:1::{end}" for end in ("1", "2", "10", "20")))
+             for name in ("a", "b")}  # fmt: skip
+    choice, cards = choose(facts), {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}
+    assert choice.on("a") == {**cards, "NCCL_IB_ADDR_FAMILY": "AF_INET6", "NCCL_IB_GID_INDEX": "3"}
+    assert choice.on("b") == {**cards, "NCCL_IB_ADDR_FAMILY": "AF_INET6"}
+    assert choice.reason == "on a network of all hosts: fd00:0:0:1::/64"
+
+
+def test_a_card_without_its_device_is_not_used(tmp_path: Path) -> None:
+    """As in a container that was not given it."""
+    infiniband(tmp_path / "cards", "mlx5_0")
+    (tmp_path / "cards/mlx5_0/device/infiniband_verbs/uverbs0").mkdir(parents=True)
+    devices = tmp_path / "dev"
+    assert not rdma_facts(str(tmp_path / "cards"), str(devices))[0]["active"]
+    devices.mkdir()
+    (devices / "uverbs0").touch()
+    assert rdma_facts(str(tmp_path / "cards"), str(devices))[0]["active"]
+
+
+def test_files_that_are_missing_or_unknown(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        infiniband(tmp_path / name, "mlx5_0")
+        (tmp_path / name / "mlx5_0/ports/1/sm_lid").unlink()
+        roce(tmp_path / name, "mlx5_1", "10.1.0.1")
+        write(tmp_path / name, "mlx5_1", {"gids/3": "zzzz", "gid_attrs/types/README": "RoCE v2"})
+        (tmp_path / name / "mlx5_2/ports/1").mkdir(parents=True)
+        (tmp_path / name / "mlx5_2/ports/README").touch()
+    choice = choose({name: host(tmp_path / name, "10.1.0.1") for name in ("a", "b")})
+    assert not choice.variables
+    assert "left to NCCL" in choice.reason
+
+
 def test_routed_rails_are_not_given_up_for_a_common_front_end(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", f"10.{number}.0.1", rate=400)
@@ -154,7 +227,7 @@ def test_one_host_without_a_card_means_tcp_for_all(tmp_path: Path) -> None:
     infiniband(tmp_path / "a", "mlx5_0")
     choice = choose({"a": host(tmp_path / "a"), "b": host(tmp_path / "none")})
     assert choice.variables == {"a": {"NCCL_NET": "Socket"}, "b": {"NCCL_NET": "Socket"}}
-    assert choice.reason == "b has no active RDMA port, so all hosts use TCP"
+    assert choice.reason == "b has no usable RDMA port, so all hosts use TCP"
 
 
 def test_what_is_not_understood_is_left_to_nccl(tmp_path: Path) -> None:

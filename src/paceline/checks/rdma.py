@@ -8,7 +8,7 @@ to pass through the host's memory.
 from __future__ import annotations
 
 from paceline.checks.check import Check, Survey, join_names, passed, warned
-from paceline.remote.rdma import EXPLICIT, RdmaChoice, active_ports, choose
+from paceline.remote.rdma import EXPLICIT, RdmaChoice, choose, usable_ports
 from paceline.spec.finding import Finding
 
 
@@ -33,8 +33,10 @@ def evaluate(survey: Survey) -> list[Finding]:
 
 def _without_ports(survey: Survey, choice: RdmaChoice) -> Finding:
     if any(choice.variables.values()):
-        lacking = [name for name in survey.names if not active_ports(survey.facts[name])]
-        remedy = f"Connect a card of {join_names(lacking)} (ibstat; rdma link), or leave it out"
+        ports = usable_ports({name: survey.facts[name] for name in survey.names})
+        lacking = [name for name in survey.names if not ports[name]]
+        remedy = f"On {join_names(lacking)}: ibstat; rdma link; ls -l /dev/infiniband. Connect a"
+        remedy += " card, give it an address of its own, or let containers see /dev/infiniband"
         return warned("rdma", lacking, choice.reason, remedy)
     if choice.unknown:
         remedy = "If they do not reach each other, the job needs TCP: --env NCCL_NET=Socket"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import platform
 import re
@@ -222,20 +223,25 @@ def device_facts() -> Facts:
     return {"gpus": accelerators.find_gpus(), "nvidia_driver": driver, "gpudirect": direct}
 
 
-def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
+def rdma_facts(folder: str = "/sys/class/infiniband",
+               devices: str = "/dev/infiniband") -> List[Facts]:  # fmt: skip
     """Ports of cards that bypass the kernel (InfiniBand, RoCE, EFA): speed in Mbit/s, -1 unknown.
 
-    ``interfaces`` are those of the kernel that belong to the same card. ``fabric`` names a port's
-    InfiniBand network. ``gids`` are the IPv4 addresses of a port that speaks RoCE v2.
+    ``active`` are those that are connected and that this process may open. ``interfaces`` are those
+    of the kernel that belong to the same card. ``fabric`` names a port's InfiniBand network.
+    ``gids`` are the addresses of a port that speaks RoCE v2, without link-local ones.
     """
     ports = []
-    for port in sorted(Path(folder).glob("*/ports/*")):
+    for port in sorted(Path(folder).glob("*/ports/[0-9]*")):
         card = port.parent.parent
+        # in a container the kernel's files may be there without the devices
+        verbs = [Path(devices, file.name) for file in (card / "device/infiniband_verbs").glob("*")]
+        is_accessible = not verbs or any(os.access(str(d), os.R_OK | os.W_OK) for d in verbs)
         rate = re.match(r"([\d.]+) Gb/sec", read_text(port / "rate"))
         ports.append({
             "name": card.name,
             "port": int(port.name),
-            "active": read_text(port / "state").endswith("ACTIVE"),
+            "active": is_accessible and read_text(port / "state").endswith("ACTIVE"),
             "speed": int(float(rate.group(1)) * 1000) if rate else -1,
             "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
             "fabric": infiniband_fabric(port),
@@ -246,21 +252,24 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
 
 def infiniband_fabric(port: Path) -> str:
     """Names the network of an InfiniBand port by subnet prefix and subnet manager; else empty."""
-    if read_text(port / "link_layer") != "InfiniBand":
+    prefix, manager = read_text(port / "gids" / "0")[:19], read_text(port / "sm_lid")
+    if read_text(port / "link_layer") != "InfiniBand" or not (prefix and manager):
         return ""
-    prefix = read_text(port / "gids" / "0")[:19]
-    return "InfiniBand %s, subnet manager %s" % (prefix, read_text(port / "sm_lid"))
+    return "InfiniBand %s, subnet manager %s" % (prefix, manager)
 
 
 def roce_addresses(port: Path) -> List[Facts]:
-    """Returns the IPv4 addresses of a RoCE v2 port, each with its index in the table of GIDs."""
+    """Returns the addresses of a RoCE v2 port, each with its index in the table of GIDs."""
     addresses = []
-    for kind in sorted((port / "gid_attrs" / "types").glob("*"), key=lambda path: int(path.name)):
+    kinds = (port / "gid_attrs" / "types").glob("[0-9]*")
+    for kind in sorted(kinds, key=lambda path: int(path.name)):
         gid = read_text(port / "gids" / kind.name).replace(":", "")
         # an index without an address cannot be read
-        if read_text(kind) == "RoCE v2" and re.match("0{20}ffff[0-9a-f]{8}$", gid):
-            address = ".".join(str(int(gid[at : at + 2], 16)) for at in range(24, 32, 2))
-            addresses.append({"index": int(kind.name), "address": address})
+        if read_text(kind) == "RoCE v2" and re.match("[0-9a-f]{32}$", gid):
+            address = ipaddress.IPv6Address(int(gid, 16))
+            if address.ipv4_mapped or not (address.is_link_local or address.is_unspecified):
+                text = str(address.ipv4_mapped or address)
+                addresses.append({"index": int(kind.name), "address": text})
     return addresses
 
 

@@ -893,6 +893,33 @@ def able(members: Members, *slots: int) -> Members:
     return members
 
 
+def test_the_reason_why_ranks_do_not_go_on_is_shown_once() -> None:
+    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
+                                master_port=1, closed_store=False)  # fmt: skip
+    sharded = {"able": False, "why": "parameters are spread over the ranks (FSDP)"}
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
+        notes = Mock()
+        screen = Mock(note=notes)
+        recovery = recovery_of(plan, Members({0: "n1", 1: "n2"}), fleet, screen=screen)
+        for slot in (0, 1):
+            recovery.on_event(Event("recoverable", f"n{slot + 1}", slot, fields=sharded))
+        assert not recovery.recover_from(Failure("exception", "n1", 0, headline="KeyError"))
+        assert not recovery.recover_from(Failure("signal", "n1", 0, signal=15))
+        notes.assert_not_called()
+        killed = Failure("signal", "n2", 1, signal=9)
+        assert not recovery.recover_from(killed)
+        assert not recovery.recover_from(killed)
+        notes.assert_called_once_with(
+            "paceline: the other ranks cannot go on without rank 1 on n2:"
+            " parameters are spread over the ranks (FSDP)"
+        )
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
 def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
     """The lost one is dialled on, and is a spare when it comes back."""
     plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
@@ -340,6 +341,16 @@ def test_two_loaders_at_once_are_not_recovered_from(able: train.Session) -> None
     first, second = said(able, "recoverable")
     assert (first["able"], second["able"]) == (True, False)
     assert "two loaders" in str(second["why"])
+
+
+def test_who_handles_nccls_errors_is_named(
+    able: train.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(able)
+    assert able._membership._unrecoverable_part() == ""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in able._membership._unrecoverable_part()
 
 
 def test_a_newcomer_tells_with_which_data_it_comes(able: train.Session) -> None:

@@ -229,6 +229,7 @@ class RecoveryController:
         self._departing: list[Node] = []
         self._waiting: NodeWait | None = None  # since too few hosts were left the last time
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by lost host
+        self._obstacle = ""  # why the ranks cannot go on without a lost one, until that was shown
 
     # --- state -------------------------------------------------------------------------------
 
@@ -277,6 +278,7 @@ class RecoveryController:
             return
         elif event.kind == "recoverable":
             members.set_recoverable(slot, bool(event["able"]))
+            self._obstacle = "" if event["able"] else str(event["why"] or "")
         elif event.kind in ("heartbeat", "progress"):
             members.record_progress(event["step"])
             return
@@ -314,6 +316,7 @@ class RecoveryController:
         if self._members.is_finished:
             return True
         if not self.can_recover:
+            self._show_obstacle(failure)
             return False
         if failure.rank is not None:
             self._note_lost_newcomer(failure.rank, failure.host, failure.headline)
@@ -327,6 +330,15 @@ class RecoveryController:
             return False
         self.act()
         return True
+
+    def _show_obstacle(self, failure: Failure) -> None:
+        """Shows once why a loss, for which the script is not to blame, ends the ranks."""
+        is_loss = failure.kind in ("signal", "lost", "forkserver", "agent", "lease")
+        if is_loss and not failure.was_requested and len(self._commands.hosts_of) > 1:
+            if self._obstacle:
+                message = f"the other ranks cannot go on without {failure.where}: {self._obstacle}"
+                self._screen.note(f"paceline: {message}")
+            self._obstacle = ""
 
     def add_ranks(self, node: Node) -> None:
         """Starts ranks on a spare node if it fits the others; they join when they are ready."""

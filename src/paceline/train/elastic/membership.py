@@ -165,6 +165,11 @@ class Membership:
         on_cpus = member.device.type == "cpu" or member.comms.mixed
         uses_gloo = not dist.is_initialized() or dist.get_backend() == "gloo"
         if not member.comms.has_device_group and not (on_cpus and uses_gloo):
+            if dist.is_initialized() and dist.get_backend() == "nccl":
+                return (
+                    "torch handles NCCL's errors itself: TORCH_NCCL_ASYNC_ERROR_HANDLING is not 1,"
+                    " or this version of torch does not report them"
+                )
             return (
                 "only ranks that train on CPUs over gloo, or on GPUs over NCCL, can go on"
                 " without a lost one"

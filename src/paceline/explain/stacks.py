@@ -28,7 +28,7 @@ _LOCAL_WORK = re.compile(
 _SAME_SIZE_OPERATIONS = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
                          "_reduce_scatter_base"}  # fmt: skip
 _SHAPE = re.compile(r"\[([0-9,]{0,100})\]")
-_CALL = re.compile(r"(\S+) ([0-9]{1,18}) (.+)")
+_CALL = re.compile(r"(\S{1,80}) ([0-9]{1,18}) (.+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -447,7 +447,7 @@ def test_files_of_earlier_starts_go_to_the_next_supervisor(cache: Path, tmp_path
         (project / "out/gone.pt").unlink()
 
     run(path, work)
-    tree, outputs = with_outputs(Tree(path, []), project)
+    tree, outputs = with_outputs(Tree(path, []), Tree(project, []))
     following = tmp_path / "following"
     for entry in tree.manifest:
         fill(following, {str(entry[0]): tree.file(str(entry[0])).read_text()})

@@ -27,6 +27,7 @@ from paceline.rundir.output_rules import WrittenFile, unit_of
 from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
 from paceline.transfer import outputs, results
 from paceline.transfer.outputs import OutputFolder, OutputStore
+from paceline.transfer.tree import Manifest
 
 HOUR_S = 3600.0
 
@@ -410,7 +411,8 @@ def test_a_checkpoint_of_the_user_that_the_script_replaces_is_the_same_on_all_no
     own = place.project / "ckpt.pt"
     own.write_bytes(zipped("mine"))
     os.utime(own, (time.time() - HOUR_S,) * 2)
-    place.store.set_code(place.project, [["train.py", "", 0, 4], ["ckpt.pt", "", 0, 4]])
+    code: Manifest = [["train.py", "", 0, 4], ["ckpt.pt", "", 0, 4]]
+    place.store.set_code(place.project, code)
 
     async def work(served: Served) -> None:
         first = await place.folder(served, "n1")
@@ -425,8 +427,31 @@ def test_a_checkpoint_of_the_user_that_the_script_replaces_is_the_same_on_all_no
         assert (place.copy("n2") / "ckpt.pt").read_bytes() == zipped("script's")
         own.write_bytes(zipped("mine again"))  # newer than the script's
         place.store = place.fresh_store()
+        place.store.set_code(place.project, code)
         await place.store.send(second)
         assert (place.copy("n2") / "ckpt.pt").read_bytes() == zipped("mine again")
+
+    run(work)
+
+
+def test_a_host_does_not_get_a_file_of_the_user_by_its_name(place: Place, tmp_path: Path) -> None:
+    """A file that git ignores, or one behind a link, stays here though a script wrote its name."""
+    outside = tmp_path / "private"
+    outside.mkdir()
+    for own in (place.project / "kaggle.json", outside / "keys.json"):
+        own.write_text("the user's own")
+    (place.project / "link").symlink_to(outside)
+
+    async def work(served: Served) -> None:
+        first = await place.folder(served, "n1")
+        second = await place.folder(served, "n2")
+        for path in ("kaggle.json", "link/keys.json"):
+            place.write("n1", path, b"the host's", age_s=HOUR_S)
+        await place.store.sync(first, has_ended=True)
+        await place.store.send(second)
+        for path in ("kaggle.json", "link/keys.json"):
+            assert (place.run / "files/n1" / path).read_text() == "the host's"
+            assert (place.copy("n2") / path).read_text() == "the host's"
 
     run(work)
 

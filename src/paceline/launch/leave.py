@@ -333,7 +333,7 @@ class _DetachedStart:
         run = await asyncio.to_thread(read_parts, directory.path, own_files)
         code = trees["code"]
         self._project = None if code is None else code.root
-        run, self._outputs = await asyncio.to_thread(with_outputs, run, self._project)
+        run, self._outputs = await asyncio.to_thread(with_outputs, run, code)
         self._sent_manifest = run.manifest
         folders[RUN_FOLDER] = await send_tree(channel, run.manifest, run.file, name, RUN_FOLDER)
         return descriptions, folders

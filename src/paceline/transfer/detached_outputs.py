@@ -148,13 +148,17 @@ class DetachedOutputs:
 # --- for the next start ---------------------------------------------------------------------------
 
 
-def with_outputs(run: Tree, project: Path | None) -> tuple[Tree, list[Output]]:
+def with_outputs(run: Tree, code: Tree | None) -> tuple[Tree, list[Output]]:
     """Adds the outputs of earlier starts that are here to the files of a supervisor's run.
 
     Blocking. Also returns what its journal will say about them.
+
+    Args:
+        code: What hosts get of the project; ``None`` if they get nothing.
     """
     store = OutputStore(run.root, lambda text: None)
-    store.set_code(project, [])
+    if code is not None:
+        store.set_code(code.root, code.manifest)
     manifest, files, outputs = [*run.manifest], dict[str, Path](), list[Output]()
     for prefix in ("", RUN_PREFIX):
         entries, paths = store.sendable(prefix)

@@ -560,9 +560,13 @@ class OutputStore:
         return manifest, paths
 
     def _newest_copy(self, output: Output) -> Path | None:
-        """Where the newest version is here: the user's own file may be newer than an output."""
+        """Where the newest version is here: the user's own file may be newer than an output.
+
+        Only if it is part of the code that hosts get. A host may name any other file of the user as
+        one that its script wrote.
+        """
         local = output.local_path(self._run, self.project)
-        if output.place and self.project is not None and not output.path.startswith(RUN_PREFIX):
+        if output.place and self.project is not None and self._was_sent(output.path):
             own = self.project / output.path
             version = local_version(own)
             if version is not None and version[1] > output.mtime_us:

@@ -68,6 +68,15 @@ def test_a_changed_file_is_found(run: Path) -> None:
     signatures.require_unchanged(run)  # ranks find out by themselves, and skip it
 
 
+def test_a_file_that_the_manifest_does_not_name_is_found(run: Path) -> None:
+    """Readers would take it for the shard of one more rank."""
+    (run / CHECKPOINTS / "20" / "weights").mkdir()
+    (run / CHECKPOINTS / "20" / "weights" / "00001.safetensors").write_bytes(b"others")
+    assert statuses(run) == ["signed", "changed", "unsigned"]
+    ended = typed(["verify", str(run)])
+    assert "'weights/00001.safetensors' is not in its manifest" in ended.output
+
+
 def test_a_forged_manifest_is_found_and_no_start_uses_it(run: Path) -> None:
     """It fits the files, so that a rank would load it."""
     make(run, 20, b"other weights")

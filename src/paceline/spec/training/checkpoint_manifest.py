@@ -18,6 +18,7 @@ from paceline.spec.rundir import MANIFEST
 
 _MANIFEST_FORMAT = 1
 # no HEAD: git takes a folder with one for a repository
+_TENSOR_FILES = "*.safetensors"
 _FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}(?!(?i:head)\Z)\w[\w.-]{0,99}", re.ASCII)
 
 
@@ -61,6 +62,8 @@ class Manifest:
     def verify(self, folder: Path, part: tuple[int, int] = (0, 1)) -> None:
         """Compares every file with its entry.
 
+        Tensor files without an entry count as damage: readers of shards take all in a folder.
+
         Args:
             folder: Folder of the checkpoint.
             part: Index of the caller and number of callers, if several share the files.
@@ -68,6 +71,10 @@ class Manifest:
         Raises:
             DamagedCheckpoint: Names the first file that differs.
         """
+        for path in (*folder.glob(_TENSOR_FILES), *folder.glob(f"*/{_TENSOR_FILES}")):
+            name = path.relative_to(folder).as_posix()
+            if name not in self.files:
+                raise DamagedCheckpoint(f"{name!r:.100} is not in its manifest")
         for name, entry in sorted(self.files.items())[slice(part[0], None, part[1])]:
             try:
                 stats = (folder / name).stat()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_language_model
 import torch
 from recipe_tools import hub_variables  # noqa: F401 - fixture
 from torch import nn
@@ -160,6 +161,22 @@ def test_a_language_model_names_no_further_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="names further files to load"):
         BaseModel(str(tmp_path)).load()
+
+
+@pytest.mark.usefixtures("hub_variables")
+def test_a_language_model_fits_its_weights(tmp_path: Path) -> None:
+    """A larger description would fill memory, and weights that are missing would be random."""
+    tiny_language_model.make_model().save_pretrained(tmp_path)
+    base, config = BaseModel(str(tmp_path)), json.loads((tmp_path / "config.json").read_text())
+    base.load()
+    for change in ({"num_hidden_layers": 100_000}, {"vocab_size": 1 << 30}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        for load in (base.outline, base.load):
+            with pytest.raises(DataError, match="larger than its weights"):
+                load()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(DataError, match="lacks 9 tensors of its model"):
+        base.load()
 
 
 @pytest.mark.parametrize("from_scratch", [True, False])

@@ -43,8 +43,8 @@ _READ_ERRORS = (
     DamagedCheckpoint, OSError, ValueError, LookupError, RuntimeError, SafetensorError,
 )  # fmt: skip
 _RESERVED_BYTES = 16 << 20  # of a disk, left for other processes
-_MAX_TENSORS = 1 << 17  # of a network
-_EXTRA_TENSORS, _EXTRA_ELEMENTS = 1 << 12, 1 << 26
+MAX_TENSORS = 1 << 17  # of a network
+EXTRA_TENSORS, EXTRA_ELEMENTS = 1 << 12, 1 << 26
 """Tensors of a network that its saved weights lack: tables, and a head that is replaced."""
 
 
@@ -241,21 +241,21 @@ def build_limited(build: Callable[[], nn.Module], state: Mapping[str, Tensor]) -
         DataError: A description of a few bytes may stand for any size.
     """
     num_elements = sum(tensor.numel() for tensor in state.values())
-    limits = 2 * len(state) + _EXTRA_TENSORS, 2 * num_elements + _EXTRA_ELEMENTS
+    limits = 2 * len(state) + EXTRA_TENSORS, 2 * num_elements + EXTRA_ELEMENTS
     check_size(build, *limits)
-    with _limited_size(*limits):
+    with limited_size(*limits):
         return build()
 
 
 def check_size(
     build: Callable[[], nn.Module],
-    max_tensors: int = _MAX_TENSORS,
+    max_tensors: int = MAX_TENSORS,
     max_elements: int = sys.maxsize,
 ) -> None:
     """Builds a network without memory. DataError if it is too large, also for this machine."""
     fork, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
     max_elements = min(max_elements, files.memory_bytes() // torch.float32.itemsize)
-    with _limited_size(max_tensors, max_elements), fork, meta:
+    with limited_size(max_tensors, max_elements), fork, meta:
         try:
             build()
         except PacelineError:
@@ -265,7 +265,7 @@ def check_size(
 
 
 @contextlib.contextmanager
-def _limited_size(max_tensors: int, max_elements: int) -> Iterator[None]:
+def limited_size(max_tensors: int, max_elements: int) -> Iterator[None]:
     """Raises DataError when modules get more parameters and buffers than these."""
     num_tensors = num_elements = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,15 @@ from paceline.recipes.data import local_path
 from paceline.recipes.data.hub import explain_error, fetch, prepare_environment
 from paceline.recipes.pretrained import check_adapters, check_config, check_folder
 from paceline.spec.errors import DataError
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import is_run
 from paceline.train.elastic.replica_check import checksums
+from paceline.train.weights import EXTRA_ELEMENTS, EXTRA_TENSORS, MAX_TENSORS, limited_size
 
 INSTALL = "pip install 'paceline[language]'"
 _NO_CODE = {"trust_remote_code": False}
+_MAX_ELEMENTS_PER_BYTE = 4  # weights of four bits, tied
+_MIN_BYTES_OF_TENSOR = 32  # its name, shape and place in a file
 
 
 @dataclass(frozen=True)
@@ -54,23 +58,40 @@ class BaseModel:
         if "gguf_file" in arguments:
             return self.load()
         config, build = self._config(), transformers.AutoModelForCausalLM.from_config
-        with torch.device("meta"):
+        with torch.device("meta"), limited_size(*self._limits()):
             return self._get(f"--model {self.name}", lambda: build(config, **_NO_CODE))
+
+    def _limits(self) -> tuple[int, int]:
+        """The largest numbers of tensors and weights that the files of a folder can stand for."""
+        if not self.path.is_dir():
+            return MAX_TENSORS, sys.maxsize
+        num_bytes = sum(file.stat().st_size for file in self.path.glob("*") if file.is_file())
+        max_tensors = min(MAX_TENSORS, num_bytes // _MIN_BYTES_OF_TENSOR + EXTRA_TENSORS)
+        return max_tensors, _MAX_ELEMENTS_PER_BYTE * num_bytes + EXTRA_ELEMENTS
 
     def load(self, dtype: torch.dtype | str = "auto") -> Any:
         """Loads the model, by default in the precision in which it is saved.
 
         Raises:
-            DataError: It is not found, is no causal language model, or names further files to load.
+            DataError: It is not found, is no causal language model, names further files to load, or
+                lacks weights that its description needs.
         """
         transformers, arguments = self._prepare()
-        if "gguf_file" not in arguments:
-            self._config()
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
+        load, is_gguf = transformers.AutoModelForCausalLM.from_pretrained, "gguf_file" in arguments
+        if not is_gguf:
+            self.outline()
+            arguments["output_loading_info"] = True
+        loaded = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
+        model, report = (loaded, {"missing_keys": ()}) if is_gguf else loaded
         if not isinstance(model, nn.Module):
             raise DataError(f"--model {self.name} is no causal language model")
-        if "gguf_file" in arguments:  # its weights are floats now, but it would refuse to be saved
+        if missing := sorted(report["missing_keys"]):
+            raise DataError(
+                f"--model {self.name} lacks {pluralize(len(missing), 'tensor')} of its model",
+                found=f"config.json needs {', '.join(missing[:3])}, which would be random",
+                remedy="copy all files of the model again from where it was trained",
+            )
+        if is_gguf:  # its weights are floats now, but it would refuse to be saved
             vars(model.config).pop("quantization_config", None)
             vars(model).pop("hf_quantizer", None)
         # recorded with adapters, for which a path on another host means nothing
@@ -111,6 +132,8 @@ class BaseModel:
             return fetch(label, get)
         try:
             return get()
+        except DataError:
+            raise
         except Exception as error:  # several libraries, each with its own exceptions
             raise explain_error(label, error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import detached_of
+from paceline.spec import rundir
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError
 from paceline.spec.rundir import is_growing
@@ -264,6 +266,24 @@ def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
         assert not await follower.discard(fetched=True)
         there(cache, supervisor_host="another", pid=1 << 22)  # which shares the folder
         assert (await follower.refresh()).state == "running"
+
+    run(path, work)
+
+
+def test_a_supervisor_in_another_pid_namespace_lives_while_it_holds_its_lock(
+    cache: Path, tmp_path: Path
+) -> None:
+    """A container may have the name of its host, whose processes it does not see."""
+    remote, path = there(cache, pid=1 << 22), home(tmp_path)
+    fill(remote, {rundir.PROBE: "x"})
+
+    async def work(follower: Follower, _: Served) -> None:
+        with (remote / rundir.PROBE).open() as probe:
+            fcntl.flock(probe, fcntl.LOCK_SH)
+            assert (await follower.refresh()).state == "running"
+            assert not await follower.discard(fetched=True)
+        assert (await follower.refresh()).state == "lost"
+        assert await follower.discard(fetched=True)
 
     run(path, work)
 

@@ -312,6 +312,8 @@ def test_a_node_cannot_write_outside_its_job(place: Place) -> None:
     ("a.safetensors", b"\x03\0\0\0\0\0\0\0{}", "cut off"),
     ("a.safetensors", b"\xff" * 8, "cut off"),
     ("a.safetensors", b"{}", "cut off"),
+    ("a.safetensors", b"\x02\0\0\0\0\0\0\0[]", "cut off"),
+    ("a.safetensors", b'\x19\0\0\0\0\0\0\0{"x": {"data_offsets":[]}}', "cut off"),
 ])  # fmt: skip
 def test_formats_that_show_their_end(tmp_path: Path, name: str, data: bytes, state: str) -> None:
     file = tmp_path / name

@@ -29,6 +29,7 @@ Message = Dict[str, Any]
 RECORD_FILE = "about.json"
 RUN_FOLDER = "run"
 LOG_FILE = "supervisor.log"
+LOCK_FILE = ".paceline-probe"  # in the run directory: a launcher that lives holds a lock
 FETCHED_FILE = "fetched"  # the results are where the run was started
 EXIT_TIMEOUT_S = 10.0  # for a supervisor whose run is over
 MAX_RUNS = 200
@@ -87,11 +88,14 @@ def supervisor(record: Message) -> Optional[processes.Process]:
     return process if process is not None and process.start == start else None
 
 
-def is_alive(record: Message) -> Optional[bool]:
-    """Whether the supervisor lives; ``None`` if it is on another host that shares the folder."""
+def is_alive(folder: Path, record: Message) -> Optional[bool]:
+    """Whether the supervisor lives; ``None`` if it is on another host that shares the folder.
+
+    In a container, or on a host of the same name, it may have a process id of another namespace.
+    """
     if record.get("supervisor_host") != socket.gethostname():
         return None
-    return supervisor(record) is not None
+    return supervisor(record) is not None or _is_locked(_run_directory(folder, record), LOCK_FILE)
 
 
 # --- operations ---------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ def _summary(folder: Path) -> Message:
     return {
         "run_id": folder.name,
         "about": text,
-        "alive": is_alive(record),
+        "alive": is_alive(folder, record),
         "result": _read_text(root, "result.json", MAX_OBJECT_BYTES),
         "where": _read_text(root, "ranks.json", MAX_OBJECT_BYTES),
         "metrics": _read_text(root, "metrics.jsonl", MAX_TAIL_BYTES, tail=True),
@@ -146,7 +150,7 @@ def run_changes(agent: Agent, request: Message, _: bytes) -> None:
                for path, (mark, size) in sorted(current.items())
                if previous.get(path) != (mark, size)]  # fmt: skip
     removed = sorted(previous.keys() - current.keys())
-    agent.reply(request, about=text, alive=is_alive(record), root=str(root),
+    agent.reply(request, about=text, alive=is_alive(folder, record), root=str(root),
                 files=changed, gone=removed)  # fmt: skip
 
 
@@ -208,7 +212,7 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
     if lock is not None:
         os.close(lock)
     is_removed = False
-    if _has_ended(_read_record(folder)[1]):
+    if _has_ended(folder):
         if request["fetched"]:
             os.close(safe_paths.open_file(str(folder), FETCHED_FILE, os.O_WRONLY | os.O_CREAT))
         if (folder / FETCHED_FILE).exists() and not _is_locked(folder):
@@ -217,12 +221,13 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request, gone=is_removed)
 
 
-def _has_ended(record: Message) -> bool:
+def _has_ended(folder: Path) -> bool:
     """Whether the supervisor has gone; waits for one that has reported the end."""
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    while is_alive(record) and record.get("ended") is not None and time.monotonic() < deadline:
+    record, deadline = _read_record(folder)[1], time.monotonic() + EXIT_TIMEOUT_S
+    has_reported = record.get("ended") is not None
+    while is_alive(folder, record) and has_reported and time.monotonic() < deadline:
         time.sleep(EXIT_TIMEOUT_S / 200)
-    return is_alive(record) is False
+    return is_alive(folder, record) is False
 
 
 def _lock_folder(agent: Agent, folder: Path) -> None:
@@ -237,9 +242,10 @@ def _lock_folder(agent: Agent, folder: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a disk may have none
 
 
-def _open_lock(folder: Path) -> int:
+def _open_lock(folder: Path, name: str = LOG_FILE) -> int:
     """Opens a file of the run that is never replaced: NFS locks no folders."""
-    return safe_paths.open_file(str(folder), LOG_FILE, os.O_RDWR | os.O_CREAT)
+    create = os.O_CREAT if name == LOG_FILE else 0
+    return safe_paths.open_file(str(folder), name, os.O_RDWR | create)
 
 
 def release_folders(locks: Dict[str, int]) -> None:
@@ -253,9 +259,9 @@ def release_folders(locks: Dict[str, int]) -> None:
                 snapshot.remove_folder(folder)
 
 
-def _is_locked(folder: Path) -> bool:
+def _is_locked(folder: Path, name: str = LOG_FILE) -> bool:
     with contextlib.suppress(OSError):
-        fd = _open_lock(folder)
+        fd = _open_lock(folder, name)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -113,7 +113,9 @@ def file_state(path: str, size: int) -> str:
 def _has_all_tensors(fd: int, header_bytes: int, size: int) -> bool:
     if header_bytes > min(MAX_HEADER_BYTES, size - 8):
         return False
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+    with contextlib.suppress(
+        ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError
+    ):
         header = json.loads(os.pread(fd, header_bytes, 8))
         ends = [entry["data_offsets"][1] for name, entry in header.items()
                 if name != "__metadata__"]  # fmt: skip

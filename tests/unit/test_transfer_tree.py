@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -94,6 +95,33 @@ def test_git_says_what_belongs_to_it(folder: Path) -> None:
     git(folder, "add", "gone.py")
     (folder / "gone.py").unlink()  # tracked, but not there
     assert files(folder) == {"a.py", "pack/b.py", ".gitignore", ".hidden/c.py"}
+
+
+def test_repositories_in_a_repository_belong_to_it(folder: Path) -> None:
+    """Submodules, and clones that git knows nothing of; git lists no more than their folders."""
+    for repository in (folder, folder / "pack", folder / "pack/inner", folder / "data"):
+        repository.mkdir(exist_ok=True)
+        git(repository, "init", "-q")
+        (repository / ".gitignore").write_text("*.bin\n__pycache__/\nvenv/\n.venv/\nruns/\n")
+    (folder / "pack/inner/d.py").write_text("x")
+    git(folder / "pack", "add", "b.py")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    git(folder / "pack", *author, "commit", "-qm", "x")
+    git(folder, "add", "pack")  # as a submodule
+    (folder / "link").symlink_to("pack")
+    found = files(folder)
+    assert found >= {"a.py", "pack/b.py", "pack/inner/d.py", "data/.gitignore"}
+    assert not {"data/d.bin", "link/b.py"} & found
+    assert "data/.gitignore" not in {*code.files_of(folder, folder / "data")}
+
+
+def test_a_forged_index_does_not_lead_in_circles(folder: Path) -> None:
+    git(folder, "init", "-q")
+    git(folder, "add", "a.py", "pack/b.py")
+    index = folder / ".git/index"
+    content = index.read_bytes()[:-20].replace(b"a.py", b"./.\0")
+    index.write_bytes(content + hashlib.sha1(content).digest())
+    assert "pack/b.py" in files(folder)
 
 
 def test_the_same_files_have_the_same_hash(folder: Path) -> None:

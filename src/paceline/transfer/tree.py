@@ -215,19 +215,38 @@ def files_of(root: Path, data: Path | None = None) -> Iterator[str]:
 def _list_files(root: Path, data: Path | None) -> Iterator[str]:
     is_inside = data is not None and data != root and data.is_relative_to(root)
     excluded = data.relative_to(root).as_posix() if data is not None and is_inside else None
-    listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed is not None:
-        for name in dict.fromkeys(filter(None, listed.split("\0"))):
-            is_data = excluded is not None and name.startswith(f"{excluded}/")
-            if not is_data and _is_file(f"{root}/{name}"):
-                yield name
-        return
-    for folder, folders, names in safe_paths.walk(str(root)):
-        folders[:] = [name for name in folders if f"{folder}/{name}".lstrip("/") != excluded
-                      and not _skip(root / folder / name)]  # fmt: skip
-        for name in names:
-            if _allowed(Path.is_file, root / folder / name):
-                yield f"{folder}/{name}" if folder else name
+    repositories, seen = [""], set[str]()  # the root, submodules, and other repositories in it
+    while repositories:
+        prefix = repositories.pop()
+        if (real := os.path.realpath(root / prefix)) in seen:  # a forged index may lead in circles
+            continue
+        seen.add(real)
+        listed = run_git(root / prefix, "ls-files", "-z", "--cached", "--others",
+                         "--exclude-standard")  # fmt: skip
+        names = _visible(root, prefix, excluded) if listed is None else listed.split("\0")
+        for name in dict.fromkeys(filter(None, names)):
+            path = prefix + name
+            if excluded is not None and f"{path}/".startswith(f"{excluded}/"):
+                continue
+            if _is_file(f"{root}/{path}"):
+                yield path
+            elif _allowed(_is_repository, root / path):
+                repositories.append(path.rstrip("/") + "/")
+
+
+def _is_repository(folder: Path) -> bool:
+    return not folder.is_symlink() and os.path.lexists(folder / ".git")
+
+
+def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
+    """Names of the files below ``root/prefix`` that are neither hidden nor packages."""
+    base = root / prefix
+    for folder, folders, names in safe_paths.walk(str(base)):
+        inner = f"{folder}/" if folder else ""
+        folders[:] = [name for name in folders if prefix + inner + name != excluded
+                      and not _skip(base / folder / name)]  # fmt: skip
+        yield from (inner + name for name in names
+                    if _allowed(Path.is_file, base / folder / name))  # fmt: skip
 
 
 def _skip(folder: Path) -> bool:

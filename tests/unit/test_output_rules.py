@@ -48,6 +48,7 @@ def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
     "requirements.txt", "out/requirements.txt", "package.json", "CMakeLists.txt", "out/a.ipynb",
     "out/a.html", "out/a.svg", "out/a.desktop", "~/x.pt", "out/conf.ini", "out/__pycache__/x.pt",
     "runs/a/plan.json", "runs/a/b/events.jsonl", "Runs/a/Detached.json",
+    "runs/b/checkpoints/9/manifest.json",
     "requirements-dev.txt", "out/dev-requirements.txt", "out/lefthook.json", "out/default.nix",
     "out/compose.yaml", "out/libc.so.6",
     "events.out.tfevents.x.mk", "events.out.tfevents.17000.n1.py", "out/events.out.tfevents.1.so",

@@ -45,7 +45,7 @@ _CODE_NAMES = re.compile(
     r"|.*\.config\.json"
 )
 _CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
-# By these, commands take a folder below runs/ for a run.
+# By these, commands take a folder below runs/ for a run. With a manifest, a later one resumes.
 _RUN_RECORDS = {rundir.PLAN, rundir.EVENTS, rundir.OWNER, rundir.BATCH, rundir.DETACHED,
         rundir.FORECAST}  # fmt: skip
 _NAMES_WITHOUT_SUFFIX = frozenset({"latest"})  # DeepSpeed's pointer to its newest checkpoint
@@ -107,7 +107,8 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
         return "a name with special characters"
     if not _CODE_FOLDERS.isdisjoint(parts[:-1]):
         return "in a folder of packages"
-    if len(parts) > 2 and parts[0] == rundir.DEFAULT_PARENT and name in _RUN_RECORDS:
+    is_below_runs = len(parts) > 2 and parts[0] == rundir.DEFAULT_PARENT
+    if is_below_runs and (name in _RUN_RECORDS or name == rundir.MANIFEST):
         return "a record of a run"
     if name == DCP_INDEX:
         return ""

@@ -155,9 +155,15 @@ def test_adapters_in_a_model_are_refused(tmp_path: Path) -> None:
             load_model(HubModel("image", str(tmp_path)), ("a", "b"))
 
 
+@pytest.mark.parametrize("setting", [
+    {"checkpoint_path": "w.pth"},
+    {"attn_implementation": "somebody/kernel"},  # whose code would be downloaded
+    {"_attn_implementation": "somebody/kernel@main:forward"},
+    {"experts_implementation": "somebody/kernel"},
+])  # fmt: skip
 @pytest.mark.usefixtures("hub_variables")
-def test_a_language_model_names_no_further_files(tmp_path: Path) -> None:
-    content = {"model_type": "llama", "checkpoint_path": "w.pth"}
+def test_a_language_model_names_no_further_files(setting: dict[str, str], tmp_path: Path) -> None:
+    content = {"model_type": "llama", **setting}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="names further files to load"):
         BaseModel(str(tmp_path)).load()

@@ -252,11 +252,14 @@ def check_config(config: Any) -> None:
     """Raises DataError if timm or a part of the model would load further files.
 
     timm unpickles the file ``checkpoint_path``, and takes an ``architecture`` with a prefix
-    (``local-dir:``, ``hf-hub:``) from a folder or the hub.
+    (``local-dir:``, ``hf-hub:``) from a folder or the hub. transformers takes the code of a kernel
+    from the hub (``ORGANISATION/REPOSITORY``).
     """
-    for key, value in _settings(config):
+    for name, value in _settings(config):
+        key = name.strip("_").removesuffix("_internal")
         is_source = key in _TIMM_NAMES and ":" in str(value)
-        if is_source or (key in _FURTHER_FILES and value):
+        is_kernel = key in _KERNEL_NAMES and "/" in str(value)
+        if is_source or is_kernel or (key in _FURTHER_FILES and value):
             raise DataError(
                 "the model's config.json names further files to load, which is refused",
                 found=f"{key}: {str(value)[:200]}",
@@ -264,6 +267,7 @@ def check_config(config: Any) -> None:
             )
 
 
+_KERNEL_NAMES = frozenset({"attn_implementation", "experts_implementation"})
 _TIMM_NAMES = frozenset({"architecture", "backbone"})
 _FURTHER_FILES = frozenset({"checkpoint_path", "use_pretrained_backbone"})
 

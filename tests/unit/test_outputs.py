@@ -458,6 +458,27 @@ def test_a_host_does_not_get_a_file_of_the_user_by_its_name(place: Place, tmp_pa
     run(work)
 
 
+def test_a_host_does_not_change_what_was_sent_to_the_others(place: Place) -> None:
+    """Settings in a yaml or json file may name functions to call."""
+    code: Manifest = [["train.py", "", 0, 4], ["conf.yaml", "", 0, 4], ["table.csv", "", 0, 4]]
+    place.store.set_code(place.project, code)
+    for root in (place.project, place.copy("n1"), place.copy("n2")):
+        (root / "conf.yaml").write_text("sent")
+
+    async def work(served: Served) -> None:
+        first = await place.folder(served, "n1")
+        second = await place.folder(served, "n2")
+        for path in ("conf.yaml", "table.csv"):
+            place.write("n1", path, b"the host's", age_s=0)
+        await place.store.sync(first, has_ended=True)
+        await place.store.send(second)
+        for path in ("conf.yaml", "table.csv"):
+            assert (place.run / "files/n1" / path).read_text() == "the host's"
+            assert (place.copy("n2") / path).read_text() == "sent"
+
+    run(work)
+
+
 def test_of_a_start_on_this_machine_alone_checkpoints_are_recorded(place: Place) -> None:
     """A later start on other hosts gets them; edited files are not mistaken for results."""
     place.store.set_code(place.project, [])

@@ -141,6 +141,11 @@ class OutputStore:
     def _was_sent(self, path: str) -> bool:
         return fold_name(path) in self._code
 
+    def _is_code(self, path: str) -> bool:
+        """Whether a file was sent and is no checkpoint: no host may change it on the others."""
+        is_checkpoint_file = unit_of(path) != path or is_checkpoint(path, [path])
+        return self._was_sent(path) and not is_checkpoint_file
+
     # --- from rank 0's node ------------------------------------------------------------------
 
     async def open_folder(self, folder: OutputFolder) -> None:
@@ -540,7 +545,7 @@ class OutputStore:
         """
         versions = {}
         for output in self.journal.outputs.values():
-            if output.path.startswith(RUN_PREFIX) != bool(prefix):
+            if output.path.startswith(RUN_PREFIX) != bool(prefix) or self._is_code(output.path):
                 continue
             local = self._newest_copy(output)
             versions[output.path] = local, None if local is None else local_version(local)

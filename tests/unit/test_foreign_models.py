@@ -22,6 +22,7 @@ from paceline.recipes.networks import build_image_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import HubModel, build_from_description, load_model, read_weights
 from paceline.recipes.tokens import saved_encoding
+from paceline.recipes.use import image
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
@@ -95,6 +96,20 @@ def test_a_network_is_not_built_if_its_weights_are_small(name: str) -> None:
     state = nn.Linear(100, 100).state_dict()
     with pytest.raises(DataError, match="larger than its weights"):
         build_limited(lambda: build_image_network(HUGE[name], (1, 8, 8), 10), state)
+
+
+@pytest.mark.parametrize("name", ["shape", "decoded"])
+def test_images_of_any_size_are_not_made(name: str, tmp_path: Path) -> None:
+    """A network that averages over an image has the same weights for any size."""
+    (tmp_path / rundir.MODEL).mkdir()
+    config = {"task": "image", "normalisation": {"mean": [0.5], "deviation": [0.5]},
+              "classes": ["a", "b"], "shape": [1, 8, 8], "decoded": [1, 8, 8]}  # fmt: skip
+    (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps(config))
+    image.load_trained(str(tmp_path))
+    for shape in ([1, 30_000, 30_000], [10**9, 8, 8]):
+        (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps({**config, name: shape}))
+        with pytest.raises(DataError, match="holds no model of the image recipe"):
+            image.load_trained(str(tmp_path))
 
 
 def test_a_network_that_needs_values_is_built() -> None:

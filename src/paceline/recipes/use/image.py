@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.decoding import SUFFIXES, decode_resized, image_files, unreadable_error
+from paceline.recipes.data.decoding import (
+    MAX_PIXELS,
+    SUFFIXES,
+    decode_resized,
+    image_files,
+    unreadable_error,
+)
 from paceline.recipes.data.images import Subset, load
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import build_image_network
@@ -36,6 +42,7 @@ from paceline.recipes.use.export import (
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
 
+_MAX_CHANNELS = 4
 NAMES = ("images",)
 """Names of the network's inputs."""
 
@@ -85,6 +92,9 @@ def load_trained(run: str) -> TrainedImageModel:
     """Loads the description of a run's image model."""
     with model_config(run, "image") as config:
         channels, height, width = config["shape"]
+        for depth, rows, columns in (config["shape"], config["decoded"]):
+            if not (0 < depth <= _MAX_CHANNELS and 0 < rows * columns <= MAX_PIXELS):
+                raise ValueError(f"images of {depth} × {rows} × {columns} values")
         moments = config["normalisation"]
         normalise = Normalisation(tuple(moments["mean"]), tuple(moments["deviation"]))
         shape, classes = (channels, height, width), tuple(config["classes"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from paceline.recipes.language.records import read_file, read_splits
 from paceline.recipes.language.rows import IGNORED, make_rows, pack
 from paceline.spec.errors import DataError
 
+AS = resource.RLIMIT_AS
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -355,3 +357,15 @@ def test_rows_restart_positions_and_label_targets_only() -> None:
     none = IGNORED
     assert rows.labels.tolist() == [[none, none, 12, none, 11], [none, 11, none, 13, none]]
     assert rows.examples.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, 2, 0]]
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 'x' * 6000000000 }}",
+    "{% set n = namespace(x='x' * 1000) %}"
+    "{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+])  # fmt: skip
+def test_a_template_does_not_fill_memory(template: str) -> None:
+    render, limits = template_render(make_tokenizer(template)), resource.getrlimit(AS)
+    with pytest.raises(ValueError, match="more than 2 GiB of memory"):
+        render(conversation(("user", "hello")).messages, False)
+    assert resource.getrlimit(AS) == limits

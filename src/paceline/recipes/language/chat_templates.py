@@ -7,8 +7,11 @@ it, and a token's id does not tell who wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import resource
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ Render = Callable[[Sequence[Message], bool], str]
 It raises ValueError if the template refuses them.
 """
 Span = tuple[int, int]
+_MAX_RENDER_BYTES = 2 << 30  # of memory for a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +137,41 @@ def template_render(tokenizer: Any) -> Render:
 
     def render(messages: Sequence[Message], begins_answer: bool) -> str:
         try:
-            text: str = tokenizer.apply_chat_template(
-                [message.to_json() for message in messages],
-                tokenize=False,
-                add_generation_prompt=begins_answer,
-            )
+            with _limited_memory():
+                text: str = tokenizer.apply_chat_template(
+                    [message.to_json() for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=begins_answer,
+                )
         except TemplateError as error:
             raise ValueError(str(error)) from None
+        except MemoryError:
+            raise ValueError(
+                f"it needs more than {_MAX_RENDER_BYTES >> 30} GiB of memory"
+            ) from None
         return text
 
     return render
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Raises MemoryError once the process has allocated ``_MAX_RENDER_BYTES`` more.
+
+    A template comes with the model, and may make a text of any size.
+    """
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # no Linux
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([used + _MAX_RENDER_BYTES, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def encode(rendered: Rendered, location: str, tokenizer: Any, *, is_plain: bool) -> Example:

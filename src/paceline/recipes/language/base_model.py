@@ -26,7 +26,7 @@ from paceline.train.weights import EXTRA_ELEMENTS, EXTRA_TENSORS, MAX_TENSORS, l
 
 INSTALL = "pip install 'paceline[language]'"
 _NO_CODE = {"trust_remote_code": False}
-_MAX_ELEMENTS_PER_BYTE = 4  # weights of four bits, tied
+_MAX_ELEMENTS_PER_BYTE = 8  # weights of one bit
 _MIN_BYTES_OF_TENSOR = 32  # its name, shape and place in a file
 
 

@@ -101,6 +101,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "put_output": ({}, {}, b""),
     "list_outputs": ({}, {"latest_us": 9, "files": [
         {"path": "out/w.pt", "size": 3, "mtime_us": 5, "age_s": 0.5, "state": "whole"}]}, b""),
+    "hash_beginning": ({}, {"sha256": HEX}, b""),
     "look": ({"paths": ["/a"]},
              {"paths": [{"path": "/a", "exists": True, "file": False, "executable": True}]}, b""),
     "which": ({}, {"path": "/usr/bin/x"}, b""),

@@ -12,6 +12,7 @@ from paceline.rundir.output_rules import (
     is_complete,
     kept_out_reason,
     order_of_arrival,
+    split_growing_logs,
     unit_of,
 )
 
@@ -96,6 +97,21 @@ def files(*ages: tuple[str, float], state: str = "unknown") -> list[WrittenFile]
 def test_a_folder_of_shards_is_one_unit() -> None:
     groups = group_files(files(("out/a/__0_0.distcp", 0), ("out/a/.metadata", 0), ("out/b.pt", 0)))
     assert {unit: len(group) for unit, group in groups.items()} == {"out/a": 2, "out/b.pt": 1}
+
+
+def test_a_log_does_not_hold_up_what_lies_beside_it() -> None:
+    """If the folder only looks like a checkpoint; a vocabulary belongs to a real one."""
+
+    def split(*ages: tuple[str, float]) -> dict[str, int]:
+        split = split_growing_logs(group_files(files(*ages)))
+        return {unit: len(group) for unit, group in split.items()}
+
+    assert split(("epochs10_lr3/a.pt", 11.0), ("epochs10_lr3/b/log.txt", 0.5)) == {
+        "epochs10_lr3": 1, "epochs10_lr3/b/log.txt": 1
+    }  # fmt: skip
+    assert split(("epochs10_lr3/a.pt", 9.0), ("epochs10_lr3/log.txt", 0.5)) == {"epochs10_lr3": 2}
+    assert split(("step_1/a.pt", 11.0), ("step_1/merges.txt", 0.5)) == {"step_1": 2}
+    assert split(("step_1/log.txt", 0.5)) == {"step_1": 1}
 
 
 @pytest.mark.parametrize(("unit", "group", "complete"), [

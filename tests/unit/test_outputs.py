@@ -25,7 +25,7 @@ from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.output_rules import WrittenFile, unit_of
 from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
-from paceline.transfer import outputs, results
+from paceline.transfer import outputs, results, torch_files
 from paceline.transfer.outputs import OutputFolder, OutputStore
 from paceline.transfer.tree import Manifest
 
@@ -36,7 +36,7 @@ def zipped(text: str) -> bytes:
     """What torch.save writes, in its outer form."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), text)
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), "weight " + text)
     return buffer.getvalue()
 
 
@@ -137,7 +137,16 @@ def test_files_of_the_user_are_never_replaced(place: Place) -> None:
         await place.store.sync(folder)
         assert (place.project / "out/last.pt").read_bytes() == b"edited"
         assert (place.run / "files/n1/out/last.pt").read_bytes() == zipped("three")
-        assert set(place.store.kept_out) == {"mine.pt", "out/last.pt"}
+        (place.project / "docs").mkdir()
+        (place.project / "docs/own.md").write_text("mine")
+        place.write("n1", "docs/new.md", b"new")
+        await place.store.sync(folder, has_ended=True)
+        assert set(place.store.kept_out) == {"mine.pt", "out/last.pt", "docs/new.md"}
+        place.store.note_kept_out()
+        taken, others = place.notes[-2:]
+        assert "2 files of the script did not replace files of yours: " in taken
+        assert "1 file of the script, which may not be put into the project: " in others
+        assert others.endswith("files/n1/docs/new.md")
 
     run(work)
 
@@ -271,6 +280,66 @@ def test_a_later_start_sends_what_is_left_here(place: Place) -> None:
     run(work)
 
 
+def test_a_log_that_grows_all_the_time_arrives_in_parts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if the script writes it anew; and not over what the user has changed here."""
+    monkeypatch.setattr(outputs, "MIN_GROWTH_S", 0.0)
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+
+        async def grow(*names: str, text: str = "line\n") -> None:
+            for name in names:
+                with (place.copy("n1") / "out" / name).open("a") as file:
+                    file.write(text)
+            await place.store.sync(folder)
+
+        def arrived(name: str) -> str:
+            path = place.project / "out" / name
+            return path.read_text() if path.exists() else ""
+
+        (place.copy("n1") / "out").mkdir()
+        logs = ("log.txt", "events.out.tfevents.17.n1.1.0", "part.bin")
+        for index in range(3):
+            (place.copy("n1") / "out/anew.csv").write_text(f"{index}, " * (index + 1))
+            await grow(*logs)
+        assert [arrived(name) for name in logs[:2]] == ["line\n", "line\n"]
+        assert not arrived("anew.csv")
+        assert not arrived("part.bin")
+        (place.project / "out/log.txt").write_text("edited")
+        for _ in range(3):
+            await grow(*logs)
+        assert arrived("log.txt") == "edited"
+        await place.store.sync(folder, has_ended=True, has_succeeded=True)
+        assert arrived(logs[1]) == "line\n" * 6
+        assert (place.run / "files/n1/out/log.txt").read_text() == "line\n" * 6
+        assert {*place.store.kept_out} == {"out/log.txt"}
+
+    run(work)
+
+
+def test_data_with_the_suffix_of_a_checkpoint_is_none(place: Place) -> None:
+    """Weights come in the pickle of torch.save; a dataset does not say that it has any."""
+    data = zipped("images and labels").replace(b"weight", b"values")
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt.pt", zipped("one"))
+        place.write("n1", "data/x.pt", data, age_s=30.0)
+        place.write("n1", "data/x.bin", b"tokens: weight, step", age_s=30.0)
+        await place.store.sync(folder)
+        assert (place.project / "data/x.pt").exists()
+        assert script_checkpoint(place.run) == "out/ckpt.pt"
+        (place.copy("n1") / "out/ckpt.pt").unlink()
+
+    run(work)
+    old = json.loads((place.run / "outputs.jsonl").read_text().splitlines()[-1])
+    del old["has_state"]
+    assert Output.read(old) == Output.read(old | {"has_state": True}) is not None
+    assert Output.read(old | {"has_state": 1}) is None
+
+
 def test_a_full_disk_here_leaves_files_on_the_node(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +375,9 @@ def test_a_node_cannot_write_outside_its_job(place: Place) -> None:
     ("a.pt", b"", "cut off"),
     ("a.txt", b"", "unknown"),
     ("a.pkl", b"\x80", "unknown"),
+    ("metrics.json", b'{"loss": [1, 2]}\n', "whole"),
+    ("metrics.json", b'{"loss": [1, 2', "unknown"),
+    ("metrics.json", b"12", "unknown"),
     ("trainer_state.json", b"{}\n", "whole"),
     ("trainer_state.json", b'{"a": ', "cut off"),
     ("a.safetensors", b"\x02\0\0\0\0\0\0\0{}", "whole"),
@@ -698,7 +770,8 @@ def test_a_hostile_file_of_torch_is_not_intact(place: Place, data: bytes) -> Non
     (place.run / outputs.UNPLACED / "x.pt").write_bytes(data)
     tracemalloc.start()
     try:
-        assert not place.store._is_intact([WrittenFile("x.pt", len(data), 1)])
-        assert tracemalloc.get_traced_memory()[1] < 2 * outputs.MAX_ZIP_INDEX_BYTES
+        assert not torch_files.is_intact(place.run / outputs.UNPLACED / "x.pt")
+        assert not torch_files.has_state(place.run / outputs.UNPLACED / "x.pt")
+        assert tracemalloc.get_traced_memory()[1] < 2 * torch_files.MAX_ZIP_INDEX_BYTES
     finally:
         tracemalloc.stop()

@@ -332,6 +332,23 @@ def hosted(served: Served, name: str, folder: Path | None) -> Node:
     return Node(Host(name), served.node.channel, shared_run_dir=here, run_folder=str(folder or ""))
 
 
+def test_files_that_were_set_aside_are_not_called_new(tmp_path: Path) -> None:
+    home = RunDirectory(tmp_path / "run")
+    there = fill(tmp_path / "node", {"new.bin": b"x", ".a.pt.superseded": b"y",
+                                     ".step_1.superseded-2/b.pt": b"z"})  # fmt: skip
+
+    async def work(served: Served) -> None:
+        node = hosted(served, "n1", None)
+        node.copies["code"] = str(there), []
+        notes: list[str] = []
+        results = ResultCollector(home, notes.append, OutputSync(home.path, notes.append))
+        await results.fetch(fleet_of(node))
+        assert [note for note in notes if "1 new file of n1: " in note]
+        assert [note for note in notes if "2 files of n1, set aside for rank 0's: " in note]
+
+    run(work)
+
+
 def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), fill(tmp_path / "node", MODEL)
 

@@ -184,6 +184,7 @@ ANSWERS: dict[str, Schema] = {
     "disk": record(disks=list_of(_DISK)),
     "list_results": record(files=list_of(_FILE, MAX_RESULTS)),
     "list_outputs": record(files=list_of(_WRITTEN_FILE, MAX_RESULTS), latest_us=integer()),
+    "hash_beginning": record(sha256=SHA256),
     "read_block": record({"sha256": SHA256}),
     "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
     "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=FOLDER,

@@ -49,6 +49,7 @@ _CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__
 _RUN_RECORDS = {rundir.PLAN, rundir.EVENTS, rundir.OWNER, rundir.BATCH, rundir.DETACHED,
         rundir.FORECAST}  # fmt: skip
 _NAMES_WITHOUT_SUFFIX = frozenset({"latest"})  # DeepSpeed's pointer to its newest checkpoint
+_LOG_SUFFIXES = _words("csv err jsonl log ndjson out tsv txt")  # programs append lines to them
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
@@ -208,6 +209,35 @@ def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = Fa
     if has_ended and has_last:
         return True
     return age_s >= (SETTLE_S if is_file or has_last else FOLDER_SETTLE_S)
+
+
+def is_log(path: str) -> bool:
+    """Whether programs usually append to a file of this name: its beginning is of use."""
+    name = path.rpartition("/")[2].lower()
+    return _suffix(name) in _LOG_SUFFIXES or _EVENT_FILE.fullmatch(name) is not None
+
+
+def split_growing_logs(groups: dict[str, list[WrittenFile]]) -> dict[str, list[WrittenFile]]:
+    """Takes logs out of groups whose other files have not changed for longer.
+
+    Such a folder is named like a checkpoint, but belongs to a whole training (``epochs10_lr3``).
+    """
+    split: dict[str, list[WrittenFile]] = {}
+    for unit, files in groups.items():
+        logs = [file for file in files if _belongs_to_training(file.path)
+                and file.age_s < FOLDER_SETTLE_S]  # fmt: skip
+        others = [file for file in files if file not in logs]
+        if others and all(file.age_s >= FOLDER_SETTLE_S for file in others):
+            split |= {unit: others, **{file.path: [file] for file in logs}}
+        else:
+            split[unit] = files
+    return split
+
+
+def _belongs_to_training(path: str) -> bool:
+    """Whether a file is a log by its name, and not a vocabulary, for example."""
+    name = path.rpartition("/")[2].lower()
+    return is_log(path) and (_suffix(name) != "txt" or "log" in name)
 
 
 def is_checkpoint(unit: str, paths: Iterable[str]) -> bool:

@@ -44,6 +44,7 @@ class Output:
         mtime_us: Time of its last change on the host, in microseconds since 1970.
         time: When it arrived, in seconds since 1970.
         local_mtime_us: Time of the last change of the file here when it had arrived.
+        has_state: Whether it may hold the state of a model or an optimizer, by its content.
     """
 
     path: str
@@ -54,16 +55,19 @@ class Output:
     mtime_us: int
     time: float
     local_mtime_us: int
+    has_state: bool = True
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> Output | None:
         """Reads a line of the journal; ``None`` if it is another one, or damaged."""
         kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
-                 "mtime_us": int, "time": float, "local_mtime_us": int}  # fmt: skip
+                 "mtime_us": int, "time": float, "local_mtime_us": int,
+                 "has_state": bool}  # fmt: skip
         entry: dict[str, Any] = {field.name: value.get(field.name) for field in fields(cls)}
+        entry["has_state"] = value.get("has_state", True)  # not in lines of earlier versions
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None
-        numbers = [entry[name] for name, kind in kinds.items() if kind is not str]
+        numbers = [entry[name] for name, kind in kinds.items() if kind in (int, float)]
         if not all(0 <= number < _MAX_NUMBER for number in numbers):
             return None
         output = cls(**entry)
@@ -277,7 +281,8 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
         units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
     checkpoints = {unit: files for unit, files in units.items()
                    if unit.rpartition("/")[2] != "training_args.bin"
-                   and is_checkpoint(unit, [file.path for file in files])}  # fmt: skip
+                   and is_checkpoint(unit, [file.path for file in files if file.has_state])
+                   }  # fmt: skip
     resumable = {unit: files for unit, files in checkpoints.items()
                  if unit.rpartition("/")[2] not in _MODEL_FILES}  # fmt: skip
     checkpoints = resumable or checkpoints  # a trained model is one if there is no other

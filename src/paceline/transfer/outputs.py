@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import itertools
 import os
 import re
@@ -28,14 +27,17 @@ from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
     DCP_INDEX,
+    SETTLE_S,
     PathState,
     WrittenFile,
     group_files,
     is_checkpoint,
     is_complete,
+    is_log,
     kept_out_reason,
     name_refusal,
     order_of_arrival,
+    split_growing_logs,
     unit_of,
 )
 from paceline.rundir.outputs import Output, OutputJournal, local_version
@@ -53,6 +55,7 @@ from paceline.spec.rundir import (
 from paceline.transfer.files import send_blocks
 from paceline.transfer.moves import move_file, set_mtime
 from paceline.transfer.results import RESULT_LIMIT, room_problem
+from paceline.transfer.torch_files import has_state, is_intact
 from paceline.transfer.tree import Manifest
 
 Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
@@ -63,9 +66,20 @@ CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
 _NEVER_US = 1 << 52
 PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
 CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
+MIN_GROWTH_S = 10.0  # for which the beginning of a log must not change before it is fetched
+MAX_GROWING_BYTES = 64 << 20  # of a log whose beginning is fetched
+GROWING_BYTES_PER_S = 256 << 10  # on average, since each copy is fetched from the first byte
 MAX_NAMED = 3  # files that a line names
-MAX_ZIP_INDEX_BYTES = 4 << 20  # of a file of torch.save: about 40,000 tensors
 MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """A growing file as it was at a time on the monotonic clock."""
+
+    file: WrittenFile
+    sha256: str
+    noted_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +96,7 @@ class OutputFolder:
         removed: Paths of earlier lists whose files are gone, though they count as outputs.
         fetched: Version of each file that is here, by path.
         fetched_at: When it arrived, on the monotonic clock.
+        beginnings: Files that grow all the time, by path.
     """
 
     host: str
@@ -96,6 +111,7 @@ class OutputFolder:
     removed: set[str] = field(default_factory=set)
     fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched_at: dict[str, float] = field(default_factory=dict)
+    beginnings: dict[str, _Beginning] = field(default_factory=dict)
 
     def on_node(self, path: str) -> str:
         """The path of a file below the folder on the node."""
@@ -160,7 +176,8 @@ class OutputStore:
         if folder.prefix:  # nothing but files of this run is in it
             folder.since_us = 0
         elif folder.is_local:  # a launcher that was killed may not have recorded the last ones
-            folder.since_us = min(self.journal.mark_local_start(folder.since_us), folder.since_us)
+            later_us = folder.since_us + 1  # than all files of the user
+            folder.since_us = min(self.journal.mark_local_start(later_us), later_us)
         if not folder.prefix:  # the latest files of the code may be as late
             folder.fetched |= {file.path: file.version for file in await self.list_files(folder)
                                if self._was_sent(file.path)}  # fmt: skip
@@ -238,10 +255,10 @@ class OutputStore:
                     has_succeeded: bool) -> None:  # fmt: skip
         done = set[str]()
         files = await self.list_files(folder)
-        first = group_files(files).keys()
+        first = split_growing_logs(group_files(files)).keys()
         while True:
             self._record_removed(folder, files)
-            groups = group_files(files)
+            groups = split_growing_logs(group_files(files))
             units = [
                 unit for unit in order_of_arrival(groups)
                 if unit not in done and _is_new(folder, groups[unit])
@@ -250,7 +267,7 @@ class OutputStore:
                      else _is_due(folder, unit, groups[unit]))
             ]  # fmt: skip
             if not units:
-                return
+                break
             batch = {unit: groups[unit] for unit in _batch(units, groups)}
             if folder.is_local:
                 fetched = batch
@@ -262,6 +279,48 @@ class OutputStore:
                 folder.fetched |= {file.path: file.version for file in group}
                 folder.fetched_at |= dict.fromkeys(map(_path, group), time.monotonic())
             files = await self.list_files(folder)
+        if not (has_ended or folder.is_local):
+            await self._fetch_growing(folder, files, share)
+
+    async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile],
+                             share: float) -> None:  # fmt: skip
+        """Fetches the beginnings of logs that change too often to count as complete.
+
+        Only what a log was some time ago, and still begins with: a script that writes the file anew
+        changes it.
+        """
+        growing = {file.path: file for file in files if _grows(folder, file)}
+        groups = split_growing_logs(group_files(files))
+        for path in folder.beginnings.keys() - growing.keys():
+            del folder.beginnings[path]
+        for path, file in growing.items():
+            unit = unit_of(path)
+            if path not in groups or (unit != path and _is_new(folder, groups.get(unit, []))):
+                continue  # a part of a checkpoint, which arrives as a whole
+            beginning = folder.beginnings.get(path)
+            with contextlib.suppress(AgentRefusal):  # it has gone, or is shorter
+                if beginning is None:
+                    answer = await folder.channel.request(
+                        "hash_beginning", root=folder.root, path=folder.on_node(path),
+                        size=file.size,
+                    )  # fmt: skip
+                    now = time.monotonic()
+                    folder.beginnings[path] = _Beginning(file, str(answer["sha256"]), now)
+                elif time.monotonic() - beginning.noted_at >= MIN_GROWTH_S:
+                    del folder.beginnings[path]
+                    await self._fetch_beginning(folder, beginning, share)
+
+    async def _fetch_beginning(self, folder: OutputFolder, beginning: _Beginning,
+                               share: float) -> None:  # fmt: skip
+        group = [beginning.file]
+        (path,) = map(_path, group)
+        if not self.has_room(folder.host, path, group):
+            return
+        hashes = await self.receive(folder, group, share, may_grow=True)
+        if hashes[path] == beginning.sha256:
+            await asyncio.to_thread(self.place_unit, folder.host, group, hashes)
+            folder.fetched[path] = beginning.file.version
+            folder.fetched_at[path] = time.monotonic()
 
     async def _fetch(self, folder: OutputFolder, batch: Groups, share: float,
                      has_ended: bool) -> Groups:  # fmt: skip
@@ -278,7 +337,8 @@ class OutputStore:
             group = batch[unit]
             has_changed = any(current.get(file.path) != file.version for file in group)
             if (has_ended or not has_changed
-                    or await asyncio.to_thread(self._is_intact, group)):  # fmt: skip
+                    or (len(group) == 1 and await asyncio.to_thread(
+                        is_intact, self._run / UNPLACED / group[0].path))):  # fmt: skip
                 await asyncio.to_thread(self.place_unit, folder.host, group, hashes)
                 fetched[unit] = group
         return fetched
@@ -340,38 +400,26 @@ class OutputStore:
         outputs = []
         for file in itertools.chain.from_iterable(batch.values()):
             name = folder.on_node(file.path)
+            local = Path(folder.root) / name
             outputs.append(Output(
-                file.path, file.size, hash_file(Path(folder.root) / name), folder.host,
-                name if folder.prefix else "", file.mtime_us, round(time.time(), 3), file.mtime_us,
+                file.path, file.size, hash_file(local), folder.host, name if folder.prefix else "",
+                file.mtime_us, round(time.time(), 3), file.mtime_us, has_state(local),
             ))  # fmt: skip
         self.journal.add(outputs)
 
-    def _is_intact(self, group: Sequence[WrittenFile]) -> bool:
-        """Whether a received file of torch.save is intact, though the script has replaced it."""
-        import zipfile
+    async def receive(self, folder: OutputFolder, group: Sequence[WrittenFile], share: float,
+                      *, may_grow: bool = False) -> dict[str, str]:  # fmt: skip
+        """Fetches files into the run directory, where they have no place yet; returns SHA-256.
 
-        if len(group) != 1:
-            return False
-        path = str(self._run / UNPLACED / group[0].path)
-        try:
-            with _BoundedReads(path) as file, zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
-                is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-                # entries that overlap would be read again and again
-                is_plausible = sum(entry.file_size for entry in entries) <= group[0].size
-                return is_stored and is_plausible and archive.testzip() is None
-        except Exception:  # of a hostile file: encrypted, of another version, cut off
-            return False
-
-    async def receive(self, folder: OutputFolder, group: Sequence[WrittenFile],
-                     share: float) -> dict[str, str]:  # fmt: skip
-        """Fetches files into the run directory, where they have no place yet; returns SHA-256."""
+        Args:
+            may_grow: Files may be longer by now; what follows is not fetched.
+        """
         hashes = {}
         for file in group:
             path = f"{UNPLACED}/{file.path}"
             target = await asyncio.to_thread(IncomingFile, str(self._run), path, False)
             try:
-                sha256 = await _fetch_slowly(folder, file, target, share)
+                sha256 = await _fetch_slowly(folder, file, target, share, may_grow)
                 try:
                     await asyncio.to_thread(target.finish, file.size, sha256)
                 except ValueError as problem:
@@ -395,7 +443,8 @@ class OutputStore:
                       or kept_out_reason(file.path, states[file.path]))  # fmt: skip
             place = self._place_outside(host, file.path) if is_out else ""
             outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
-                                  file.mtime_us, round(time.time(), 3), file.mtime_us))  # fmt: skip
+                                  file.mtime_us, round(time.time(), 3), file.mtime_us,
+                                  has_state(self._run / UNPLACED / file.path)))  # fmt: skip
         # Before they are there, they must not count as arrived; then not as files of the user.
         self.journal.add_pending(outputs)
         placed = []
@@ -480,11 +529,17 @@ class OutputStore:
 
     def note_kept_out(self) -> None:
         """Names the files that did not arrive in the project."""
-        if kept_out := self.kept_out:
-            places = [short(self._run / place) for place in kept_out.values()]
-            self._note(f"paceline: {pluralize(len(kept_out), 'file')} of the script did not replace"
-                       f" files of yours: {format_paths(places)}")  # fmt: skip
-            kept_out.clear()
+        places: dict[bool, list[str]] = {True: [], False: []}
+        for path, place in self.kept_out.items():
+            is_taken = self.project is not None and os.path.lexists(self.project / path)
+            places[is_taken].append(short(self._run / place))
+        self.kept_out.clear()
+        if taken := places[True]:
+            self._note(f"paceline: {pluralize(len(taken), 'file')} of the script did not replace"
+                       f" files of yours: {format_paths(taken)}")  # fmt: skip
+        if others := places[False]:
+            self._note(f"paceline: {pluralize(len(others), 'file')} of the script, which may not be"
+                       f" put into the project: {format_paths(others)}")  # fmt: skip
 
     # --- to other nodes ----------------------------------------------------------------------
 
@@ -584,32 +639,20 @@ class OutputStore:
                 if folder.fetched.get(file.path) == file.version}  # fmt: skip
 
 
-class _BoundedReads(io.FileIO):
-    """A file of which no more is held in memory than the index of a checkpoint takes."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Reads as usual. ValueError if that could be too much."""
-        rest = os.fstat(self.fileno()).st_size - self.tell()
-        wanted = rest if size is None or size < 0 else min(size, rest)
-        if wanted > MAX_ZIP_INDEX_BYTES:
-            raise ValueError(f"{wanted} bytes at once")
-        return super().read(wanted) or b""
-
-
 def format_paths(paths: Sequence[str]) -> str:
     """Lists the first paths, with an ellipsis if there are more."""
     return ", ".join(paths[:MAX_NAMED]) + (", …" if len(paths) > MAX_NAMED else "")
 
 
 async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,
-                        share: float) -> str:  # fmt: skip
+                        share: float, may_grow: bool) -> str:  # fmt: skip
     """Fetches a file block by block, with pauses; returns its hash as the node says."""
     sha256 = ""
     for offset in range(0, max(file.size, 1), BLOCK_BYTES):
         count, started_at = min(BLOCK_BYTES, file.size - offset), time.monotonic()
         answer, data = await folder.channel.request_with_blob(
             "read_block", root=folder.root, path=folder.on_node(file.path), offset=offset,
-            count=count, last=offset + count == file.size,
+            count=count, last=offset + count == file.size, may_grow=may_grow,
         )  # fmt: skip
         await asyncio.to_thread(target.add, offset, data)
         sha256 = str(answer.get("sha256", ""))
@@ -655,6 +698,16 @@ def _is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile]) -> bo
     earliest = time.monotonic() - pause_s
     is_recent = any(folder.fetched_at.get(file.path, earliest) > earliest for file in group)
     return not is_recent and is_complete(unit, group)
+
+
+def _grows(folder: OutputFolder, file: WrittenFile) -> bool:
+    """Whether a file is a log that changes all the time, and its last copy is old enough."""
+    pause_s = max(PAUSE_S, file.size / GROWING_BYTES_PER_S)
+    fetched_at = folder.fetched_at.get(file.path)
+    is_due = fetched_at is None or time.monotonic() - fetched_at >= pause_s
+    is_new = folder.fetched.get(file.path) != file.version
+    is_growing = is_log(file.path) and 0 < file.size <= MAX_GROWING_BYTES
+    return is_growing and file.age_s < SETTLE_S and is_new and is_due
 
 
 def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import stat
 import struct
 import time
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
+_SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))
 UNCOLLECTED = ".uncollected"  # in a run's folder: files whose launcher was lost before it had them
 SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg")
 MAX_HEADER_BYTES = 64 << 20
+MAX_JSON_BYTES = 256 << 10  # of a file that is parsed
 MAX_VERDICTS = 10_000
 _CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp")
 _END_OF_ZIP, _END_OF_ZIP_BYTES, _ZIP_TAIL_BYTES = b"PK\5\6", 22, 1 << 10
@@ -86,12 +90,14 @@ def _state(path: str, status: os.stat_result) -> str:
 
 
 def file_state(path: str, size: int) -> str:
-    """Returns whether a file of torch.save, safetensors or the Trainer has its end.
+    """Returns whether a file of torch.save, safetensors, the Trainer or JSON has its end.
 
     ``whole`` if it has, ``cut off`` if it has not, ``unknown`` for all other formats.
     """
     if not size:
         return "cut off" if path.endswith(_CHECKPOINT_SUFFIXES) else "unknown"
+    if path.endswith(".json") and not path.endswith("/trainer_state.json"):
+        return "whole" if is_whole_json(path) else "unknown"
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if path.endswith("/trainer_state.json"):  # of the Trainer, which writes it last
@@ -123,6 +129,19 @@ def _has_all_tensors(fd: int, header_bytes: int, size: int) -> bool:
     return False
 
 
+def is_whole_json(path: str) -> bool:
+    """Whether a small file is an object or a list in JSON, from its first byte to its last."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES or data.lstrip()[:1] not in (b"{", b"["):
+        return False
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(data)
+        return True
+    return False
+
+
 def superseded_path(root: str, path: str) -> str:
     """Returns a free hidden path beside a file or folder."""
     parent, _, name = path.rpartition("/")
@@ -134,6 +153,11 @@ def superseded_path(root: str, path: str) -> str:
         if not os.path.lexists(os.path.join(root, candidate)):
             return candidate
         number += 1
+
+
+def is_superseded(path: str) -> bool:
+    """Whether a file, or a folder above it, was renamed to a name of :func:`superseded_path`."""
+    return any(_SUPERSEDED_NAME.fullmatch(name) for name in path.split("/"))
 
 
 def _job_root(agent: Agent, request: Message) -> str:
@@ -153,6 +177,18 @@ def list_outputs(agent: Agent, request: Message, _: bytes) -> None:
     if Path(root).parent in agent.folders and since_us <= latest_us:
         agent.output_roots[root] = since_us
     agent.reply(request, files=files, latest_us=latest_us)
+
+
+@in_thread
+def hash_beginning(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers the SHA-256 of the first ``size`` bytes of ``path`` below the job's ``root``."""
+    fd = safe_paths.open_file(_job_root(agent, request), request["path"], os.O_RDONLY)
+    digest, rest = hashlib.sha256(), request["size"]
+    with os.fdopen(fd, "rb") as file:
+        while rest and (block := file.read(min(rest, snapshot.BLOCK_BYTES))):
+            digest.update(block)
+            rest -= len(block)
+    agent.reply(request, sha256=digest.hexdigest())
 
 
 def keep_uncollected(agent: Agent) -> None:
@@ -204,6 +240,7 @@ def put_output(agent: Agent, request: Message, blob: bytes) -> None:
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "list_outputs": list_outputs,
+    "hash_beginning": hash_beginning,
     "discard_uncollected": discard_uncollected,
     "set_outputs_aside": set_outputs_aside,
     "put_output": put_output,

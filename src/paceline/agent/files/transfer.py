@@ -70,7 +70,8 @@ class Downloads:
         """Reads the next block of a file; with the last one, returns the file's hash.
 
         Args:
-            request: ``root``, ``path`` (below it), ``offset``, ``count`` (bytes) and ``last``.
+            request: ``root``, ``path`` (below it), ``offset``, ``count`` (bytes) and ``last``;
+                perhaps ``may_grow``: the file may be longer than the launcher expects.
 
         Raises:
             ValueError: The file's size is not the one that the launcher expects.
@@ -83,7 +84,8 @@ class Downloads:
             self._open[key] = file, digest
             return {}, data
         with file:
-            if len(data) != request["count"] or file.read(1):
+            is_longer = not request.get("may_grow") and file.read(1)
+            if len(data) != request["count"] or is_longer:
                 raise ValueError("%s changed while it was read" % request["path"])
         return {"sha256": digest.hexdigest()}, data
 

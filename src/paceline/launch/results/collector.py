@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.agent.files.outputs import is_superseded
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
 from paceline.launch.results.outputs import OutputSync
@@ -19,6 +20,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure
+from paceline.spec.formatting import pluralize
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
@@ -219,9 +221,13 @@ class ResultCollector:
             place = target / names.FETCHED / names.safe_name(node.name)
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place,
                                                 known.__contains__)  # fmt: skip
-            if fetched:
-                count = f"{len(fetched)} new file{'s' * (len(fetched) > 1)}"
+            superseded = [path for path in fetched if is_superseded(path)]
+            if len(fetched) > len(superseded):
+                count = pluralize(len(fetched) - len(superseded), "new file")
                 self._note(f"paceline: {count} of {node.name}: {short(place)}")
+            if superseded:
+                self._note(f"paceline: {pluralize(len(superseded), 'file')} of {node.name}, set"
+                           f" aside for rank 0's: {short(place)}, under hidden names")  # fmt: skip
 
     async def _fetch_run_files(self, node: Node, folder: str) -> None:
         known = await self._outputs.known_paths(node, folder)

@@ -334,8 +334,8 @@ def hosted(served: Served, name: str, folder: Path | None) -> Node:
 
 def test_files_that_were_set_aside_are_not_called_new(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path / "run")
-    there = fill(tmp_path / "node", {"new.bin": b"x", ".a.pt.superseded": b"y",
-                                     ".step_1.superseded-2/b.pt": b"z"})  # fmt: skip
+    there = fill(tmp_path / "job/code", {"new.bin": b"x", ".a.pt.superseded": b"y",
+                                         ".step_1.superseded-2/b.pt": b"z"})  # fmt: skip
 
     async def work(served: Served) -> None:
         node = hosted(served, "n1", None)
@@ -347,6 +347,31 @@ def test_files_that_were_set_aside_are_not_called_new(tmp_path: Path) -> None:
         assert [note for note in notes if "2 files of n1, set aside for rank 0's: " in note]
 
     run(work)
+
+
+def test_files_outside_the_project_arrive_before_the_jobs_folder_is_removed(
+    tmp_path: Path,
+) -> None:
+    """A script may write to ``../out``, which is beside the copy of the code on a host."""
+    home = RunDirectory(tmp_path / "run")
+    job = fill(tmp_path / "job", {"code/train.py": b"x", "paceline/a.py": b"y", ".own": b"z",
+                                  "out/step_1/w.pt": b"w"})  # fmt: skip
+
+    async def work(served: Served) -> None:
+        node = hosted(served, "n1", None)
+        node.copies["code"] = (
+            str(job / "code"),
+            [["train.py", hashlib.sha256(b"x").hexdigest(), 0o644, 1]],
+        )
+        notes: list[str] = []
+        results = ResultCollector(home, notes.append, OutputSync(home.path, notes.append))
+        await results.fetch(fleet_of(node))
+        assert len(notes) == 1
+        assert "1 file that the script wrote outside the project on n1: " in notes[0]
+
+    run(work)
+    arrived = [path for path in (home.path / "files").rglob("*") if path.is_file()]
+    assert arrived == [home.path / "files/n1/outside-project/out/step_1/w.pt"]
 
 
 def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:

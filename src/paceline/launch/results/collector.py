@@ -24,6 +24,8 @@ from paceline.spec.formatting import pluralize
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
+BESIDE = "outside-project"  # in the folder for files of a host: those of ``../``
+_PACKAGE = "paceline"  # in a job's folder: the parts of Paceline that hosts need
 MAX_OVERFLOWS = 100  # folders in which models were saved for lack of room
 
 
@@ -228,6 +230,23 @@ class ResultCollector:
             if superseded:
                 self._note(f"paceline: {pluralize(len(superseded), 'file')} of {node.name}, set"
                            f" aside for rank 0's: {short(place)}, under hidden names")  # fmt: skip
+
+            await self._fetch_beside(node, root)
+
+    async def _fetch_beside(self, node: Node, root: str) -> None:
+        """Fetches what a script wrote to ``../``, in the job's folder, which the agent removes."""
+        folder = root.rpartition("/")[0]
+        copies = {copy.rpartition("/")[2] for copy, _ in node.copies.values()} | {_PACKAGE}
+        place = self._directory.path / names.FETCHED / names.safe_name(node.name) / BESIDE
+
+        def is_of_job(path: str) -> bool:
+            return path.startswith(".") or path.split("/")[0] in copies
+
+        fetched = await self._fetcher.fetch(node.channel, folder, None, place, is_of_job)
+        if fetched:
+            self._note(f"paceline: {pluralize(len(fetched), 'file')} that the script wrote outside"
+                       f" the project on {node.name}: {short(place)}. Hosts do not get such files"
+                       " at the next start")  # fmt: skip
 
     async def _fetch_run_files(self, node: Node, folder: str) -> None:
         known = await self._outputs.known_paths(node, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from paceline.train import communication_hook
 from paceline.train.ddp import scripts
 from paceline.train.ddp.exchange import ScriptExchange
 
+PREPARATION_S = 3.0  # of rank 0, before the first step
 METHODS = ("fp16", "bf16", "int8", "int4", "auto")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -293,6 +295,8 @@ def watched(found: dict[str, Any]) -> None:
     replica_watch.ReplicaWatch(reports.append).install()
     model, probe = made(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if dist.get_rank() == 0:
+        time.sleep(PREPARATION_S)
     for number, (inputs, targets) in enumerate(batches(30)):
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()

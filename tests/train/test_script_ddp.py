@@ -106,7 +106,8 @@ def test_replicas_report_timings(folder: Path) -> None:
     for rank in messages:
         (one,) = [one for one in rank if one["event"] == script_timings.REPORT]
         assert one["step"] == 6
-        assert 0 <= one["stall_s"] <= one["moving_s"]
+        # not the time for which ranks wait in the first step, divided by the number of steps
+        assert 0 <= one["stall_s"] <= one["moving_s"] < 0.3
         assert one["seconds"] > 0
         assert one["bytes"] == 4 * 38_538
 

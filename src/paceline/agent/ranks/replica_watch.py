@@ -10,7 +10,7 @@ import functools
 import sys
 import time
 import weakref
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, NamedTuple
 
 from .checksum import checksum
 from .gradient_watch import on_import
@@ -78,6 +78,31 @@ class ReplicaWatch:
             replica.before_step(torch, optimizer)
 
 
+class _Sums(NamedTuple):
+    """What DDP has measured of some steps.
+
+    Attributes:
+        num_steps: The first ten steps, and then one in a hundred.
+        moving_s: From the first exchange of gradients to the end of the last, in all these steps.
+        overlap_s: The part of it in which the backward pass went on.
+    """
+
+    num_steps: int
+    moving_s: float
+    overlap_s: float
+
+    @classmethod
+    def read(cls, timings: Dict[str, Any]) -> "_Sums":
+        """Reads DDP's logging data; KeyError if it has no timings."""
+        step = int(timings["iteration"])
+        num_steps = min(step, 10) + step // 100
+        return cls(
+            num_steps,
+            timings["avg_backward_comm_time"] / 1e9 * num_steps,
+            timings["avg_backward_compute_comm_overlap_time"] / 1e9 * num_steps,
+        )
+
+
 class _Replica:
     """One model: its steps are those of the optimizers that have parameters of it.
 
@@ -97,6 +122,7 @@ class _Replica:
         self._step, self._interval = -1, 0  # until it is known, how long a step takes
         self._cost_s, self._start_s, self._start_step = 0.0, 0.0, 0
         self._first_step_s = self._last_report_s = 0.0
+        self._first_sums = _Sums(0, 0.0, 0.0)  # in the first steps, ranks wait for preparations
 
     def before_step(self, torch: Any, optimizer: Any) -> None:
         model = self._model()
@@ -114,21 +140,29 @@ class _Replica:
         if self._step <= FIRST_TIMED_STEP:
             self._first_step_s = self._last_report_s = current_s
         is_due = current_s - self._last_report_s > TIMINGS_INTERVAL_S
-        if self._step <= FIRST_TIMED_STEP or not (is_due or self._step == LAST_TIMED_STEP):
+        if self._step < FIRST_TIMED_STEP or not (
+            is_due or self._step in (FIRST_TIMED_STEP, LAST_TIMED_STEP)
+        ):
             return
         self._last_report_s = current_s
         try:
             timings = model._get_ddp_logging_data()
-            moving_s = timings["avg_backward_comm_time"] / 1e9
-            overlap_s = timings["avg_backward_compute_comm_overlap_time"] / 1e9
+            sums = _Sums.read(timings)
             size = int(timings["total_parameter_size_bytes"])
         except Exception:  # not in this torch, or not for this model
             self.measures = False
             return
+        if self._step == FIRST_TIMED_STEP:
+            self._first_sums = sums
+        num_steps = sums.num_steps - self._first_sums.num_steps
+        if num_steps <= 0:
+            return
+        moving_s = (sums.moving_s - self._first_sums.moving_s) / num_steps
+        overlap_s = (sums.overlap_s - self._first_sums.overlap_s) / num_steps
         self._report(
             {
                 "kind": "event", "event": TIMINGS, "replica": self._number, "step": self._step,
-                "members": self._members, "bytes": size, "moving_s": moving_s,
+                "members": self._members, "bytes": size, "moving_s": max(0.0, moving_s),
                 "stall_s": max(0.0, moving_s - overlap_s),
                 "seconds": (current_s - self._first_step_s) / (self._step - FIRST_TIMED_STEP),
             }

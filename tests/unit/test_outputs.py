@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 import time
 import tracemalloc
 import zipfile
@@ -474,6 +475,63 @@ def test_what_a_lost_launcher_had_not_fetched_comes_at_the_next_start(place: Pla
         await served.ask("discard_uncollected", root=str(kept.parent))
         assert kept.parent.exists()
         assert not kept.exists()
+
+    run(work)
+
+
+def test_two_nodes_have_files_that_a_lost_launcher_had_not_fetched(place: Place) -> None:
+    """Rank 0 was on one, then on the other. The newest arrive, and none gets in another's way."""
+    keys = ("0123456789abcdef01234567", "89abcdef0123456701234567")
+
+    async def work(served: Served) -> None:
+        folders = []
+        for key, text in zip(keys, ("old", "new"), strict=True):
+            kept = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+            served.agent.run_keys[key] = []
+            for name in ("a.pt", "b.pt", f"{text}.pt"):
+                (kept / "out/step_1").mkdir(parents=True, exist_ok=True)
+                (kept / "out/step_1" / name).write_bytes(zipped(text * 1000))
+                age_s = 30.0 if text == "new" else 60.0
+                os.utime(kept / "out/step_1" / name, (time.time() - age_s,) * 2)
+            (kept / "out/step_1/trainer_state.json").write_text("{}")
+            os.utime(kept / "out/step_1/trainer_state.json", (time.time() - 90.0,) * 2)
+            folders.append(OutputFolder("n1", served.node.channel, str(kept)))
+        store = place.fresh_store()
+        empty = OutputFolder("n2", served.node.channel, str(place.copy("n2")))
+        await store.open_folder(empty)
+        await asyncio.gather(*map(store.fetch_uncollected, folders), store.sync(empty))
+        arrived = place.project / "out/step_1"
+        assert {path.name for path in arrived.iterdir()} == {
+            "a.pt", "b.pt", "new.pt", "old.pt", "trainer_state.json"
+        }  # fmt: skip
+        assert (arrived / "a.pt").read_bytes() == zipped("new" * 1000)
+
+    run(work)
+
+
+def test_a_cancelled_copy_puts_received_files_into_their_places_first(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placing = threading.Event()
+    place_unit = place.store.place_unit
+
+    def place_slowly(*args: Any) -> None:
+        placing.set()
+        time.sleep(0.1)
+        place_unit(*args)
+
+    monkeypatch.setattr(place.store, "place_unit", place_slowly)
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt_1.pt", zipped("one"))
+        watching = asyncio.ensure_future(place.store.sync(folder))
+        await asyncio.to_thread(placing.wait)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+        assert script_checkpoint(place.run) == "out/ckpt_1.pt"
+        assert await place.store.known_paths(folder) >= {"out/ckpt_1.pt"}
 
     run(work)
 

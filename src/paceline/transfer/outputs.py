@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -141,6 +141,7 @@ class OutputStore:
         self.journal.compact()
         self._run, self._note = run, note
         self.noted = set[str]()
+        self._is_receiving = asyncio.Lock()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
@@ -228,10 +229,17 @@ class OutputStore:
             has_ended: No rank writes any more: only checkpoints may be incomplete.
             has_succeeded: The ranks have ended well: every file is complete.
         """
-        try:
+        async with self._receiving():
             await self._sync(folder, share, has_ended, has_succeeded)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, self._run / UNPLACED, ignore_errors=True)
+
+    @contextlib.asynccontextmanager
+    async def _receiving(self) -> AsyncIterator[None]:
+        """Receives files of one folder at a time: two may have files of the same path."""
+        async with self._is_receiving:
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(shutil.rmtree, self._run / UNPLACED, ignore_errors=True)
 
     async def fetch_uncollected(self, folder: OutputFolder) -> tuple[list[str], bool]:
         """Fetches complete files that are newer than those of the same paths that have arrived.
@@ -239,13 +247,14 @@ class OutputStore:
         Returns:
             The paths of the fetched files, and whether no complete file is left on the node.
         """
-        files = await self.list_files(folder)
-        for file in files:
-            known = self.journal.outputs.get(file.path)
-            if known is not None and file.mtime_us <= known.mtime_us:
-                folder.fetched[file.path] = file.version
-        old = dict(folder.fetched)
-        await self.sync(folder, has_ended=True)
+        async with self._receiving():
+            files = await self.list_files(folder)
+            for file in files:
+                known = self.journal.outputs.get(file.path)
+                if known is not None and file.mtime_us <= known.mtime_us:
+                    folder.fetched[file.path] = file.version
+            old = dict(folder.fetched)
+            await self._sync(folder, 1.0, has_ended=True, has_succeeded=False)
         left = [unit for unit, group in group_files(files).items() if _is_new(folder, group)
                 and _is_final(unit, group, has_succeeded=False)]  # fmt: skip
         return sorted(path for path, version in folder.fetched.items()
@@ -318,8 +327,7 @@ class OutputStore:
             return
         hashes = await self.receive(folder, group, share, may_grow=True)
         if hashes[path] == beginning.sha256:
-            await asyncio.to_thread(self.place_unit, folder.host, group, hashes)
-            folder.fetched[path] = beginning.file.version
+            await self._place_received(folder, group, hashes)
             folder.fetched_at[path] = time.monotonic()
 
     async def _fetch(self, folder: OutputFolder, batch: Groups, share: float,
@@ -339,25 +347,40 @@ class OutputStore:
             if (has_ended or not has_changed
                     or (len(group) == 1 and await asyncio.to_thread(
                         is_intact, self._run / UNPLACED / group[0].path))):  # fmt: skip
-                await asyncio.to_thread(self.place_unit, folder.host, group, hashes)
+                await self._place_received(folder, group, hashes)
                 fetched[unit] = group
         return fetched
+
+    async def _place_received(self, folder: OutputFolder, group: Sequence[WrittenFile],
+                              hashes: Mapping[str, str]) -> None:  # fmt: skip
+        """Moves received files to their places, also if the caller is cancelled meanwhile.
+
+        The thread would go on, and would meet the next files that are received.
+        """
+        placing = asyncio.ensure_future(
+            asyncio.to_thread(self.place_unit, folder.host, group, hashes)
+        )
+        try:
+            await asyncio.shield(placing)
+        except asyncio.CancelledError:
+            await asyncio.wait([placing])
+            raise
+        finally:
+            if placing.done() and not placing.cancelled() and placing.exception() is None:
+                folder.fetched |= {file.path: file.version for file in group}
 
     async def fetch_shards(self, folder: OutputFolder) -> None:
         """Fetches shards of checkpoints whose index has arrived from rank 0's node."""
         outputs = self.journal.outputs
         indexed = {_parent(path) for path, output in outputs.items()
                    if path.endswith(f"/{DCP_INDEX}") and not output.place}  # fmt: skip
-        for file in await self.list_files(folder):
-            is_shard = file.path.endswith(".distcp") and _parent(file.path) in indexed
-            if (
-                is_shard
-                and file.path not in outputs
-                and self.has_room(folder.host, file.path, [file])
-            ):
-                hashes = await self.receive(folder, [file], 1.0)
-                await asyncio.to_thread(self.place_unit, folder.host, [file], hashes)
-                folder.fetched[file.path] = file.version
+        shards = [file for file in await self.list_files(folder) if file.path not in outputs
+                  and file.path.endswith(".distcp") and _parent(file.path) in indexed]  # fmt: skip
+        async with self._receiving():
+            for file in shards:
+                if self.has_room(folder.host, file.path, [file]):
+                    hashes = await self.receive(folder, [file], 1.0)
+                    await self._place_received(folder, [file], hashes)
 
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}

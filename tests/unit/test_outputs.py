@@ -730,12 +730,14 @@ def test_a_later_run_replaces_what_an_earlier_one_wrote(place: Place) -> None:
         place.store = OutputStore(place.run, place.notes.append)
         sent = ["train.py", "out/ckpt.pt", "out/mine.pt"]
         place.store.set_code(place.project, [[path, "", 0, 4] for path in sent])
+        assert not script_checkpoint(place.run)  # this run has none yet
         folder = await place.folder(served, "n1")
         place.write("n1", "out/ckpt.pt", zipped("second"), age_s=-60.0)
         place.write("n1", "out/mine.pt", zipped("second"), age_s=-60.0)
         await place.store.sync(folder, has_ended=True)
         assert (place.project / "out/ckpt.pt").read_bytes() == zipped("second")
         assert (place.project / "out/mine.pt").read_bytes() == b"changed here"
+        assert script_checkpoint(place.run)
 
     run(work)
 

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class Output:
         mtime_us: Time of its last change on the host, in microseconds since 1970.
         time: When it arrived, in seconds since 1970.
         local_mtime_us: Time of the last change of the file here when it had arrived.
-        has_state: Whether it may hold the state of a model or an optimizer, by its content.
+        has_state: Whether it may hold the state of a model or an optimizer in this run, by its
+            content.
     """
 
     path: str
@@ -218,7 +219,7 @@ class OutputJournal(OutputRecords):
             for path in journal.outputs.keys() & paths - self.outputs.keys() - adopted.keys():
                 output = journal.outputs[path]
                 if not output.place and output.is_unchanged(other, project):
-                    adopted[path] = output
+                    adopted[path] = replace(output, has_state=False)  # not this run's checkpoint
         self.add([*adopted.values()])
         return set(adopted)
 

@@ -13,6 +13,7 @@ from paceline.rundir.output_rules import (
     kept_out_reason,
     order_of_arrival,
     split_growing_logs,
+    superseded_units,
     unit_of,
 )
 
@@ -132,6 +133,24 @@ def test_what_stops_changing_is_complete(
     assert is_complete(unit, group) is complete
     has_last = any("trainer_state" in file.path or ".metadata" in file.path for file in group)
     assert is_complete(unit, group, has_ended=True) is (complete or has_last)
+
+
+def test_a_checkpoint_is_complete_once_the_next_one_has_begun() -> None:
+    """A script that crashes while it saves has not changed the one before for some seconds."""
+
+    def written(unit: str, *times: int) -> list[WrittenFile]:
+        return [WrittenFile(f"{unit}/{time}.pt", 1, time, 1.0, "whole") for time in times]
+
+    groups = {unit: written(unit, *times) for unit, times in
+              {"a/step_1": (1, 2), "a/step_2": (3, 4), "a/step_3": (4, 5), "b/step_4": (6, 7),
+               "c/step_1": (1, 4), "c/step_2": (3, 5)}.items()}  # fmt: skip
+    assert superseded_units(groups) == {"a/step_1", "a/step_2"}
+    group = groups["a/step_1"]
+    assert not is_complete("a/step_1", group, has_ended=True)
+    assert is_complete("a/step_1", group, has_ended=True, is_superseded=True)
+    assert not is_complete("a/step_1", group, is_superseded=True)
+    cut_off = [WrittenFile("a/step_1/x.pt", 1, 1, 1.0, "cut off"), *group]
+    assert not is_complete("a/step_1", cut_off, has_ended=True, is_superseded=True)
 
 
 def test_the_newest_arrives_first_and_checkpoints_are_told_by_name() -> None:

@@ -193,11 +193,30 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = False) -> bool:
+def series_of(unit: str) -> str:
+    """What the names of a script's successive checkpoints have in common."""
+    return re.sub(r"[0-9]+", "", unit)
+
+
+def superseded_units(groups: dict[str, list[WrittenFile]]) -> set[str]:
+    """The checkpoints after which the script has begun another one of the same series."""
+    superseded = set[str]()
+    starts_us: dict[str, int] = {}  # of the latest checkpoint of each series
+    for unit in order_of_arrival(groups):
+        series, files = series_of(unit), groups[unit]
+        if max(file.mtime_us for file in files) <= starts_us.get(series, -1):
+            superseded.add(unit)
+        starts_us.setdefault(series, min(file.mtime_us for file in files))
+    return superseded
+
+
+def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = False,
+                is_superseded: bool = False) -> bool:  # fmt: skip
     """Whether a file, or all files of a checkpoint folder, have been written to their end.
 
     Args:
         has_ended: No process writes any more: a file that is written last proves it.
+        is_superseded: The script has begun the next checkpoint.
     """
     if not all(file.is_whole for file in files):
         return False
@@ -206,7 +225,8 @@ def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = Fa
     if is_file and files[0].state == "whole":
         return True  # even if the script replaces it again and again
     has_last = any(file.path.rpartition("/")[2] in _LAST_FILES for file in files)
-    if has_ended and has_last:
+    needs_index = any(file.path.endswith(".distcp") for file in files)
+    if has_ended and (has_last or (is_superseded and not needs_index)):
         return True
     return age_s >= (SETTLE_S if is_file or has_last else FOLDER_SETTLE_S)
 

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import itertools
 import os
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -37,7 +36,9 @@ from paceline.rundir.output_rules import (
     kept_out_reason,
     name_refusal,
     order_of_arrival,
+    series_of,
     split_growing_logs,
+    superseded_units,
     unit_of,
 )
 from paceline.rundir.outputs import Output, OutputJournal, local_version
@@ -255,8 +256,10 @@ class OutputStore:
                     folder.fetched[file.path] = file.version
             old = dict(folder.fetched)
             await self._sync(folder, 1.0, has_ended=True, has_succeeded=False)
-        left = [unit for unit, group in group_files(files).items() if _is_new(folder, group)
-                and _is_final(unit, group, has_succeeded=False)]  # fmt: skip
+        groups = group_files(files)
+        superseded = superseded_units(groups)
+        left = [unit for unit, group in groups.items() if _is_new(folder, group)
+                and _is_final(unit, group, False, unit in superseded)]  # fmt: skip
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
@@ -268,11 +271,12 @@ class OutputStore:
         while True:
             self._record_removed(folder, files)
             groups = split_growing_logs(group_files(files))
+            superseded = superseded_units(groups)
             units = [
                 unit for unit in order_of_arrival(groups)
                 if unit not in done and _is_new(folder, groups[unit])
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
-                and (_is_final(unit, groups[unit], has_succeeded) if has_ended
+                and (_is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
                      else _is_due(folder, unit, groups[unit]))
             ]  # fmt: skip
             if not units:
@@ -402,7 +406,7 @@ class OutputStore:
         groups = group_files(written)
         for unit in reversed(order_of_arrival(groups)):
             if is_checkpoint(unit, map(_path, groups[unit])):
-                newest[re.sub(r"[0-9]+", "", unit)] = groups[unit]
+                newest[series_of(unit)] = groups[unit]
         return {file.path for group in newest.values() for file in group}
 
     def has_room(self, host: str, unit: str, group: Sequence[WrittenFile]) -> bool:
@@ -733,11 +737,12 @@ def _grows(folder: OutputFolder, file: WrittenFile) -> bool:
     return is_growing and file.age_s < SETTLE_S and is_new and is_due
 
 
-def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool) -> bool:
+def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
+              is_superseded: bool) -> bool:  # fmt: skip
     """Whether a group is complete after the ranks have ended, perhaps while they saved."""
     if has_succeeded or not is_checkpoint(unit, map(_path, group)):
         return all(file.is_whole for file in group)
-    return is_complete(unit, group, has_ended=True)
+    return is_complete(unit, group, has_ended=True, is_superseded=is_superseded)
 
 
 def _is_of_run(path: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.rundir.output_rules import (
@@ -149,6 +151,9 @@ def test_a_checkpoint_is_complete_once_the_next_one_has_begun() -> None:
     assert not is_complete("a/step_1", group, has_ended=True)
     assert is_complete("a/step_1", group, has_ended=True, is_superseded=True)
     assert not is_complete("a/step_1", group, is_superseded=True)
+    settled = [replace(file, age_s=3.1) for file in group]
+    assert is_complete("a/step_1", settled, is_superseded=True)
+    assert not is_complete("a/step_1", settled)
     cut_off = [WrittenFile("a/step_1/x.pt", 1, 1, 1.0, "cut off"), *group]
     assert not is_complete("a/step_1", cut_off, has_ended=True, is_superseded=True)
 

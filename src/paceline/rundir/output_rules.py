@@ -226,9 +226,10 @@ def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = Fa
         return True  # even if the script replaces it again and again
     has_last = any(file.path.rpartition("/")[2] in _LAST_FILES for file in files)
     needs_index = any(file.path.endswith(".distcp") for file in files)
-    if has_ended and (has_last or (is_superseded and not needs_index)):
+    is_left = has_last or (is_superseded and not needs_index)
+    if has_ended and is_left:
         return True
-    return age_s >= (SETTLE_S if is_file or has_last else FOLDER_SETTLE_S)
+    return age_s >= (SETTLE_S if is_file or is_left else FOLDER_SETTLE_S)
 
 
 def is_log(path: str) -> bool:

@@ -277,7 +277,7 @@ class OutputStore:
                 if unit not in done and _is_new(folder, groups[unit])
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
                 and (_is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
-                     else _is_due(folder, unit, groups[unit]))
+                     else _is_due(folder, unit, groups[unit], unit in superseded))
             ]  # fmt: skip
             if not units:
                 break
@@ -719,12 +719,13 @@ def _is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
     return any(folder.fetched.get(file.path) != file.version for file in group)
 
 
-def _is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile]) -> bool:
+def _is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],
+            is_superseded: bool) -> bool:  # fmt: skip
     """Whether a group is complete, and no version of it has arrived just now."""
     pause_s = CHECKPOINT_PAUSE_S if is_checkpoint(unit, map(_path, group)) else PAUSE_S
     earliest = time.monotonic() - pause_s
     is_recent = any(folder.fetched_at.get(file.path, earliest) > earliest for file in group)
-    return not is_recent and is_complete(unit, group)
+    return not is_recent and is_complete(unit, group, is_superseded=is_superseded)
 
 
 def _grows(folder: OutputFolder, file: WrittenFile) -> bool:

@@ -198,6 +198,8 @@ TOLD: dict[str, list[dict[str, Any]]] = {
     "rank thawed": [{"rank": 0}],
     "leftovers killed": [{"count": 1}],
     "stranger at the store": [{"address": "10.0.0.9"}],
+    "stranger at the tunnels": [{"address": "10.0.0.9"}],
+    "connection altered": [{"address": "10.0.0.9"}],
     "node ended": [{"time": 5.0}],
     "asked to end": [{"time": 5.0}],
     "leaving": [{"reason": "lease", "why": "it ran out", "time": 5.0}],

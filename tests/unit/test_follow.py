@@ -31,7 +31,8 @@ from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import follow
 from paceline.transfer.detached_outputs import adopt_outputs, with_outputs
 from paceline.transfer.follow import Follower, RunState, is_mirrored
-from paceline.transfer.outputs import RUN_PREFIX, OutputStore
+from paceline.transfer.output_folders import RUN_PREFIX
+from paceline.transfer.outputs import OutputStore
 from paceline.transfer.tree import Tree
 
 RUN_ID = "ab" * 6

@@ -26,8 +26,9 @@ from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.output_rules import WrittenFile, unit_of
 from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
-from paceline.transfer import outputs, results, torch_files
-from paceline.transfer.outputs import OutputFolder, OutputStore
+from paceline.transfer import output_folders, outputs, results, torch_files
+from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
+from paceline.transfer.outputs import OutputStore
 from paceline.transfer.tree import Manifest
 
 HOUR_S = 3600.0
@@ -82,8 +83,8 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(outputs, "CHECKPOINT_PAUSE_S", 0.0)
-    monkeypatch.setattr(outputs, "PAUSE_S", 0.0)
+    monkeypatch.setattr(output_folders, "CHECKPOINT_PAUSE_S", 0.0)
+    monkeypatch.setattr(output_folders, "PAUSE_S", 0.0)
     return Place(tmp_path)
 
 
@@ -431,14 +432,14 @@ def test_files_in_the_runs_folder_come_to_the_run_directory_and_go_back(place: P
         (folder / "model").mkdir()
         for name in ("model/model.safetensors", "train.py", "events.jsonl", ".hidden"):
             (folder / name).write_bytes(b"x")
-        node = OutputFolder("n1", served.node.channel, str(folder), prefix=outputs.RUN_PREFIX)
+        node = OutputFolder("n1", served.node.channel, str(folder), prefix=RUN_PREFIX)
         await place.store.open_folder(node)
         await place.store.sync(node, has_ended=True)
         names = sorted(path.name for path in place.run.iterdir() if path.name[0] != ".")
         assert names == ["ckpt_1.pt", "outputs.jsonl"]
         assert script_checkpoint(place.run).endswith("run/ckpt_1.pt")
         (folder / "ckpt_1.pt").rename(folder / "ckpt_2.pt")  # of another rank, on another node
-        again = OutputFolder("n2", served.node.channel, str(folder), prefix=outputs.RUN_PREFIX)
+        again = OutputFolder("n2", served.node.channel, str(folder), prefix=RUN_PREFIX)
         await place.store.open_folder(again)
         await place.store.send(again)
         assert (folder / "ckpt_1.pt").read_bytes() == zipped("one")

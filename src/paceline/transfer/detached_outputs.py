@@ -23,7 +23,8 @@ from paceline.rundir.output_rules import WrittenFile, group_files, order_of_arri
 from paceline.rundir.outputs import MAX_JOURNAL_BYTES, Output, OutputJournal, OutputRecords
 from paceline.spec.errors import NodeError
 from paceline.spec.rundir import FETCHED, OUTPUTS
-from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore
+from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
+from paceline.transfer.outputs import OutputStore
 from paceline.transfer.tree import Tree
 
 LOCK_RETRY_S = 0.2

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.agent.files import safe_paths
@@ -26,13 +26,11 @@ from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
     DCP_INDEX,
-    SETTLE_S,
     PathState,
     WrittenFile,
     group_files,
     is_checkpoint,
     is_complete,
-    is_log,
     kept_out_reason,
     name_refusal,
     order_of_arrival,
@@ -55,68 +53,27 @@ from paceline.spec.rundir import (
 )
 from paceline.transfer.files import send_blocks
 from paceline.transfer.moves import move_file, set_mtime
+from paceline.transfer.output_folders import (
+    RUN_PREFIX,
+    Beginning,
+    Groups,
+    OutputFolder,
+    batch_of,
+    grows,
+    is_due,
+    is_final,
+    is_new,
+)
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.torch_files import has_state, is_intact
 from paceline.transfer.tree import Manifest
 
-Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
-RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
 UNPLACED = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
-MAX_BATCH_BYTES, MAX_BATCH_UNITS = 8 << 20, 500  # after which new files are looked for
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
 _NEVER_US = 1 << 52
-PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
-CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
 MIN_GROWTH_S = 10.0  # for which the beginning of a log must not change before it is fetched
-MAX_GROWING_BYTES = 64 << 20  # of a log whose beginning is fetched
-GROWING_BYTES_PER_S = 256 << 10  # on average, since each copy is fetched from the first byte
 MAX_NAMED = 3  # files that a line names
 MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
-
-
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """A growing file as it was at a time on the monotonic clock."""
-
-    file: WrittenFile
-    sha256: str
-    noted_at: float
-
-
-@dataclass(slots=True, eq=False)
-class OutputFolder:
-    """A folder on a node: the project's, or the one for files of the run.
-
-    Attributes:
-        prefix: Of its paths here: empty for the project, ``RUN_PREFIX`` for files of the run.
-        is_local: It is on this machine: files are already in their place.
-        only_checkpoints: Only these count: no other host takes part, so the code was not listed.
-        since_us: Files that have not changed since are no outputs, on the clock of its disk.
-        opened_at: When that was noted, on the monotonic clock.
-        seen: Paths of the last list.
-        removed: Paths of earlier lists whose files are gone, though they count as outputs.
-        fetched: Version of each file that is here, by path.
-        fetched_at: When it arrived, on the monotonic clock.
-        beginnings: Files that grow all the time, by path.
-    """
-
-    host: str
-    channel: Channel
-    root: str
-    prefix: str = ""
-    is_local: bool = False
-    only_checkpoints: bool = False
-    since_us: int = 0
-    opened_at: float = 0.0
-    seen: set[str] = field(default_factory=set)
-    removed: set[str] = field(default_factory=set)
-    fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
-    fetched_at: dict[str, float] = field(default_factory=dict)
-    beginnings: dict[str, _Beginning] = field(default_factory=dict)
-
-    def on_node(self, path: str) -> str:
-        """The path of a file below the folder on the node."""
-        return path.removeprefix(self.prefix)
 
 
 class OutputStore:
@@ -258,8 +215,8 @@ class OutputStore:
             await self._sync(folder, 1.0, has_ended=True, has_succeeded=False)
         groups = group_files(files)
         superseded = superseded_units(groups)
-        left = [unit for unit, group in groups.items() if _is_new(folder, group)
-                and _is_final(unit, group, False, unit in superseded)]  # fmt: skip
+        left = [unit for unit, group in groups.items() if is_new(folder, group)
+                and is_final(unit, group, False, unit in superseded)]  # fmt: skip
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
@@ -274,14 +231,14 @@ class OutputStore:
             superseded = superseded_units(groups)
             units = [
                 unit for unit in order_of_arrival(groups)
-                if unit not in done and _is_new(folder, groups[unit])
+                if unit not in done and is_new(folder, groups[unit])
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
-                and (_is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
-                     else _is_due(folder, unit, groups[unit], unit in superseded))
+                and (is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
+                     else is_due(folder, unit, groups[unit], unit in superseded))
             ]  # fmt: skip
             if not units:
                 break
-            batch = {unit: groups[unit] for unit in _batch(units, groups)}
+            batch = {unit: groups[unit] for unit in batch_of(units, groups)}
             if folder.is_local:
                 fetched = batch
                 await asyncio.to_thread(self._record_local, folder, batch)
@@ -302,13 +259,13 @@ class OutputStore:
         Only what a log was some time ago, and still begins with: a script that writes the file anew
         changes it.
         """
-        growing = {file.path: file for file in files if _grows(folder, file)}
+        growing = {file.path: file for file in files if grows(folder, file)}
         groups = split_growing_logs(group_files(files))
         for path in folder.beginnings.keys() - growing.keys():
             del folder.beginnings[path]
         for path, file in growing.items():
             unit = unit_of(path)
-            if path not in groups or (unit != path and _is_new(folder, groups.get(unit, []))):
+            if path not in groups or (unit != path and is_new(folder, groups.get(unit, []))):
                 continue  # a part of a checkpoint, which arrives as a whole
             beginning = folder.beginnings.get(path)
             with contextlib.suppress(AgentRefusal):  # it has gone, or is shorter
@@ -318,12 +275,12 @@ class OutputStore:
                         size=file.size,
                     )  # fmt: skip
                     now = time.monotonic()
-                    folder.beginnings[path] = _Beginning(file, str(answer["sha256"]), now)
+                    folder.beginnings[path] = Beginning(file, str(answer["sha256"]), now)
                 elif time.monotonic() - beginning.noted_at >= MIN_GROWTH_S:
                     del folder.beginnings[path]
                     await self._fetch_beginning(folder, beginning, share)
 
-    async def _fetch_beginning(self, folder: OutputFolder, beginning: _Beginning,
+    async def _fetch_beginning(self, folder: OutputFolder, beginning: Beginning,
                                share: float) -> None:  # fmt: skip
         group = [beginning.file]
         (path,) = map(_path, group)
@@ -701,49 +658,6 @@ async def await_checkpoint(channel: Channel, roots: Sequence[str], poll_s: float
             if any(is_checkpoint(unit, map(_path, group)) and is_complete(unit, group)
                    for unit, group in groups.items()):  # fmt: skip
                 return
-
-
-def _batch(units: Sequence[str], groups: Groups) -> list[str]:
-    """The first unit, and further ones if they are small: each batch needs a list of all files."""
-    total, batch = 0, list[str]()
-    for unit in units[:MAX_BATCH_UNITS]:
-        total += sum(file.size for file in groups[unit])
-        if batch and total > MAX_BATCH_BYTES:
-            break
-        batch.append(unit)
-    return batch
-
-
-def _is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
-    """Whether a file of the group is not here in its present version."""
-    return any(folder.fetched.get(file.path) != file.version for file in group)
-
-
-def _is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],
-            is_superseded: bool) -> bool:  # fmt: skip
-    """Whether a group is complete, and no version of it has arrived just now."""
-    pause_s = CHECKPOINT_PAUSE_S if is_checkpoint(unit, map(_path, group)) else PAUSE_S
-    earliest = time.monotonic() - pause_s
-    is_recent = any(folder.fetched_at.get(file.path, earliest) > earliest for file in group)
-    return not is_recent and is_complete(unit, group, is_superseded=is_superseded)
-
-
-def _grows(folder: OutputFolder, file: WrittenFile) -> bool:
-    """Whether a file is a log that changes all the time, and its last copy is old enough."""
-    pause_s = max(PAUSE_S, file.size / GROWING_BYTES_PER_S)
-    fetched_at = folder.fetched_at.get(file.path)
-    is_due = fetched_at is None or time.monotonic() - fetched_at >= pause_s
-    is_new = folder.fetched.get(file.path) != file.version
-    is_growing = is_log(file.path) and 0 < file.size <= MAX_GROWING_BYTES
-    return is_growing and file.age_s < SETTLE_S and is_new and is_due
-
-
-def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
-              is_superseded: bool) -> bool:  # fmt: skip
-    """Whether a group is complete after the ranks have ended, perhaps while they saved."""
-    if has_succeeded or not is_checkpoint(unit, map(_path, group)):
-        return all(file.is_whole for file in group)
-    return is_complete(unit, group, has_ended=True, is_superseded=is_superseded)
 
 
 def _is_of_run(path: str) -> bool:

@@ -330,13 +330,10 @@ class NodeJob:
                 self._read_rank(rank, fd)
                 return
         if self._tunnels is not None and fd in self._tunnels.readers():
-            self._report_stranger("stranger at the tunnels", self._tunnels.accept_rejected())
-            return
-        self._report_stranger("stranger at the store", self.store.accept_rejected())
-
-    def _report_stranger(self, event: str, address: str) -> None:
-        if address:
-            self._post({"event": event, "address": address})
+            if address := self._tunnels.accept_rejected():
+                self._post({"event": "stranger at the tunnels", "address": address})
+        elif address := self.store.accept_rejected():
+            self._post({"event": "stranger at the store", "address": address})
 
     def _read_server(self) -> None:
         assert self._channel is not None

@@ -13,7 +13,8 @@ from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning.planner import Supplies
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize
-from paceline.transfer.outputs import RUN_PREFIX, OutputFolder, OutputStore, format_paths
+from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
+from paceline.transfer.outputs import OutputStore, format_paths
 from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files

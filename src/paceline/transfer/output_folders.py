@@ -1,0 +1,106 @@
+"""Folders on nodes in which a script writes files, and which of these are due to be fetched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.remote.channel import Channel
+from paceline.rundir.output_rules import SETTLE_S, WrittenFile, is_checkpoint, is_complete, is_log
+
+Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
+CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
+GROWING_BYTES_PER_S = 256 << 10  # on average, since each copy is fetched from the first byte
+MAX_BATCH_BYTES, MAX_BATCH_UNITS = 8 << 20, 500  # after which new files are looked for
+MAX_GROWING_BYTES = 64 << 20  # of a log whose beginning is fetched
+PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
+RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A growing file as it was at a time on the monotonic clock."""
+
+    file: WrittenFile
+    sha256: str
+    noted_at: float
+
+
+@dataclass(slots=True, eq=False)
+class OutputFolder:
+    """A folder on a node: the project's, or the one for files of the run.
+
+    Attributes:
+        prefix: Of its paths here: empty for the project, ``RUN_PREFIX`` for files of the run.
+        is_local: It is on this machine: files are already in their place.
+        only_checkpoints: Only these count: no other host takes part, so the code was not listed.
+        since_us: Files that have not changed since are no outputs, on the clock of its disk.
+        opened_at: When that was noted, on the monotonic clock.
+        seen: Paths of the last list.
+        removed: Paths of earlier lists whose files are gone, though they count as outputs.
+        fetched: Version of each file that is here, by path.
+        fetched_at: When it arrived, on the monotonic clock.
+        beginnings: Files that grow all the time, by path.
+    """
+
+    host: str
+    channel: Channel
+    root: str
+    prefix: str = ""
+    is_local: bool = False
+    only_checkpoints: bool = False
+    since_us: int = 0
+    opened_at: float = 0.0
+    seen: set[str] = field(default_factory=set)
+    removed: set[str] = field(default_factory=set)
+    fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
+    fetched_at: dict[str, float] = field(default_factory=dict)
+    beginnings: dict[str, Beginning] = field(default_factory=dict)
+
+    def on_node(self, path: str) -> str:
+        """The path of a file below the folder on the node."""
+        return path.removeprefix(self.prefix)
+
+
+def batch_of(units: Sequence[str], groups: Groups) -> list[str]:
+    """The first unit, and further ones if they are small: each batch needs a list of all files."""
+    total, batch = 0, list[str]()
+    for unit in units[:MAX_BATCH_UNITS]:
+        total += sum(file.size for file in groups[unit])
+        if batch and total > MAX_BATCH_BYTES:
+            break
+        batch.append(unit)
+    return batch
+
+
+def is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
+    """Whether a file of the group is not here in its present version."""
+    return any(folder.fetched.get(file.path) != file.version for file in group)
+
+
+def is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],
+            is_superseded: bool) -> bool:  # fmt: skip
+    """Whether a group is complete, and no version of it has arrived just now."""
+    pause_s = CHECKPOINT_PAUSE_S if is_checkpoint(unit, [file.path for file in group]) else PAUSE_S
+    earliest = time.monotonic() - pause_s
+    is_recent = any(folder.fetched_at.get(file.path, earliest) > earliest for file in group)
+    return not is_recent and is_complete(unit, group, is_superseded=is_superseded)
+
+
+def grows(folder: OutputFolder, file: WrittenFile) -> bool:
+    """Whether a file is a log that changes all the time, and its last copy is old enough."""
+    pause_s = max(PAUSE_S, file.size / GROWING_BYTES_PER_S)
+    fetched_at = folder.fetched_at.get(file.path)
+    is_due = fetched_at is None or time.monotonic() - fetched_at >= pause_s
+    is_new = folder.fetched.get(file.path) != file.version
+    is_growing = is_log(file.path) and 0 < file.size <= MAX_GROWING_BYTES
+    return is_growing and file.age_s < SETTLE_S and is_new and is_due
+
+
+def is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
+              is_superseded: bool) -> bool:  # fmt: skip
+    """Whether a group is complete after the ranks have ended, perhaps while they saved."""
+    if has_succeeded or not is_checkpoint(unit, [file.path for file in group]):
+        return all(file.is_whole for file in group)
+    return is_complete(unit, group, has_ended=True, is_superseded=is_superseded)

@@ -56,6 +56,11 @@ def test_values_of_the_file() -> None:
     assert taken("time", "1:00") == "1:00"
 
 
+def test_options_are_made_once_per_process() -> None:
+    """A recipe looks each of its options up among them."""
+    assert options.settings_registry() is options.settings_registry()
+
+
 # --- --env
 
 

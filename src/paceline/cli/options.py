@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +351,8 @@ def run_options(command: F) -> F:
     return as_settings(launch_options(add_options(command, RUN)))
 
 
-def settings_registry() -> dict[str, click.Option]:
+@functools.cache
+def settings_registry() -> Mapping[str, click.Option]:
     """Returns all settings by key: the options of ``paceline run``."""
 
     def run() -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ def main() -> None:
 
     While the program is imported, there is nothing to clean up: it ends at once.
     """
+    gc.set_threshold(10_000)  # imports make many objects and hardly any garbage
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_handled:  # not ignored, as in a background job of a script
         signal.signal(signal.SIGINT, _exit)

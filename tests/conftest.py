@@ -216,6 +216,8 @@ def _nothing_is_left() -> Iterator[None]:
     before = Belongings.now()
     yield
     deadline = time.monotonic() + PATIENCE_S
+    if Belongings.now().leaked_since(before):
+        gc.collect()  # descriptors in reference cycles would stay open until the next collection
     while leaked := Belongings.now().leaked_since(before):
         if time.monotonic() > deadline:
             pytest.fail("the test left behind:\n  " + "\n  ".join(leaked), pytrace=False)

@@ -675,7 +675,7 @@ def test_hostile_events(tmp_path: Path) -> None:
             return 1
         ranks = [SimpleNamespace(rank=0)]
         plan: Any = SimpleNamespace(master_addr="", master_port=0, closed_store=False, nodes=[
-            SimpleNamespace(host="n2", ranks=ranks)
+            SimpleNamespace(host="n2", address="10.0.0.2", ranks=ranks)
         ])  # fmt: skip
         interrupts: Any = None
         attempt: Any = Attempt(

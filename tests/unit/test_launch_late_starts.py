@@ -12,6 +12,7 @@ from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.rank_states import Start
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController
+from paceline.spec.settings import Setting
 
 
 def test_an_end_is_that_of_a_process_and_not_of_its_place() -> None:
@@ -45,7 +46,8 @@ async def _late_starts() -> None:
     fleet: Any = SimpleNamespace(nodes=[node], named=lambda _: node)
     spec = {"ranks": [{"rank": 0, "env": {}}]}
     nothing: Any = None
-    commands = RankCommands(plan, nothing, fleet, "")
+    job: Any = SimpleNamespace(encrypt=Setting(False))
+    commands = RankCommands(plan, job, fleet, "")
     commands.start_request = lambda *_: spec  # type: ignore[method-assign]
     commands._admitted = lambda: ""  # type: ignore[method-assign]
     recovery = RecoveryController(commands, Members({0: "n1"}), fleet, nothing, nothing, nothing,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
@@ -16,9 +15,8 @@ _CONFIG = "[req]\ndistinguished_name = name\nprompt = no\n[name]\nCN = paceline\
 _TIMEOUT_S = 20.0
 
 
-@functools.cache
 def make_certificate() -> tuple[str, str]:
-    """Returns this process's certificate and its private key, in PEM.
+    """Returns a new certificate and its private key, in PEM.
 
     Raises SettingError if there is no ``openssl`` to make one, or it cannot.
     """

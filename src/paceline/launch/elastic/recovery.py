@@ -332,7 +332,7 @@ class RecoveryController:
         return True
 
     def _show_obstacle(self, failure: Failure) -> None:
-        """Shows once why a loss, for which the script is not to blame, ends the ranks."""
+        """Shows once why a loss, which is not the fault of the script, ends the ranks."""
         is_loss = failure.kind in ("signal", "lost", "forkserver", "agent", "lease")
         if is_loss and not failure.was_requested and len(self._commands.hosts_of) > 1:
             if self._obstacle:

@@ -197,8 +197,10 @@ def test_all_ranks_at_once(site: Site) -> None:
     """Newcomers that were ordered between the first end and the last trouble no further start."""
     words = ("--nnodes", "1", "-p", "3", "--max-restarts", "1", "member.py", "3")
     with running(site, *words) as launch:
-        for pid in [site.pid("n1", rf"rank {rank} of 3") for rank in range(3)]:
-            os.kill(pid, signal.SIGKILL)
+        pids = [site.pid("n1", rf"rank {rank} of 3") for rank in range(3)]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):  # none goes on while others are killed
+            for pid in pids:
+                os.kill(pid, signum)
         ended = launch.end()
     assert ended.code == 0, ended.err
     assert ended.err.count("starting all nodes again, 1 of 1") == 1

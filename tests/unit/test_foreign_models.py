@@ -273,6 +273,7 @@ def test_spans_outside_of_a_shard_are_refused(tmp_path: Path) -> None:
 
 OWN_FILES = {
     "recipes/common.py": "/proc",
+    "recipes/language/chat_templates.py": "/proc",
     "recipes/minimal/language.py": "an example, which reads the file that is typed",
     "recipes/minimal/text.py": "an example, which reads the file that is typed",
     "recipes/minimal/translation.py": "an example, which reads the file that is typed",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import zipfile
 from pathlib import Path
 
 from paceline.agent.files.outputs import is_whole_json
@@ -25,6 +24,8 @@ def is_intact(path: Path) -> bool:
     """
     if path.suffix == ".json":
         return is_whole_json(str(path))
+    import zipfile  # here, since the launcher needs it only once files arrive
+
     try:
         with _BoundedReads(path) as file, zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -43,6 +44,8 @@ def has_state(path: Path) -> bool:
     """
     if path.suffix.lower() not in (".pt", ".pth", ".bin", ".ckpt", ".npz"):
         return True
+    import zipfile  # as above
+
     try:
         with _BoundedReads(path) as file:
             is_zip = file.read(4) == b"PK\3\4"

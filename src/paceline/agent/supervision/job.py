@@ -227,6 +227,8 @@ class NodeJob:
             place = {"MASTER_ADDR": endpoint["address"], "MASTER_PORT": str(endpoint["port"])}
             if self._tunnels is not None:
                 place[rank_tunnels.VARIABLE] = self._tunnels.description
+                # processes that a rank starts have no tunnels, whatever the user has set
+                place.update(dict.fromkeys(rank_tunnels.INTERFACE_VARIABLES, "lo"))
             specs = [dict(spec, env=dict(spec["env"], **place)) for spec in specs]
         ranks = [RankProcess(spec["rank"], spec["local_rank"]) for spec in specs]
         self.ranks += ranks

@@ -6,11 +6,12 @@ which both sides send next, contain its hash (see ``challenge.py``).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
 import ssl
-from typing import Any
+from typing import Any, Iterator
 
 # By what OpenSSL calls it: a record that was changed, or that is none
 _CHANGES = ("BAD_RECORD_MAC", "BAD_DECRYPT", "DECRYPTION_FAILED", "WRONG_VERSION_NUMBER",
@@ -62,7 +63,7 @@ class Encryption:
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT)
         self._hash = hashlib.sha256(der).hexdigest()
         self._server.num_tickets = 0
-        _load(self._server, certificate + private_key)
+        _load(self._server, certificate, private_key)
 
     def wrap(self, sock: socket.socket, is_listener: bool) -> TlsSocket:
         """Wraps a connected, non-blocking socket, which it replaces."""
@@ -96,10 +97,19 @@ def _context(protocol: Any) -> ssl.SSLContext:
     return context
 
 
-def _load(context: ssl.SSLContext, pem: str) -> None:
-    """Loads certificate and key from a file in memory: the key is on no disk."""
-    descriptor = os.memfd_create("paceline")
-    with open(descriptor, "w") as file:
-        file.write(pem)
-        file.flush()
-        context.load_cert_chain("/proc/self/fd/%d" % descriptor)
+def _load(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
+    """Loads certificate and key from pipes: the key is on no disk."""
+    with _readable(certificate) as first, _readable(private_key) as second:
+        context.load_cert_chain(first, second)
+
+
+@contextlib.contextmanager
+def _readable(text: str) -> Iterator[str]:
+    """Yields the path of a pipe with a text, which fits into its buffer."""
+    read_end, write_end = os.pipe()
+    try:
+        with open(write_end, "w") as file:
+            file.write(text)
+        yield "/proc/self/fd/%d" % read_end
+    finally:
+        os.close(read_end)

@@ -45,6 +45,7 @@ LISTENERS = {
     "agent/supervision/requests.py": "becomes the gateway; accepts nothing before",
     "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_relay.py",
     "agent/supervision/relay.py": "gateway",
+    "agent/supervision/socket_users.py": "one on loopback, whose owner it looks up and closes",
     "agent/supervision/tunnels.py": "tunnels; a Unix socket and loopback: test_agent_relay.py",
     "agent/surveys/checks.py": "sink; reachability",
     "agent/surveys/probe.py": "reachability",

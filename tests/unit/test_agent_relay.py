@@ -329,12 +329,18 @@ def test_a_stranger_without_tls_gets_nothing(hosts: Hosts) -> None:
     assert answered(hosts.dial(hosts.forwarder()), b"others get through")
 
 
-def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts) -> None:
+@pytest.fixture
+def tunnels(hosts: Hosts) -> Tunnels:
+    """Of a host whose ranks are at 127.70.3.2."""
     certificate, private_key = make_certificate()
     settings = {"address": LOCAL, "loopback": "127.70.3.2", "key": KEY.hex(),
                 "certificate": certificate, "private_key": private_key}  # fmt: skip
-    tunnels = Tunnels(settings, "", lambda address: None)
-    hosts.closing.callback(tunnels.close)
+    made = Tunnels(settings, "", lambda address: None)
+    hosts.closing.callback(made.close)
+    return made
+
+
+def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts, tunnels: Tunnels) -> None:
     loopback, gateway, port, _ = tunnels.description.split()
     rank = hosts.closing.enter_context(socket.create_server((loopback, 0)))
     forwarder, asking = hosts.listen(), hosts.listen()
@@ -358,6 +364,30 @@ def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts) -> None:
     nobody = Route((gateway, int(port)), KEY, is_gateway=False, request="7f4603010001")
     relaying.listen(asking, nobody)
     assert is_closed(hosts.dial(asking))
+
+
+@pytest.mark.parametrize("source", ["127.70.3.1", LOCAL])
+def test_other_hosts_do_not_reach_other_programs_from_loopback(
+    hosts: Hosts, tunnels: Tunnels, source: str
+) -> None:
+    """From an address of the job: one on all addresses. From any other address: even ranks."""
+    _, gateway, port, _ = tunnels.description.split()
+    listening = "" if source != LOCAL else "127.70.3.2"
+    program = hosts.closing.enter_context(socket.create_server((listening, 0)))
+    request = socket.inet_aton(source).hex() + f"{program.getsockname()[1]:04x}"
+    relaying, forwarder = Relay(tunnels.encryption), hosts.listen()
+    hosts.closing.callback(relaying.close)
+    relaying.listen(forwarder, Route((gateway, int(port)), KEY, is_gateway=False, request=request))
+    assert is_closed(hosts.dial(forwarder))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", LOCAL, "127.71.3.1", "10.0.0.1", "n1"])
+def test_agents_listen_at_addresses_of_ranks_only(tunnels: Tunnels, address: str) -> None:
+    """Other hosts say where."""
+    with pytest.raises((ValueError, OSError)):
+        tunnels.open_way((address, 5000), ("10.0.0.2", 6000))
+    with pytest.raises(ValueError, match=r"127\.70\.3\.1"):
+        tunnels.open_way(("127.70.3.1", 70000), ("10.0.0.2", 6000))
 
 
 # --- the store of a node --------------------------------------------------------------------------
@@ -411,6 +441,26 @@ def test_ranks_get_the_place_of_the_store_here_and_never_its_key(
     assert place["MASTER_ADDR"] == LOCAL
     with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), PATIENCE_S) as calling:
         assert answered(calling, b"here")
+
+
+def test_processes_that_ranks_start_stay_within_the_host(
+    hosts: Hosts, tunnels: Tunnels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[Any] = []
+    job = NodeJob(lambda *_: None, "")
+    hosts.closing.callback(job.store.end)
+    monkeypatch.setattr(job, "_tunnels", tunnels)
+    monkeypatch.setattr(job, "_require_server", lambda: None)
+    monkeypatch.setattr(job, "_send_order", lambda order, fds=(): orders.append(order))
+    rank = {"rank": 1, "local_rank": 0, "env": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    job.start({"ranks": [rank], "store": closed_store(hosts.gateway_listener), "env": {},
+               "encryption": tunnels.settings, "entry": {"kind": "script"}}, None)  # fmt: skip
+    for fd in job.ranks[0].fds:
+        os.close(fd)
+    job.ranks[0].close_control()
+    environment = orders[-1]["rank"]["env"]
+    assert environment["PACELINE_TUNNELS"] == tunnels.description
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["TP_SOCKET_IFNAME"] == "lo"
 
 
 # --- other users of the store's host --------------------------------------------------------------

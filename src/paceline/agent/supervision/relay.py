@@ -18,6 +18,7 @@ import errno
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -386,11 +387,19 @@ class Relay:
 
 
 def _requested(route: Route, request: str) -> Tuple[Address, str]:
-    """Returns where a gateway connects, and from which address: see ``tunnels.py``."""
+    """Returns where a gateway connects, and from which address: see ``tunnels.py``.
+
+    Raises ValueError if the caller may not: from loopback, it must not reach other programs.
+    """
     if not route.request_length:
         return route.target, ""
-    source, port = bytes.fromhex(request[:8]), int(request[8:], 16)
-    return (route.target[0], port), socket.inet_ntop(socket.AF_INET, source)
+    source, number = struct.unpack("!4sH", bytes.fromhex(request))
+    target = route.target[0], int(number)
+    if source[:2] != socket.inet_aton(target[0])[:2]:
+        raise ValueError("not an address of the job's ranks")
+    if not socket_users.listens(target):
+        raise ValueError("this user does not listen at this address")
+    return target, socket.inet_ntoa(source)
 
 
 def _connect(

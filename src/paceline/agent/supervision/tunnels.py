@@ -51,6 +51,7 @@ class Tunnels:
         self.settings = settings
         self.encryption = Encryption(settings["certificate"], settings["private_key"])
         self._key, self._loopback = bytes.fromhex(settings["key"]), settings["loopback"]
+        self._network = socket.inet_aton(self._loopback)[:2]
         self._relay = Relay(self.encryption, on_altered)
         self._ways: Dict[Address, Tuple[socket.socket, Address]] = {}  # oldest first
         self._gateways: Dict[str, Address] = {}  # by the address of the ranks
@@ -118,8 +119,11 @@ class Tunnels:
     def open_way(self, target: Address, gateway: Address) -> None:
         """Listens at ``target``, an address of another host's ranks, if it does not yet.
 
-        Raises OSError if another program has the port here.
+        Raises OSError if another program has the port here, and ValueError if ``target`` is none of
+        the job's: other hosts name it.
         """
+        if not (socket.inet_aton(target[0])[:2] == self._network and 0 < target[1] < 1 << 16):
+            raise ValueError("%s is no address of the job's ranks" % target[0])
         listener, former = self._ways.get(target, (None, None))
         if former == gateway or _is_own(gateway[0]):
             return
@@ -139,7 +143,8 @@ class Tunnels:
 
 def _is_own(address: str) -> bool:
     """Whether an address is this machine's, as in a test; its ranks are reached directly."""
-    with contextlib.suppress(OSError), socket.socket(probe.family_of(address)) as sock:
-        sock.bind((address, 0))
-        return True
+    family = probe.family_of(address)
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 9))  # sends nothing
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
     return False

@@ -196,6 +196,54 @@ def test_a_flood_of_silent_connections_keeps_nobody_out(hosts: Hosts) -> None:
     assert is_closed(flood[0])
 
 
+def test_a_flood_does_not_end_connections_that_this_host_makes(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay of an encrypted job has a gateway and forwarders."""
+    monkeypatch.setattr(relay, "MAX_UNPROVEN", 2)
+    slow, forwarder = hosts.listen(), hosts.listen()
+    hosts.gateway.listen(forwarder, Route(slow.getsockname(), KEY, is_gateway=False))
+    calling = hosts.dial(forwarder)
+    accepted = hosts.closing.enter_context(slow.accept()[0])
+    flood = [hosts.dial(hosts.gateway_listener) for _ in range(5)]
+    flood[0].recv(32)
+    assert is_closed(flood[0])
+    challenge.run(accepted, challenge.listener_handshake(KEY))
+    calling.sendall(b"hello")
+    assert accepted.recv(5) == b"hello"
+
+
+def test_an_unexpected_error_ends_one_connection(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = hosts.dial(hosts.forwarder())
+    assert answered(early, b"early")
+
+    def fail(*_: Any) -> None:
+        raise OverflowError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(relay, "_requested", fail)
+        assert is_closed(hosts.dial(hosts.forwarder()))
+    assert answered(early, b"still here")
+    assert answered(hosts.dial(hosts.forwarder()), b"late")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_relay_that_fails_ends_all_connections(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = hosts.dial(hosts.forwarder())
+    assert answered(early, b"early")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Relay, "_accept", fail)
+    hosts.dial(hosts.gateway_listener)
+    assert is_closed(early)
+
+
 @clear_and_encrypted
 def test_a_forwarder_waits_for_a_gateway_that_opens_later(hosts: Hosts) -> None:
     with socket.create_server((LOCAL, 0)) as former:
@@ -289,7 +337,7 @@ def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> Non
     wire.changes_next = True
     calling.sendall(b"changed")
     assert is_closed(calling)
-    assert eventually(lambda: altered == [LOCAL])
+    assert eventually(lambda: altered == [LOCAL], PATIENCE_S)
 
 
 @encrypted
@@ -321,12 +369,15 @@ def test_nobody_in_between_can_pass_the_proofs_on(
 
 
 @encrypted
-def test_a_stranger_without_tls_gets_nothing(hosts: Hosts) -> None:
+def test_a_stranger_without_tls_gets_nothing(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    altered: list[str] = []
+    monkeypatch.setattr(hosts.gateway, "_on_altered", altered.append)
     stranger = hosts.dial(hosts.gateway_listener)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     with contextlib.suppress(ConnectionError):
         assert len(stranger.recv(100)) < 10  # an alert
     assert answered(hosts.dial(hosts.forwarder()), b"others get through")
+    assert altered == []
 
 
 @pytest.fixture

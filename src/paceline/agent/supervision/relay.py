@@ -114,7 +114,8 @@ class Relay:
     ) -> None:
         self._encryption, self._on_altered = encryption, on_altered
         self._routes: Dict[socket.socket, Route] = {}
-        self._unproven: Dict[_Link, None] = {}  # oldest first
+        self._unproven: Dict[_Link, None] = {}  # callers of gateways, oldest first
+        self._dialing: Dict[_Link, None] = {}  # of forwarders, which wait for a gateway's proof
         self._links: Dict[_Link, None] = {}
         self._selector = selectors.DefaultSelector()
         self._orders: Deque[Tuple[socket.socket, Optional[Route]]] = deque()
@@ -140,8 +141,10 @@ class Relay:
 
     def _order(self, listener: socket.socket, route: Optional[Route]) -> None:
         self._orders.append((listener, route))
-        with contextlib.suppress(OSError):
+        try:
             self._wake_write.send(b"w")
+        except OSError:  # the thread has ended
+            listener.close()
 
     def close(self) -> None:
         """Ends all connections, and listens no more."""
@@ -151,17 +154,24 @@ class Relay:
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            for key, events in self._selector.select(self._check_deadlines()):
-                if key.fileobj is self._wake_read:
-                    if not self._wake_read.recv(CHUNK_BYTES):
-                        self._end()
-                        return
-                    self._follow_orders()
-                elif key.fileobj in self._routes:
-                    self._accept(key.fileobj)
-                elif key.data in self._links:  # not dropped in this round
-                    self._handle(key.data, key.fileobj, events)  # type: ignore[arg-type]
+        try:
+            while self._serve():
+                pass
+        finally:  # also after an unexpected error: nobody must wait for a dead thread
+            self._end()
+
+    def _serve(self) -> bool:
+        """Waits for the next events and handles them; returns whether to go on."""
+        for key, events in self._selector.select(self._check_deadlines()):
+            if key.fileobj is self._wake_read:
+                if not self._wake_read.recv(CHUNK_BYTES):
+                    return False
+                self._follow_orders()
+            elif key.fileobj in self._routes:
+                self._accept(key.fileobj)
+            elif key.data in self._links:  # not dropped in this round
+                self._handle(key.data, key.fileobj, events)  # type: ignore[arg-type]
+        return True
 
     def _follow_orders(self) -> None:
         while self._orders:
@@ -183,16 +193,16 @@ class Relay:
     def _check_deadlines(self) -> Optional[float]:
         """Drops connections that took too long; returns seconds until the next check."""
         current = time.monotonic()
-        while self._unproven and next(iter(self._unproven)).deadline <= current:
-            self._drop_oldest()
-        redialing = [link for link in self._unproven if not link.outer]
+        for links in (self._unproven, self._dialing):
+            while links and next(iter(links)).deadline <= current:
+                self._drop(next(iter(links)))
+        redialing = [link for link in self._dialing if not link.outer]
         for link in redialing:
             if link.dial_at <= current:
                 self._dial(link)
-        if not self._unproven:
-            return None
-        due = min([next(iter(self._unproven)).deadline, *(link.dial_at for link in redialing)])
-        return max(0.0, due - current)
+        due = [link.dial_at for link in redialing]
+        due += [next(iter(links)).deadline for links in (self._unproven, self._dialing) if links]
+        return max(0.0, min(due) - current) if due else None
 
     def _accept(self, listener: socket.socket) -> None:
         route = self._routes[listener]
@@ -203,25 +213,28 @@ class Relay:
                 self._drop_oldest()
                 time.sleep(REDIAL_S)
             return
-        peer_filters.detach_filter(accepted)
-        if not route.is_gateway and not _is_own_user(accepted):
+        _prepare(accepted)
+        try:
+            peer_filters.detach_filter(accepted)
+            has_access = route.is_gateway or _is_own_user(accepted)
+        except OSError:  # too many open files
+            has_access = False
+        if not has_access:
             accepted.close()
             return
-        _prepare(accepted)
+        is_caller = route.is_gateway or route.key is None
+        link = _Link(route, *((None, accepted) if is_caller else (accepted, None)))
+        self._links[link] = None
         if route.key is None:
-            link = _Link(route, None, accepted)
-            self._links[link] = None
             self._selector.register(accepted, selectors.EVENT_READ, link)
             self._join(link, route.target)
-            return
-        if len(self._unproven) >= MAX_UNPROVEN:
-            self._drop_oldest()
-        sides = (None, accepted) if route.is_gateway else (accepted, None)
-        link = _Link(route, *sides)
-        self._links[link] = self._unproven[link] = None
-        if route.is_gateway:
+        elif route.is_gateway:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._drop_oldest()
+            self._unproven[link] = None
             self._begin(link)
         else:
+            self._dialing[link] = None
             self._dial(link)
 
     def _dial(self, link: _Link) -> None:
@@ -272,7 +285,7 @@ class Relay:
 
     def _handle(self, link: _Link, side: socket.socket, events: int) -> None:
         try:
-            if link in self._unproven:
+            if link in self._unproven or link in self._dialing:
                 self._prove(link)
                 return
             if events & selectors.EVENT_WRITE:
@@ -282,11 +295,13 @@ class Relay:
         except BlockingIOError:
             pass
         except OSError as error:
-            if self._encryption is not None and self._encryption.shows_change(error):
+            # noise of a caller without the key says nothing about the network
+            encryption = None if link in self._unproven else self._encryption
+            if encryption is not None and encryption.shows_change(error):
                 with contextlib.suppress(OSError):
                     self._on_altered(side.getpeername()[0])
             self._fail(link)
-        except ValueError:
+        except Exception:  # wrong proofs, and whatever else: the others go on
             self._drop(link)
 
     def _prove(self, link: _Link) -> None:
@@ -313,6 +328,7 @@ class Relay:
         A gateway connects to ``target`` from its address ``source``, if there is one.
         """
         self._unproven.pop(link, None)
+        self._dialing.pop(link, None)
         if link.inner is None:
             try:
                 link.inner = _connect(target, link.route.port_filter, source)
@@ -363,7 +379,7 @@ class Relay:
 
     def _fail(self, link: _Link) -> None:
         """Drops a connection that has ended; a forwarder that is not proven connects again."""
-        if link.route.is_gateway or link not in self._unproven or link.outer is None:
+        if link not in self._dialing or link.outer is None:
             self._drop(link)
             return
         self._close_side(link.outer)
@@ -376,12 +392,13 @@ class Relay:
 
     def _drop(self, link: _Link) -> None:
         self._unproven.pop(link, None)
+        self._dialing.pop(link, None)
         del self._links[link]
         for side in link.sides:
             self._close_side(side)
 
     def _close_side(self, side: socket.socket) -> None:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, ValueError):  # it is not watched, or closed
             self._selector.unregister(side)
         side.close()
 

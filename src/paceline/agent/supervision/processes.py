@@ -248,7 +248,8 @@ def adopt_orphans() -> None:
 def raise_descriptor_limit(count: int) -> None:
     """Raises the soft limit of open files, if need be, so that ``count`` more fit.
 
-    No further than that: children inherit it. OSError if the hard limit is lower.
+    No further than that: children inherit it. If the hard limit is lower, raises it up to that, and
+    OSError.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -258,7 +259,8 @@ def raise_descriptor_limit(count: int) -> None:
     needed = num_open + count + SPARE_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    is_enough = hard == resource.RLIM_INFINITY or needed <= hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if is_enough else hard, hard))
+    if not is_enough:
         text = "%d open files are needed, and the hard limit is %d (ulimit -Hn)" % (needed, hard)
         raise OSError(errno.EMFILE, text)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

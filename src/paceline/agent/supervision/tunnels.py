@@ -14,20 +14,25 @@ that the agent knows may be left out (``""``, 0). The answer is ``ok`` or an err
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import threading
+import time
 from typing import Any, Callable, Dict, List, Tuple
 
 from ..ranks import peer_filters
 from ..reconnection import peer_uid
 from ..surveys import facts, probe
+from . import processes
 from .encryption import Encryption
 from .relay import Relay, Route
 
 MAX_WAYS = 2048  # beyond that the oldest is closed; connections over it stay
 MAX_REQUEST_BYTES = 1 << 20
+DESCRIPTORS = 1 << 14  # two for each connection, and one for each way
+PAUSE_S = 0.1  # after the limit of open files was reached
 TIMEOUT_S = 5.0
 Message = Dict[str, Any]
 Address = Tuple[str, int]
@@ -48,6 +53,8 @@ class Tunnels:
     """
 
     def __init__(self, settings: Message, hosts: str, on_altered: Callable[[str], None]) -> None:
+        with contextlib.suppress(OSError):
+            processes.raise_descriptor_limit(DESCRIPTORS)
         self.settings = settings
         self.encryption = Encryption(settings["certificate"], settings["private_key"])
         self._key, self._loopback = bytes.fromhex(settings["key"]), settings["loopback"]
@@ -93,8 +100,11 @@ class Tunnels:
             while True:
                 try:
                     connection, _ = self._requests.accept()
-                except OSError:
-                    return
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        return
+                    time.sleep(PAUSE_S)
+                    continue
                 with connection, contextlib.suppress(OSError):
                     connection.settimeout(TIMEOUT_S)
                     if peer_uid(connection) == os.getuid():

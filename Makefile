@@ -43,12 +43,13 @@ PYTEST := $(BIN)/python -m pytest -q
 # own (tests/conftest.py).
 LABS = -n $$(($$(nproc) + 3)) --dist loadfile --no-loadscope-reorder
 
-# The other tests compute while labs wait, whose output is shown at the end.
+# The other tests wait now and then, too: one more at once than there are CPUs. They compute while
+# labs wait, whose output is shown at the end.
 test: PARTS = lab
 test: env system
 	@status=0; output=$$(mktemp); \
 	$(PYTEST) $(LABS) $(SMOKE) tests/matrix >"$$output" 2>&1 & labs=$$!; \
-	$(PYTEST) -n auto --dist worksteal -m "not slow" tests/unit tests/contract || status=1; \
+	$(PYTEST) -n $$(($$(nproc) + 1)) --dist worksteal -m "not slow" tests/unit tests/contract || status=1; \
 	wait $$labs || status=1; \
 	cat "$$output"; rm -f "$$output"; exit $$status
 

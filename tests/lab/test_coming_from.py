@@ -140,7 +140,10 @@ def typed(cluster: tuple[Site, Slurm], text: str) -> subprocess.CompletedProcess
     site, slurm = cluster
     more = next((words for start, words in SHORTER.items() if text.startswith(start)), [])
     words = [sys.executable, "-m", *shlex.split(text), *more]
-    done = site.lab.exec("n1", words, env=variables(slurm), cwd=site.project, timeout=200)
+    env = variables(slurm)
+    if re.match("paceline (run|train) -(H|p) ", text) and "--via" not in text:  # others refuse it
+        env["PACELINE_OPT_KEEP_WARM"] = "2m"  # hosts import torch once, not for each command
+    done = site.lab.exec("n1", words, env=env, cwd=site.project, timeout=200)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done
 

@@ -328,7 +328,7 @@ def test_nothing_of_the_content_is_on_the_wire(hosts: Hosts) -> None:
 def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> None:
     altered: list[str] = []
     hosts.gateway.close()
-    gateway = Relay(hosts.encryption, altered.append)
+    gateway = Relay(Encryption(*make_certificate(), altered.append))
     hosts.closing.callback(gateway.close)
     gateway.listen(hosts.gateway_listener, Route(hosts.store.getsockname(), KEY, is_gateway=True))
     wire = Wire(hosts)
@@ -371,7 +371,7 @@ def test_nobody_in_between_can_pass_the_proofs_on(
 @encrypted
 def test_a_stranger_without_tls_gets_nothing(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     altered: list[str] = []
-    monkeypatch.setattr(hosts.gateway, "_on_altered", altered.append)
+    monkeypatch.setattr(hosts.encryption, "on_altered", altered.append)
     stranger = hosts.dial(hosts.gateway_listener)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     with contextlib.suppress(ConnectionError):

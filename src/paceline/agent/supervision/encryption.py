@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 import ssl
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 # By what OpenSSL calls it: a record that was changed, or that is none
 _CHANGES = ("BAD_RECORD_MAC", "BAD_DECRYPT", "DECRYPTION_FAILED", "WRONG_VERSION_NUMBER",
@@ -55,9 +55,17 @@ class Encryption:
 
     Args:
         certificate, private_key: In PEM, of the job's listeners.
+        on_altered: Called in a relay's thread with the address of a connection whose bytes were
+            changed on the way.
     """
 
-    def __init__(self, certificate: str, private_key: str) -> None:
+    def __init__(
+        self,
+        certificate: str,
+        private_key: str,
+        on_altered: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self.on_altered = on_altered
         der = ssl.PEM_cert_to_DER_cert(certificate)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER)
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT)

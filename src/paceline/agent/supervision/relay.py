@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Deque, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Deque, Dict, List, Optional, Tuple
 
 from ..challenge import Handshake, caller_handshake, listener_handshake
 from ..ranks import peer_filters
@@ -103,16 +103,10 @@ class Relay:
 
     Args:
         encryption: Of the connections between hosts.
-        on_altered: Called in the thread with the address of a connection whose bytes were changed
-            on the way.
     """
 
-    def __init__(
-        self,
-        encryption: Optional[Encryption] = None,
-        on_altered: Callable[[str], None] = lambda address: None,
-    ) -> None:
-        self._encryption, self._on_altered = encryption, on_altered
+    def __init__(self, encryption: Optional[Encryption] = None) -> None:
+        self._encryption = encryption
         self._routes: Dict[socket.socket, Route] = {}
         self._unproven: Dict[_Link, None] = {}  # callers of gateways, oldest first
         self._dialing: Dict[_Link, None] = {}  # of forwarders, which wait for a gateway's proof
@@ -299,7 +293,7 @@ class Relay:
             encryption = None if link in self._unproven else self._encryption
             if encryption is not None and encryption.shows_change(error):
                 with contextlib.suppress(OSError):
-                    self._on_altered(side.getpeername()[0])
+                    encryption.on_altered(side.getpeername()[0])
             self._fail(link)
         except Exception:  # wrong proofs, and whatever else: the others go on
             self._drop(link)

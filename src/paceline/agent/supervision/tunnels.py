@@ -45,7 +45,7 @@ class Tunnels:
         settings: ``address`` of this node and ``loopback`` of its ranks; ``key``, ``certificate``
             and ``private_key`` of the job.
         hosts: The job's hosts, as in :data:`peer_filters.VARIABLE`.
-        on_altered: Called in a thread with the address of a connection that was changed on the way.
+        on_altered: As for ``Encryption``; also for connections to the store.
 
     Attributes:
         encryption: Also of the connections to the store.
@@ -56,10 +56,11 @@ class Tunnels:
         with contextlib.suppress(OSError):
             processes.raise_descriptor_limit(DESCRIPTORS)
         self.settings = settings
-        self.encryption = Encryption(settings["certificate"], settings["private_key"])
+        certificate, private_key = settings["certificate"], settings["private_key"]
+        self.encryption = Encryption(certificate, private_key, on_altered)
         self._key, self._loopback = bytes.fromhex(settings["key"]), settings["loopback"]
         self._network = socket.inet_aton(self._loopback)[:2]
-        self._relay = Relay(self.encryption, on_altered)
+        self._relay = Relay(self.encryption)
         self._ways: Dict[Address, Tuple[socket.socket, Address]] = {}  # oldest first
         self._gateways: Dict[str, Address] = {}  # by the address of the ranks
         address = settings["address"]

@@ -11,7 +11,9 @@ from paceline.spec.jobenv import STORE
 
 INTERFACE = "lo"
 """Where gloo listens in processes that are no ranks: nothing of theirs leaves the host."""
-_WIREGUARD = "Leave --encrypt out, and let the hosts talk over WireGuard: wg-quick(8), and --iface"
+_WIREGUARD = (
+    "Leave --encrypt out, connect the hosts with WireGuard (wg-quick(8)), and add --iface wg0"
+)
 
 
 def check(job: Job, closes_store: bool, gpus: Mapping[str, Sequence[Any]]) -> None:
@@ -33,7 +35,8 @@ def check(job: Job, closes_store: bool, gpus: Mapping[str, Sequence[Any]]) -> No
         )
     if job.entry.kind == "binary" or not job.needs_torch:
         raise _refusal(
-            "what --no-python or --no-torch starts has connections of its own", _WIREGUARD
+            "programs started with --no-python or --no-torch open connections of their own",
+            _WIREGUARD,
         )
     if not closes_store:
         given = job.environment.variables().get(STORE)

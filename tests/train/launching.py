@@ -9,6 +9,7 @@ thread and no computation before.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import json
 import os
@@ -29,6 +30,7 @@ from paceline.train import files
 
 Body = Callable[[], object]
 Message = dict[str, Any]
+LIMIT_S = 250.0  # of one world; what forks several of them waits for longer
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Job:
     lost: list[tuple[float, int]] = field(default_factory=list)
     running: dict[int, Process] = field(default_factory=dict)
 
-    def run(self, timeout: float = ranks.LIMIT_S) -> Job:
-        """To the end of all ranks; those that are late are killed."""
+    def run(self, timeout: float = LIMIT_S) -> Job:
+        """To the end of all ranks; those that are late print their stacks and are killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._metrics = files.RecordFile(self.folder / "metrics.jsonl")
         self._members = list(range(self.size))
@@ -96,7 +98,8 @@ class Job:
                 self._start(slot)
             while self.running:
                 now = time.monotonic()
-                assert now < began + timeout, f"still running: {sorted(self.running)}"
+                if now > began + timeout:
+                    raise AssertionError(self._describe_late())
                 for slot in [slot for slot, after in due.items() if now > began + after]:
                     del due[slot]
                     self._start(slot, newcomer=True)
@@ -132,6 +135,7 @@ class Job:
         held = [fd for one in self.running.values() for fd in (one.events, one.control)]
 
         def body() -> None:
+            faulthandler.register(signal.SIGUSR1)
             for fd in (*held, events, control):
                 os.close(fd)
             self.body()
@@ -160,6 +164,16 @@ class Job:
                 self._lose(one)
             if self.running and not any(slot in self._members for slot in self.running):
                 self._tell({"control": "end", "why": "the others have ended"})
+
+    def _describe_late(self) -> str:
+        for slot in self.running:
+            self.kill(slot, signal.SIGUSR1)
+            time.sleep(1)  # its stacks are printed
+        said = [(slot, message) for _, slot, message in self.said[-8:]]
+        return (
+            f"{self.folder.name}: still running: {sorted(self.running)}, members {self._members} "
+            f"of generation {self._generation}, unsettled {self._unsettled}; last events: {said}"
+        )
 
     def _lose(self, one: Process) -> None:
         self.lost.append((time.monotonic(), one.slot))

@@ -58,7 +58,7 @@ ENTRY = ["d/f", HEX, 0o644, 3]
 SEEN = {"state": "S", "stack": ['File "a.py", line 3 in f']}
 DOES = {"pid": 3, "call": "write", "on": "pipe:[4]", "readers": [3]}
 LOOKED = {"cpu_s": 0.5, "moved": 9, "sent": 5, "switches": 4, "calls": ["0 1 barrier"], **DOES,
-          "unfinished": False, **SEEN,
+          "unfinished": "", **SEEN,
           "children": [{"name": "yes", "stack": [], **DOES}]}  # fmt: skip
 MEMORY = {"kills": 1, "limit": {"bytes": 5, "peak": None, "group": "/a"}, "kernel": ["x"]}
 

@@ -203,11 +203,14 @@ def test_unfinished_collectives_of_a_gpu() -> None:
                for text in dumps]  # fmt: skip
     killed, frozen = map(flight_recorder._read_entries, modules)
     assert flight_recorder.format_calls(killed)[-1] == "0 47 all_reduce of [26122]"
-    assert flight_recorder.has_unfinished(killed)
-    assert not flight_recorder.has_unfinished(frozen)  # it was read after the abort
-    assert not flight_recorder.has_unfinished(killed, killed[-1]["time_created_ns"] + 1)
+    stuck = "0 47 all_reduce of [26122]"
+    assert flight_recorder.unfinished_call(killed) == stuck
+    assert not flight_recorder.unfinished_call(frozen)  # it was read after the abort
+    assert not flight_recorder.unfinished_call(killed, killed[-1]["time_created_ns"] + 1)
+    later = {**frozen[-1], "process_group": ["1", "pair"], "time_created_ns": 1 << 62}
+    assert flight_recorder.unfinished_call([*killed, later]) == stuck
     gloo = [{**entry, "profiling_name": "gloo:all_reduce"} for entry in killed]
-    assert not flight_recorder.has_unfinished(gloo)  # its calls end before the script goes on
+    assert not flight_recorder.unfinished_call(gloo)  # its calls end before the script goes on
 
 
 def test_a_rank_that_becomes_a_program_does_not_die_of_a_question() -> None:

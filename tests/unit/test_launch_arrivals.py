@@ -59,7 +59,7 @@ class Scene:
         cpu_s = float(self.looks * self.works)
         newcomer = {"rank": 1, "state": "S", "cpu_s": cpu_s, "pid": 7, "moved": 0, "sent": 0,
                     "switches": 0, "call": "clock_nanosleep", "on": "", "readers": [],
-                    "children": [], "calls": [], "unfinished": False, "stack": [line]}  # fmt: skip
+                    "children": [], "calls": [], "unfinished": "", "stack": [line]}  # fmt: skip
         return {"ranks": [{**newcomer, "rank": 0, "cpu_s": 9.0 * self.looks}, newcomer]}
 
     async def play(self, looks: int) -> None:

@@ -286,8 +286,10 @@ WAITS_FOR_GPU = (Frame("/home/me/train.py", 44, "log"),)  # loss.item() has no f
 
 @pytest.mark.parametrize("cpu_s", [1.0, 3.0])  # CUDA waits with or without using a CPU
 def test_the_rank_that_has_not_launched_what_a_gpu_waits_for(cpu_s: float) -> None:
-    waits = RankSnapshot(RankStack("n1", 0, "S", WAITS_FOR_GPU), cpu_s, unfinished=True,
-                         calls=("0 46 all_reduce of [9]", "0 47 all_reduce of [8]"))  # fmt: skip
+    waits = RankSnapshot(RankStack("n1", 0, "S", WAITS_FOR_GPU), cpu_s,
+                         unfinished="0 47 all_reduce of [8]",
+                         calls=("0 46 all_reduce of [9]", "0 47 all_reduce of [8]",
+                                "pair 3 barrier"))  # fmt: skip
     asleep = RankSnapshot(look(1, ASLEEP).stack, 1.0, calls=("0 46 all_reduce of [9]",))
     found = judged([look(0, WAITS_FOR_GPU), look(1, ASLEEP)], [waits, asleep],
                    detailed=[waits, asleep])  # fmt: skip
@@ -301,9 +303,10 @@ def test_the_rank_that_has_not_launched_what_a_gpu_waits_for(cpu_s: float) -> No
 
 
 def test_ranks_whose_gpus_wait_in_different_collectives() -> None:
-    snaps = [RankSnapshot(RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU), 1.0, unfinished=True,
-                          calls=(f"0 7 all_reduce of [{size}]",))
-             for rank, size in enumerate((8, 8, 9))]  # fmt: skip
+    calls = [f"0 7 all_reduce of [{size}]" for size in (8, 8, 9)]
+    snaps = [RankSnapshot(RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU), 1.0,
+                          unfinished=call, calls=(call,))
+             for rank, call in enumerate(calls)]  # fmt: skip
     found = judged(snaps, snaps, detailed=snaps)
     assert found is not None
     assert (found.rank, found.kind) == (2, "apart")
@@ -313,8 +316,8 @@ def test_ranks_whose_gpus_wait_in_different_collectives() -> None:
 def test_gpus_that_still_work_or_send_do_not_hang() -> None:
     def gpu(rank: int, call: int, sent: float = 0.0) -> RankSnapshot:
         stack = RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU)
-        calls = (f"0 {call} all_reduce of [8]",)
-        return RankSnapshot(stack, 1.0, sent=sent, unfinished=True, calls=calls)
+        line = f"0 {call} all_reduce of [8]"
+        return RankSnapshot(stack, 1.0, sent=sent, unfinished=line, calls=(line,))
 
     same = [gpu(0, 7), gpu(1, 7)]  # kernels before the collective may take long
     assert judged(same, same, detailed=same) is None
@@ -332,7 +335,7 @@ def test_gpus_that_still_work_or_send_do_not_hang() -> None:
 def test_lines_that_are_no_collectives_are_ignored(call: str) -> None:
     """A script can write to the pipe through which its rank reports them."""
 
-    def snap(rank: int, calls: list[str], unfinished: bool) -> RankSnapshot:
+    def snap(rank: int, calls: list[str], unfinished: str) -> RankSnapshot:
         return RankSnapshot.from_report("n1", {
             "rank": rank, "state": "S", "cpu_s": 1.0, "pid": 1, "moved": 0, "sent": 0,
             "switches": 0, "call": "", "on": "", "readers": [], "children": [], "calls": calls,
@@ -341,7 +344,7 @@ def test_lines_that_are_no_collectives_are_ignored(call: str) -> None:
 
     good = "0 5 all_reduce of [8]"
     for calls in (([call], [good]), ([good], [call]), ([call], [call])):
-        snaps = [snap(0, calls[0], True), snap(1, calls[1], False)]
+        snaps = [snap(0, calls[0], good), snap(1, calls[1], call)]
         found = judged(snaps, snaps, detailed=snaps)
         assert found is not None
         assert found.text.startswith("rank 1 on n1 stands still")
@@ -605,7 +608,7 @@ class Scene:
         return {"ranks": [
             {"rank": rank, "state": "S", "cpu_s": 1.0, "pid": rank + 5, "moved": 0, "sent": 0,
              "switches": 0, "call": "", "on": "", "readers": [], "children": [], "calls": calls,
-             "unfinished": False,
+             "unfinished": "",
              "stack": [f'File "{f.file}", line {f.line} in {f.function}' for f in stack]}
             for rank, stack in enumerate(stacks)
         ]}  # fmt: skip

@@ -171,7 +171,7 @@ ANSWERS: dict[str, Schema] = {
     "open_store": record(port=PORT),
     "seen": record(ranks=list_of(
         record(None, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
-               state=SHORT_TEXT, calls=list_of(text(), 100), unfinished=boolean,
+               state=SHORT_TEXT, calls=list_of(text(), 100), unfinished=text(),
                children=list_of(record(None, name=SHORT_TEXT, **_ACTIVITY), 100), **_ACTIVITY)
     )),
     "kill": record(killed=SIZE),

@@ -87,7 +87,7 @@ def _write(fd: int, module: Any) -> None:
         started_s = time.thread_time()
         entries = _read_entries(module)
         message: Dict[str, Any] = {"kind": KIND, "calls": format_calls(entries, _started_ns)}
-        message["unfinished"] = has_unfinished(entries, _started_ns)
+        message["unfinished"] = unfinished_call(entries, _started_ns)
         message["cpu_s"] = time.thread_time() - started_s
         os.write(fd, b"\n" + json.dumps(message).encode() + b"\n")
 
@@ -102,28 +102,39 @@ def _read_entries(module: Any) -> List[Dict[str, Any]]:
     return sorted(entries.values(), key=lambda entry: int(entry["time_created_ns"]))
 
 
-def has_unfinished(entries: List[Dict[str, Any]], started_ns: int = 0) -> bool:
-    """Returns whether the device has not completed the latest NCCL collective since a time.
+def unfinished_call(entries: List[Dict[str, Any]], started_ns: int = 0) -> str:
+    """Formats the NCCL collective since a time that the device has not completed; empty if none.
 
-    The script goes on meanwhile, until it needs the result.
+    The script goes on meanwhile, until it needs the result. Of several groups, which complete
+    theirs independently, it is the one that was launched first.
     """
-    current = [entry for entry in entries if entry.get("time_created_ns", started_ns) >= started_ns]
-    current = [entry for entry in current if not entry.get("is_p2p")]
-    is_nccl = bool(current) and str(current[-1]["profiling_name"]).startswith("nccl:")
-    return is_nccl and current[-1].get("state") != "completed"
+    latest = {str(entry["process_group"]): entry for entry in _current(entries, started_ns)}
+    for entry in sorted(latest.values(), key=lambda entry: int(entry["time_created_ns"])):
+        is_nccl = str(entry["profiling_name"]).startswith("nccl:")
+        if is_nccl and entry.get("state") != "completed":
+            return _format_call(entry)
+    return ""
+
+
+def _current(entries: List[Dict[str, Any]], started_ns: int) -> List[Dict[str, Any]]:
+    return [
+        entry
+        for entry in entries
+        if entry.get("time_created_ns", started_ns) >= started_ns and not entry.get("is_p2p")
+    ]
 
 
 def format_calls(entries: List[Dict[str, Any]], started_ns: int = 0) -> List[str]:
     """Formats the last collectives since a time, each as ``GROUP NUMBER OPERATION of SIZES``."""
-    lines = []
-    for entry in entries[-MAX_CALLS:]:
-        if entry.get("is_p2p") or entry.get("time_created_ns", started_ns) < started_ns:
-            continue
-        group = str(entry["process_group"][0]).replace(" ", "_")[:40]
-        operation = str(entry["profiling_name"]).split(":")[-1]
-        sizes = json.dumps(entry["input_sizes"], separators=(",", ":"))[1:-1]
-        line = "%s %d %s of %s" % (group, entry["collective_seq_id"], operation, sizes[:60])
-        lines.append(line if sizes else line[:-4])
+    lines = [_format_call(entry) for entry in _current(entries[-MAX_CALLS:], started_ns)]
     while lines and sum(len(line) + 4 for line in lines) > MAX_LINE_BYTES - 100:
         del lines[0]
     return lines
+
+
+def _format_call(entry: Dict[str, Any]) -> str:
+    group = str(entry["process_group"][0]).replace(" ", "_")[:40]
+    operation = str(entry["profiling_name"]).split(":")[-1]
+    sizes = json.dumps(entry["input_sizes"], separators=(",", ":"))[1:-1]
+    line = "%s %d %s of %s" % (group, entry["collective_seq_id"], operation, sizes[:60])
+    return line if sizes else line[:-4]

@@ -59,7 +59,7 @@ class StackDump:
         self.state = ""
         self.stack: List[str] = []
         self.calls: List[str] = []
-        self.is_unfinished = False  # the GPU has not completed the latest of them
+        self.unfinished = ""  # the one that the GPU has not completed
         self._crashed = False
         self._requested_at = -math.inf
         self._line_at = 0.0
@@ -85,7 +85,7 @@ class StackDump:
         self._requested_at = time.monotonic()
         self._answers_calls = self._answers_calls and not self._num_pending_calls
         if not self._has_final_calls:
-            self.calls, self.is_unfinished = [], False
+            self.calls, self.unfinished = [], ""
             if flight_recorder.request(process):
                 self._num_pending_calls += 1
 
@@ -141,10 +141,10 @@ class StackDump:
         if text.endswith(_FINAL_LINE) or text == "...":
             self._num_pending_stacks = max(self._num_pending_stacks - 1, 0)
 
-    def set_calls(self, calls: object, cpu_s: object = 0.0, unfinished: object = False) -> None:
+    def set_calls(self, calls: object, cpu_s: object = 0.0, unfinished: object = "") -> None:
         """Sets the lines of the rank's flight recorder, and the CPU seconds that they cost."""
         if isinstance(calls, list):
-            self.is_unfinished = unfinished is True
+            self.unfinished = str(unfinished)[:200] if isinstance(unfinished, str) else ""
             self.calls = [str(call)[:200] for call in calls[-flight_recorder.MAX_CALLS :]]
             self._has_final_calls = self._has_final_calls or not self._num_pending_calls
             self._answers_calls, self._num_pending_calls = True, max(self._num_pending_calls - 1, 0)

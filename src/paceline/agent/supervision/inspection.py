@@ -60,7 +60,7 @@ def inspect(ranks: Sequence[RankProcess], closely: bool = False) -> List[Message
             "switches": sum(map(stalls.context_switches, pids)),
             **_system_call(pid, pids),
             "calls": list(rank.dump.calls),
-            "unfinished": rank.dump.is_unfinished,
+            "unfinished": rank.dump.unfinished,
             "state": rank.dump.state,
             "stack": list(rank.dump.stack) if has_stack else [],
             "children": _inspect_children(rank, children, stats, pids) if closely else [],

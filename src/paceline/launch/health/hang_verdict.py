@@ -81,7 +81,8 @@ class RankSnapshot:
         blocking_call: What it waits in.
         children: Its children; only in detailed snapshots.
         calls: Its latest collectives, as torch's flight recorder has them.
-        unfinished: Its GPU has not completed the latest one, on which the script may wait anywhere.
+        unfinished: The one that its GPU has not completed, on which the script may wait anywhere;
+            empty if none.
     """
 
     stack: RankStack
@@ -93,7 +94,7 @@ class RankSnapshot:
     blocking_call: BlockingCall = field(default_factory=BlockingCall)
     children: tuple[Child, ...] = ()
     calls: tuple[str, ...] = ()
-    unfinished: bool = False
+    unfinished: str = ""
 
     @property
     def is_stopped(self) -> bool:
@@ -105,6 +106,7 @@ class RankSnapshot:
         """Parses an entry of an agent's answer to ``seen``."""
         frames = parse_frames(report["stack"])
         calls = tuple(filter(parse_call, report["calls"]))  # a script may write others
+        unfinished = report["unfinished"] if parse_call(report["unfinished"]) else ""
         stack = RankStack(host, int(report["rank"]), str(report["state"]), frames)
         children = tuple(
             Child(int(child["pid"]), str(child["name"]), _blocking_call(child),
@@ -113,7 +115,7 @@ class RankSnapshot:
         )  # fmt: skip
         return cls(stack, float(report["cpu_s"]), int(report["pid"]), float(report["moved"]),
                    float(report["sent"]), int(report["switches"]), _blocking_call(report),
-                   children, calls, bool(report["unfinished"]))  # fmt: skip
+                   children, calls, unfinished)  # fmt: skip
 
 
 def _blocking_call(report: dict[str, Any]) -> BlockingCall:
@@ -250,7 +252,8 @@ def _is_unmoved(first: RankSnapshot, second: RankSnapshot) -> bool:
 
 def _has_finished(first: RankSnapshot, second: RankSnapshot) -> bool:
     """Returns whether the GPU has completed, or the script begun, a collective in between."""
-    return first.unfinished and (not second.unfinished or first.calls[-1:] != second.calls[-1:])
+    before, after = (first.unfinished, first.calls[-1:]), (second.unfinished, second.calls[-1:])
+    return bool(first.unfinished) and before != after
 
 
 def _merge_details(snap: RankSnapshot, detail: RankSnapshot | None) -> RankSnapshot:
@@ -302,9 +305,9 @@ def _place(stack: RankStack) -> str:
 
 def _describe_unlaunched(waiting: RankSnapshot, blocked: RankSnapshot) -> str:
     """Names the collective that a GPU has not completed, as the end of a sentence."""
-    if not (waiting.unfinished and waiting.calls):
+    if not waiting.unfinished:
         return ""
-    group, number, call = waiting.calls[-1].split(" ", 2)
+    group, number, call = waiting.unfinished.split(" ", 2)
     launched = [seen.split(" ", 2)[1] for seen in blocked.calls if seen.startswith(f"{group} ")]
     lacks = launched and int(launched[-1]) < int(number)
     who = f", which {blocked.stack.label} has not launched" if lacks else ""

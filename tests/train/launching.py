@@ -46,6 +46,7 @@ class Process:
     status: int | None = None
     ready: bool = False
     joining: bool = False
+    unneeded: bool = False  # it was to join a group whose other ranks have ended
 
 
 @dataclass
@@ -159,11 +160,22 @@ class Job:
             del self.running[one.slot]
             os.close(one.events)
             os.close(one.control)
-            self.statuses[one.slot] = os.waitstatus_to_exitcode(status)
-            if os.WIFSIGNALED(status):
+            self.statuses[one.slot] = 0 if one.unneeded else os.waitstatus_to_exitcode(status)
+            if os.WIFSIGNALED(status) and not one.unneeded:
                 self._lose(one)
-            if self.running and not any(slot in self._members for slot in self.running):
-                self._tell({"control": "end", "why": "the others have ended"})
+            self._end_newcomers()
+
+    def _end_newcomers(self) -> None:
+        """Ends those that have nobody to join any more."""
+        for one in self.running.values():
+            self._read(one)  # whether it has joined
+        if any(s in self._members and not one.joining for s, one in self.running.items()):
+            return
+        for one in self.running.values():
+            if one.joining:  # it waits for the others to come to the new group
+                one.unneeded = True
+                os.kill(one.pid, signal.SIGKILL)
+        self._tell({"control": "end", "why": "the others have ended"})
 
     def _describe_late(self) -> str:
         for slot in self.running:

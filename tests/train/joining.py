@@ -301,6 +301,7 @@ def main(folder: Path, *only: str) -> None:
     run("queued", 2, queued=True)
     run("queued: killed before it joins", 3, at=_each_of(*both), again=2, queued=True)
     run("queued: killed when it joins", 3, at=dying(1, 9), again=2, saw=joining_killed, queued=True)
+    run("queued: another killed", 3, at=dying(1, 9), again=3, saw=another_killed, queued=True)
     run("queued: grown", 2, late={2: 0.2, 3: 0.3}, queued=True)
     run("queued rich", 2, rich=True, queued=True)
     run("queued rich: first killed", 3, at=dying(0, 10), rich=True, queued=True)
@@ -338,6 +339,14 @@ def joining_killed(job: Job, slot: int, message: dict[str, Any]) -> None:
     ready = message.get("event") == "newcomer ready"
     if ready and len(job.events("newcomer ready")) == 1:
         os.kill(job.running[slot].pid, signal.SIGKILL)
+
+
+def another_killed(job: Job, slot: int, message: dict[str, Any]) -> None:
+    """Rank 0 dies when the ranks gather with the first newcomer."""
+    is_joining = any(process.joining for process in job.running.values())
+    if message.get("event") == "gathered" and is_joining and len(job.lost) == 1:
+        with contextlib.suppress(KeyError, ProcessLookupError):
+            os.kill(job.running[0].pid, signal.SIGKILL)
 
 
 def killed_later(job: Job, slot: int, message: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ APART: list[list[Any]] = [["queued: local", 3, []], ["queued: local", 3, [[1, "f
 WORLDS = [
     "queued: killed before it joins",
     "queued: killed when it joins",
+    "queued: another killed",
     "queued: grown",
     "queued rich: first killed",
 ]

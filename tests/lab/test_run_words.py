@@ -255,7 +255,9 @@ def test_plan_prints_and_starts_nothing(site: Site) -> None:
     assert "nproc_per_node" in done.stdout
     assert "command line" in done.stdout
     assert not (site.project / "runs").exists()
-    assert eventually(lambda: site.processes() == before)
+    assert eventually(lambda: not any(line not in before.get(host, ())  # those may end meanwhile
+                                      for host, lines in site.processes().items()
+                                      for line in lines))  # fmt: skip
     commands = re.findall(r"^ +rank \d+: (.*)$", done.stdout, re.MULTILINE)
     assert len(commands) == 2
     for name, typed in zip(site.lab.names, commands, strict=True):

@@ -37,13 +37,13 @@ from paceline.launch.nodes.fleet import (
     Silence,
     describe_end,
     describe_silence,
-    together,
 )
 from paceline.launch.nodes.survey import choose_networks
 from paceline.launch.planning.planner import HostSurvey, Supplies
 from paceline.launch.planning.request import Request
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.remote import fanout
+from paceline.remote.fanout import gather_all
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, NodeError, PermanentConnectError
@@ -1217,7 +1217,7 @@ def test_what_was_opened_is_closed_before_the_event_loop_is(
         hosts = [Host("n1"), Host("n2")]
         for work in (
             fanout.try_connect_hosts(hosts, ["python3"] * 2, SshOptions()),
-            together([connect(host) for host in hosts]),
+            gather_all([connect(host) for host in hosts]),
         ):
             task = asyncio.ensure_future(work)
             await asyncio.sleep(0.05)

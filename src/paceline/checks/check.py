@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import join_tasks
+from paceline.remote.fanout import gather_all
 from paceline.remote.network import Candidate, NodeNetwork
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host
@@ -150,17 +150,6 @@ class ProbeSession:
         """Returns the replies of all nodes, by host."""
         answers = await gather_all([self.request(name, op, **fields) for name in self.channels])
         return dict(zip(self.channels, answers, strict=True))
-
-
-async def gather_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Returns all results; the first failure cancels what is still running."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await join_tasks(tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 Level = Literal["facts", "quick", "full"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from paceline.checks.check import Check, ProbeSession, Survey, gather_all, passed, warned
+from paceline.checks.check import Check, ProbeSession, Survey, passed, warned
+from paceline.remote.fanout import gather_all
 from paceline.spec.finding import Finding
 
 MAX_OFFSET_S = 2.0

@@ -18,10 +18,10 @@ from paceline.checks.check import (
     Survey,
     failed,
     format_bytes,
-    gather_all,
     passed,
     warned,
 )
+from paceline.remote.fanout import gather_all
 from paceline.spec.finding import Finding
 from paceline.spec.formatting import shell_text
 

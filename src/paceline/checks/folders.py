@@ -17,10 +17,10 @@ from paceline.checks.check import (
     ProbeSession,
     Survey,
     failed,
-    gather_all,
     join_names,
     passed,
 )
+from paceline.remote.fanout import gather_all
 from paceline.spec.finding import Finding
 
 

@@ -18,12 +18,12 @@ from paceline.checks.check import (
     Check,
     ProbeSession,
     Survey,
-    gather_all,
     join_names,
     passed,
     unknown,
     warned,
 )
+from paceline.remote.fanout import gather_all
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
 from paceline.spec.formatting import format_bit_rate

@@ -21,12 +21,12 @@ from paceline.checks.check import (
     ProbeSession,
     Survey,
     failed,
-    gather_all,
     join_names,
     passed,
     warned,
 )
 from paceline.remote import connectivity, network
+from paceline.remote.fanout import gather_all
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
 
@@ -44,9 +44,7 @@ async def probe(session: ProbeSession) -> dict[str, Any]:
     except PacelineError as error:  # the requested interface is missing on a host
         return {"refused": [error.message, error.found, error.remedy]}
     session.candidates = candidates
-    attempts = await connectivity.probe_addresses(
-        list(session.channels.values()), candidates, gather_all
-    )
+    attempts = await connectivity.probe_addresses(list(session.channels.values()), candidates)
     reachable = True
     try:
         session.networks, decision_notes = network.decide(hosts, candidates, attempts)

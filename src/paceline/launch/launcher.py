@@ -17,7 +17,7 @@ from paceline.launch.elastic.retry_policy import MAX_STARTS
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.connect import connect
-from paceline.launch.nodes.fleet import Fleet, together
+from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning.planner import Supplies
 from paceline.launch.planning.request import Request
@@ -25,6 +25,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.results.outputs import OutputSync
 from paceline.launch.terminal.screen import Screen
+from paceline.remote.fanout import gather_all
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
@@ -214,7 +215,7 @@ class Launcher:
         warming = self._provisioner.start_fork_servers(fleet, reading)
         self.driver.show_imports()
         plan: Plan
-        plan, _ = await together([planning, warming])
+        plan, _ = await gather_all([planning, warming])
         self._provisioner.supplies = reading.result()
         self._outputs.set_code(reading.result(), survey.scripts_project(self._request))
         self.driver.set_plan(plan)

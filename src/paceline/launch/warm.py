@@ -11,11 +11,11 @@ from typing import Literal
 
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.connect import connect
-from paceline.launch.nodes.fleet import Node, together
+from paceline.launch.nodes.fleet import Node
 from paceline.launch.nodes.provisioner import fork_servers_up, start_fork_server
 from paceline.launch.planning.request import Request
 from paceline.remote import warm
-from paceline.remote.fanout import use_pidfd_watcher
+from paceline.remote.fanout import gather_all, use_pidfd_watcher
 from paceline.remote.login import connect_to_warm_agent
 from paceline.spec.events import Event
 
@@ -38,7 +38,7 @@ async def make_ready(request: Request) -> list[str]:
         with survey.naming_lost_nodes(fleet):
             survey.approve(request, fleet, request.inspect)
             token = os.urandom(16).hex()
-            await together([start_fork_server(node, request.job, token) for node in nodes])
+            await gather_all([start_fork_server(node, request.job, token) for node in nodes])
             await fork_servers_up(fleet, nodes, request.job)
     finally:
         await fleet.close(keep_warm_s=request.keep_warm_s)

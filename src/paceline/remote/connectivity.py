@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.remote import network
 from paceline.remote.channel import Channel
+from paceline.remote.fanout import gather_all
 
 PROBE_TIMEOUT_S = 3.0
 
 Results = dict[str, list[dict[str, Any]]]
-Gather = Callable[[Sequence[Awaitable[Any]]], Awaitable[list[Any]]]
 
 
-async def gather_results(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*work))
-
-
-async def probe_addresses(channels: Sequence[Channel],
-                        candidates: Mapping[str, Sequence[network.Candidate]],
-                        gather: Gather = gather_results) -> Results:  # fmt: skip
-    """Results of probing the other hosts' addresses, by connecting host.
-
-    ``channels`` are in rank order; ``gather`` awaits several requests.
-    """
+async def probe_addresses(
+    channels: Sequence[Channel], candidates: Mapping[str, Sequence[network.Candidate]]
+) -> Results:
+    """Returns what each host found of the other hosts' addresses; channels are in rank order."""
     by_name = {channel.host.name: channel for channel in channels}
 
     async def listen(channel: Channel) -> dict[str, int]:
@@ -33,7 +25,7 @@ async def probe_addresses(channels: Sequence[Channel],
         answer = await channel.request("listen", addresses=addresses)
         return dict(answer["ports"])
 
-    ports = dict(zip(by_name, await gather([listen(c) for c in channels]), strict=True))
+    ports = dict(zip(by_name, await gather_all([listen(c) for c in channels]), strict=True))
 
     async def probe(name: str, peers: Sequence[str]) -> list[dict[str, Any]]:
         targets = [
@@ -45,6 +37,6 @@ async def probe_addresses(channels: Sequence[Channel],
         return list(answer["results"])
 
     pairs = network.probe_targets(list(by_name))
-    results = await gather([probe(name, peers) for name, peers in pairs.items()])
-    await gather([channel.request("stop_listening") for channel in channels])
+    results = await gather_all([probe(name, peers) for name, peers in pairs.items()])
+    await gather_all([channel.request("stop_listening") for channel in channels])
     return dict(zip(pairs, results, strict=True))

@@ -1,4 +1,4 @@
-"""Opens connections to many hosts in parallel and reports all failures together."""
+"""Opens connections to many hosts, or awaits other work for them, in parallel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,7 +65,7 @@ async def open_channels(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs coroutines that open channels; after a failure all opened channels are closed."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
-        return await join_tasks(tasks)
+        return await _join(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -75,8 +75,20 @@ async def open_channels(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-async def join_tasks(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-    """The results of all tasks, in order, or the first failure.
+async def gather_all(work: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Returns all results, in order; after the first failure the rest is cancelled and awaited."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
+    try:
+        return await _join(tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _join(tasks: Sequence[asyncio.Future[T]]) -> list[T]:
+    """Returns the results of all tasks, in order, or raises the first failure.
 
     Unlike ``gather`` it does not cancel the tasks when it is cancelled: the caller does, and a
     second cancellation would interrupt their cleanup.

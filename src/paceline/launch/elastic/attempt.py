@@ -21,11 +21,12 @@ from paceline.launch.health.links import HostPair, LinkWatch
 from paceline.launch.health.newcomers import NewcomerWatch
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.connect import Reconnector
-from paceline.launch.nodes.fleet import Fleet, Node, finishes_in, first_of, together
+from paceline.launch.nodes.fleet import Fleet, Node, finishes_in, first_of
 from paceline.launch.planning import planner
 from paceline.launch.recorder import Recorder
 from paceline.launch.results.observer import Observer
 from paceline.launch.terminal.screen import Screen
+from paceline.remote.fanout import gather_all
 from paceline.spec import jobenv
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
@@ -96,7 +97,7 @@ class Attempt:
         started_at = time.monotonic()
         try:
             await self._commands.prepare()
-            await together([self._commands.start(node, part) for node, part in parts])
+            await gather_all([self._commands.start(node, part) for node, part in parts])
         except (ConnectionError, PacelineError):
             await self._stop_ranks(0.0)  # started ranks must not run beside the next attempt
             raise

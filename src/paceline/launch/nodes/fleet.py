@@ -16,7 +16,6 @@ from paceline.launch import failure_analysis
 from paceline.launch.planning.planner import HostSurvey
 from paceline.remote import network
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import join_tasks
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
@@ -507,18 +506,6 @@ def _awake_or_not() -> float:
     """Returns the seconds of a clock that runs on while the machine sleeps."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
-
-
-async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Returns all results; after the first failure the rest is cancelled and awaited."""
-    tasks = [asyncio.ensure_future(task_work) for task_work in work]
-    try:
-        return await join_tasks(tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def first_of(*work: Awaitable[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from paceline.agent.warm import FOLDER_PREFIX
 from paceline.launch.nodes import survey
-from paceline.launch.nodes.fleet import Fleet, ForkServerError, Node, together
+from paceline.launch.nodes.fleet import Fleet, ForkServerError, Node
 from paceline.launch.nodes.survey import startup_loss
 from paceline.launch.planning import planner
 from paceline.launch.planning.planner import Supplies
@@ -21,6 +21,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import agreement
 from paceline.remote.channel import AgentRefusal
+from paceline.remote.fanout import gather_all
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
@@ -60,8 +61,8 @@ class Provisioner:
         """Starts fork servers on new nodes while the plan is being made."""
         request, nodes = self._request, [node for node in fleet.everyone if not node.preparation]
         package = (await asyncio.shield(reading)).package if request.needs_package else None
-        await together([prepare_node(node, request, package, self._directory, self._token)
-                        for node in nodes])  # fmt: skip
+        await gather_all([prepare_node(node, request, package, self._directory, self._token)
+                          for node in nodes])  # fmt: skip
         if fleet.first in nodes:
             await self.send_checkpoints(fleet.first)
 
@@ -81,7 +82,7 @@ class Provisioner:
         """Surveys a late node and gives it all that the others have. PacelineError if it cannot."""
         request = self._request
         self._recorder.event("connected", hosts=[node.name])
-        await together([
+        await gather_all([
             survey.survey_newcomer(node, fleet, request, self.supplies),
             prepare_node(node, request, self.supplies.package, self._directory, self._token),
         ])  # fmt: skip
@@ -103,7 +104,7 @@ class Provisioner:
                 if copy not in self._screen.shipped_copies:
                     self._screen.shipped_copies.append(copy)
                     self._recorder.event("copied", node.name, copy=copy[1], home=copy[2])
-        await together([self._outputs.provide(node) for node, _ in copies])
+        await gather_all([self._outputs.provide(node) for node, _ in copies])
 
 
 async def prepare_node(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
@@ -204,9 +205,9 @@ async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: S
     copies = [(node, copy) for node, parts in wanted for copy in parts]
     large = {path for path, tree in supplies.inputs.items() if tree.size > LARGE_INPUT_BYTES}
     small = [pair for pair in copies if pair[1].name != "data" and pair[1].source not in large]
-    await together([send(*pair) for pair in small])
+    await gather_all([send(*pair) for pair in small])
     for pairs in await _split_by_disk([p for p in copies if p[1].source in large], run_id):
-        await together([send(*pair) for pair in pairs])
+        await gather_all([send(*pair) for pair in pairs])
     if supplies.data is not None:
         wanting = [node for node, copy in copies if copy.name == "data"]
         await send_data(wanting, supplies.data, progress)
@@ -238,8 +239,8 @@ async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progres
     signs = [place.sign for place in places.values()]
     firsts, followers = _split(nodes, await _on_earlier_disk(nodes, signs))
     sent = data.count_sent(progress, sum(places[node.name].size for node in firsts))
-    await together([data.send(node.channel, folder, places[node.name], sent) for node in firsts])
-    await together([_appears(node, folder) for node in followers])
+    await gather_all([data.send(node.channel, folder, places[node.name], sent) for node in firsts])
+    await gather_all([_appears(node, folder) for node in followers])
 
 
 def _split(items: Sequence[T], duplicates: Sequence[bool]) -> tuple[list[T], list[T]]:
@@ -311,7 +312,7 @@ async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None
 
     A fork server that died in an earlier attempt is replaced by a new one.
     """
-    await together([node.prepare() for node in nodes if node.fork_server_died])
+    await gather_all([node.prepare() for node in nodes if node.fork_server_died])
     for node in nodes:
         if node.ready is not None and (error := await node.ready):
             raise _no_fork_server(fleet, node, error, job)

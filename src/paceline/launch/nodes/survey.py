@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.nodes.fleet import Fleet, Node, together
+from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.planning import planner
 from paceline.launch.planning.planner import HostSurvey, Supplies
 from paceline.launch.planning.request import Package, Request
 from paceline.remote import connectivity, interfaces, network
 from paceline.remote.channel import AgentRefusal
+from paceline.remote.fanout import gather_all
 from paceline.spec import version
 from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.spec.hosts import Host, Inspect
@@ -67,7 +68,7 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
     Raises PacelineError if the job cannot run there, or not as it was planned.
     """
     job, planned = request.job, request.planned
-    (networks, network_notes), read = await together(
+    (networks, network_notes), read = await gather_all(
         [
             choose_networks(fleet, job, len(request.hosts)),
             _survey_files(fleet.everyone, job, supplies),
@@ -134,8 +135,8 @@ async def _survey_with_peers(peers: Sequence[Node], node: Node, request: Request
         return supplies
 
     candidates, _ = network.candidates(hosts, facts, request.job.interface.value)
-    attempts, _ = await together([
-        connectivity.probe_addresses([member.channel for member in members], candidates, together),
+    attempts, _ = await gather_all([
+        connectivity.probe_addresses([member.channel for member in members], candidates),
         _survey_files([node], request.job, get_supplies()),
     ])  # fmt: skip
     unchanged = dict(candidates)
@@ -257,7 +258,7 @@ async def _survey_files(nodes: Sequence[Node], job: Job, supplies: Awaitable[Sup
             node.host, node.facts, network.LOOPBACK, difference, has_workdir, place
         )
 
-    await together([inspect(node) for node in nodes])
+    await gather_all([inspect(node) for node in nodes])
     return read
 
 
@@ -338,7 +339,7 @@ async def choose_networks(fleet: Fleet, job: Job, max_hosts: int) -> tuple[Netwo
     if len(fleet.everyone) == 1:
         return {only.name: network.single_choice(candidates[only.name], bool(fixed))}, notes
     channels = fleet.channels
-    attempts = await connectivity.probe_addresses(channels, candidates, together)
+    attempts = await connectivity.probe_addresses(channels, candidates)
     networks, decision_notes = network.decide(fleet.hosts, candidates, attempts)
     return networks, notes + decision_notes
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files.outputs import UNCOLLECTED
-from paceline.launch.nodes.fleet import Fleet, Node, together
+from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.planning.planner import Supplies
+from paceline.remote.fanout import gather_all
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
@@ -61,7 +62,7 @@ class OutputSync:
             folders.append(
                 OutputFolder(node.name, node.channel, node.run_folder, prefix=RUN_PREFIX)
             )
-        await together([self.store.open_folder(folder) for folder in folders])
+        await gather_all([self.store.open_folder(folder) for folder in folders])
         if self._source is not None:  # it comes late
             await self._send(node, is_fresh=True)
 
@@ -76,9 +77,9 @@ class OutputSync:
         kept = [folder for folder in self._folders.get(first, ())
                 if folder.is_local or folder.prefix]  # fmt: skip
         await self._sync(first, kept, has_ended=True)
-        await together([self._fetch_uncollected(node) for node in fleet.everyone
-                        if not node.shared_run_dir])  # fmt: skip
-        await together([self._send(node, is_fresh=True) for node in fleet.everyone])
+        await gather_all([self._fetch_uncollected(node) for node in fleet.everyone
+                          if not node.shared_run_dir])  # fmt: skip
+        await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
 
     async def _fetch_uncollected(self, node: Node) -> None:
         """Fetches files that a node kept because their launcher was lost before it had them."""
@@ -120,7 +121,7 @@ class OutputSync:
         if fleet.nodes == [source]:
             await self._send(fleet.first, is_source=True)
         else:
-            await together([self._send(node) for node in fleet.nodes])
+            await gather_all([self._send(node) for node in fleet.nodes])
 
     async def _send(self, node: Node, *, is_source: bool = False, is_fresh: bool = False) -> None:
         """Gives a node what is here; a fresh copy of the code has nothing to be set aside."""

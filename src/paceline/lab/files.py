@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -214,7 +213,7 @@ def program(name: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(START), name]
 
 
-def surroundings(share: Sequence[str] = ()) -> Surroundings:
+def surroundings() -> Surroundings:
     """What the plan needs to know about this machine, process and user."""
     try:
         user = pwd.getpwuid(os.geteuid())
@@ -227,7 +226,7 @@ def surroundings(share: Sequence[str] = ()) -> Surroundings:
         not user.pw_shell.endswith(("/nologin", "/false")) and Path(user.pw_shell).is_file()
     )
     package = str(Path(__file__).resolve().parents[2])
-    paths = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
+    paths = (sys.prefix, sys.base_prefix, str(Path.cwd()), package)
     return Surroundings(
         python=sys.executable,
         shared=tuple(dict.fromkeys(path for path in paths if Path(path).exists())),

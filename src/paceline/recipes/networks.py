@@ -229,9 +229,9 @@ WIDTH, LAYERS, HEADS, FF = 128, 2, 4, 256
 class WordAverage(nn.Module):
     """Average of a text's word vectors."""
 
-    def __init__(self, tokens: int, width: int = WIDTH) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(tokens, width)
+        self.table = nn.Embedding(tokens, WIDTH)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return _masked_mean(self.table(ids), mask)

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+START_TIMEOUT_S = 5.0  # for sshd to write its process id
+
 
 def default_folder() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
@@ -91,8 +93,8 @@ def start(folder: Path, port: int, address: str) -> int:
     return _wait_until_running(folder, port)
 
 
-def _wait_until_running(folder: Path, port: int, timeout_s: float = 5.0) -> int:
-    deadline = time.monotonic() + timeout_s
+def _wait_until_running(folder: Path, port: int) -> int:
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         pid = running(folder)
         if pid is not None:

@@ -28,10 +28,10 @@ def is_run(path: Path) -> bool:
     return any(records.is_regular(path / sign) for sign in _MARKER_FILES)
 
 
-def newest_runs(parent: Path, count: int = 5) -> list[str]:
-    """Names of the runs below a folder, the newest first."""
+def newest_runs(parent: Path) -> list[str]:
+    """Returns the names of the five newest runs below a folder, the newest first."""
     runs = [path for path in records.folders_in(parent) if is_run(path)]
-    return [path.name for path in sorted(runs, key=_started_at, reverse=True)][:count]
+    return [path.name for path in sorted(runs, key=_started_at, reverse=True)[:5]]
 
 
 def _started_at(path: Path) -> float:

@@ -170,7 +170,7 @@ def resume_command(argv: Sequence[str], path: str) -> list[str]:
     return [*argv[:2], "--run-dir", path, *argv[2:]]
 
 
-def log_tail(log: Path, begins: int = 0, count: int = LOG_TAIL_LINES) -> str:
+def log_tail(log: Path, begins: int) -> str:
     """Returns the last lines of a log after its first ``begins`` bytes; empty if it has none."""
     try:
         with open_regular(log) as file:
@@ -179,7 +179,7 @@ def log_tail(log: Path, begins: int = 0, count: int = LOG_TAIL_LINES) -> str:
             data = file.read(LOG_TAIL_BYTES)
     except OSError:
         return ""
-    return "\n".join(data.decode(errors="replace").splitlines()[-count:])
+    return "\n".join(data.decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
 def _indent(text: str) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Muon, Optimizer
 
 MATCHED_RMS = 0.2
 """Root mean square of AdamW's updates, with a learning rate of 1 (Liu et al. 2025)."""
+_NEWTON_SCHULZ_STEPS = 5
 
 
 class MuonWithAuxiliary(Optimizer):
@@ -58,14 +59,14 @@ class DeviceMuon(Muon):
                 parameter.add_(update, alpha=-lr * scale)
 
 
-def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int = 5) -> Tensor:
+def orthogonalize(matrix: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Returns the matrix with singular values near 1, by Newton-Schulz iterations (Jordan 2024)."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if is_tall else matrix).clone()
     x = x if x.device.type == "cpu" else x.bfloat16()
     x /= x.norm().clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(_NEWTON_SCHULZ_STEPS):
         products = x @ x.T
         x = torch.addmm(x, torch.addmm(products, products, products, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x

@@ -175,11 +175,12 @@ def write(folder: Path, result: LrRange) -> None:
         *(f"{r:.6g},{loss:.6g},{smoothed:.6g}" for r, loss, smoothed in rows),
     ]
     files.write_bytes(folder / TABLE, ("\n".join(lines) + "\n").encode())
-    files.write_bytes(folder / PICTURE, picture(result).encode())
+    files.write_bytes(folder / PICTURE, _draw(result).encode())
 
 
-def picture(result: LrRange, width: int = 640, height: int = 360) -> str:
-    margin, bottom = 60, 40
+def _draw(result: LrRange) -> str:
+    """Returns the curve of the losses over the learning rates as SVG."""
+    width, height, margin, bottom = 640, 360, 60, 40
     decades = np.log10(np.array(result.rates))
     lowest, highest = float(decades[0]), float(decades[-1])
     low, high = min(result.losses), max(result.smoothed)

@@ -31,6 +31,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Host
 from paceline.spec.plan import Plan
 
@@ -232,12 +233,11 @@ class Launcher:
 
     def _announce(self, plan: Plan) -> None:
         """Announces the run once all nodes can start ranks."""
-        path, ranks, hosts = self._directory.path, plan.world_size, len(plan.nodes)
+        path, hosts = self._directory.path, len(plan.nodes)
+        ranks = pluralize(plan.world_size, "rank")
         location = plan.nodes[0].host if hosts == 1 else f"{hosts} hosts"
         self._screen.started()
-        self._screen.note(
-            f"paceline: {ranks} rank{'s' * (ranks > 1)} on {location}, run directory {short(path)}"
-        )
+        self._screen.note(f"paceline: {ranks} on {location}, run directory {short(path)}")
         for text in plan.notes:
             self._screen.note(f"paceline: note: {text}")
         self._screen.start_live(

@@ -17,6 +17,7 @@ from paceline.remote.login import MAX_PARALLEL_LOGINS, Wrap, connect, fetch_host
 from paceline.remote.openssh import SshOptions, fingerprint, offending_line
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.spec.errors import ConnectError
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Host
 
 T = TypeVar("T")
@@ -160,9 +161,8 @@ async def refusal_error(refusals: Sequence[LoginError], total: int,
     details = [f"{error.refusal.cause}: {error.host.name}: {await _details(error, options)}"
                for error in ordered]  # fmt: skip
     names = ", ".join(error.host.name for error in refusals)
-    noun = "host" if total == 1 else "hosts"
     return ConnectError(
-        f"cannot log in to {len(refusals)} of {total} {noun}: {names}",
+        f"cannot log in to {len(refusals)} of {pluralize(total, 'host')}: {names}",
         found="\n".join(details),
         remedy="\n".join(f"{error.host.name}: {error.refusal.remedy}" for error in ordered),
     )

@@ -76,7 +76,7 @@ def outcome_of(run: Run) -> tuple[Status, str]:
         return "unsure", f"The outcome is not known: result.json lacks it ({size}, {duration})."
     if result.exit_code:
         return "bad", f"Failed with exit status {result.exit_code} after {duration}."
-    steps = f" trained {step:,} step{'s' * (step != 1)}" if step else ""
+    steps = f" trained {pluralize(step, 'step')}" if step else ""
     sentence = "; ".join(filter(None, (f"{size}{steps} in {duration}", _describe_troubles(run))))
     return "good", f"Finished: {sentence}."
 

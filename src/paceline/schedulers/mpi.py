@@ -28,7 +28,7 @@ from paceline.rendezvous.scheduled import ScheduledTransport, Start, run_command
 from paceline.schedulers.commands import last_lines
 from paceline.schedulers.scheduler import SSH_OPTIONS, START_OPTIONS, Options, Scheduler
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.hosts import Host
 from paceline.spec.launchers import MPI_DIALECTS, PROCESS_VARIABLES
 
@@ -382,9 +382,8 @@ def unreachable_error(
     """Returns the error for hosts on which MPI cannot start anything; also names the others."""
     alive = [host.name for host in hosts if host.name not in refusals]
     details = [f"{name}: {refusal.cause}: {refusal.details}" for name, refusal in refusals.items()]
-    noun = "host" if len(hosts) == 1 else "hosts"
     return ConnectError(
-        f"{mpi.title} cannot start anything on {len(refusals)} of {len(hosts)} {noun}: "
+        f"{mpi.title} cannot start anything on {len(refusals)} of {pluralize(len(hosts), 'host')}: "
         + ", ".join(refusals),
         found="\n".join([*details, f"answered: {', '.join(alive) or 'nobody'}"]),
         remedy="\n".join(f"{name}: {refusal.remedy}" for name, refusal in refusals.items()),

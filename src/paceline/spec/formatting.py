@@ -65,8 +65,8 @@ def format_epoch(epoch: int, epochs: int | None = None) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """``1 host``, ``2 hosts``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """``1 host``, ``1,024 hosts``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def span(seconds: float) -> str:

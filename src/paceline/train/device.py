@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import pluralize
 
 KINDS = ("auto", "cpu", "cuda", "xpu")
 BACKENDS = ("auto", "gloo", "nccl", "xccl", "ccl", "mpi")
@@ -80,7 +81,7 @@ def choose_device(requested: str, available: AvailableDevices, local_rank: int) 
     if local_rank >= count:
         raise SettingError(
             f"--device {kind}: local rank {local_rank} needs a device of its own",
-            found=f"{count} {kind} device{'s' * (count > 1)} on this machine",
+            found=f"{pluralize(count, f'{kind} device')} on this machine",
             remedy=f"--nproc-per-node {count}, or --device cpu",
         )
     return torch.device(kind, local_rank)

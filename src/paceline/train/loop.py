@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, distributed
 
+from paceline.spec.formatting import pluralize
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
@@ -16,7 +17,7 @@ from paceline.train.data.loader import Batch, Loader
 from paceline.train.data.loader_factory import LoaderFactory
 from paceline.train.elastic.membership import Membership
 from paceline.train.journal import Journal
-from paceline.train.measure.pace import StepTimer, StepTimings, format_count
+from paceline.train.measure.pace import StepTimer, StepTimings
 from paceline.train.measure.probe import Probe
 from paceline.train.measure.straggler_reporter import StragglerMonitor
 from paceline.train.measure.watch import NormAndLoadWatch
@@ -114,7 +115,7 @@ class TrainingLoop:
             self._member.say(
                 f"nothing is left to train: step {progress.step:,}, in epoch"
                 f" {progress.epoch + (progress.offset > 0)}, is done already, and"
-                f" {progress.steps:,} steps ({format_count(self._journal.epochs, 'epoch')})"
+                f" {progress.steps:,} steps ({pluralize(self._journal.epochs, 'epoch')})"
                 " were asked for\nmore epochs or steps train it further; --resume never, or a run"
                 " directory of its own, starts a new training"
             )

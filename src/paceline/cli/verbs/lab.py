@@ -17,6 +17,7 @@ from paceline.lab.faults import FAULTS
 from paceline.lab.lab import names_up, wait
 from paceline.report.findings import aligned
 from paceline.spec.errors import LabError
+from paceline.spec.formatting import pluralize
 from paceline.spec.helptext import Row, Section
 
 _NAME = click.option(
@@ -91,7 +92,7 @@ def _start(lab: Lab, detached: bool) -> None:
     seconds = time.monotonic() - start
     addresses = [f"{name} {lab.address(name)}" for name in lab.names]
     hosts = ", ".join(addresses if len(addresses) <= 8 else [*addresses[:3], "…", addresses[-1]])
-    count = f"{len(addresses)} host{'s' * (len(addresses) != 1)}"
+    count = pluralize(len(addresses), "host")
     say(f"lab {lab.name!r}: {count} up in {seconds:.1f} s: {hosts}")
     say(f"  host file   {lab.hostfile}")
     say(f"  ssh config  {lab.ssh_config}")

@@ -156,7 +156,7 @@ def _requested_processes(setting: Setting[Any], host: Host, gpus: int, cpus: int
     if host.slots is not None and count > host.slots and not host.slots_yield:
         raise SettingError(
             f"{count} processes a node were asked for ({setting.source.label})",
-            found=f"{host.name} has {host.slots} slot{'s' * (host.slots != 1)}",
+            found=f"{host.name} has {pluralize(host.slots, 'slot')}",
             remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
         )
     return Setting(count, setting.source, setting.detail)
@@ -645,8 +645,7 @@ def _code_placement(job: Job, host: Host, root: str, code: Mapping[str, Any] | N
 def _devices(job: Job, host: Host, facts: Facts) -> str:
     """Describes what a host's ranks compute on: the GPUs that they see, else its CPUs."""
     gpus = len(usable_gpus(job, host, facts))
-    number, noun = (gpus, "GPU") if gpus else (len(available_cpus(facts)), "CPU")
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return pluralize(gpus, "GPU") if gpus else pluralize(len(available_cpus(facts)), "CPU")
 
 
 def python_of(job: Job, host: Host) -> str:

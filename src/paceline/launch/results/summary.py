@@ -16,7 +16,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event, ShippedCopy, restore_local_paths
 from paceline.spec.failure import Result, describe_end, format_location, signal_name
-from paceline.spec.formatting import format_duration, shell_text
+from paceline.spec.formatting import format_duration, pluralize, shell_text
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 16384
@@ -59,7 +59,7 @@ class RunOutcome:
 def report_success(outcome: RunOutcome) -> str:
     """Returns one line for a run that went well."""
     finished, missing = _count_finished(outcome)
-    ranks = f"{finished} rank{'s' * (finished != 1)}"
+    ranks = pluralize(finished, "rank")
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
         ranks += f" ({listed} missing at the end)"
@@ -114,8 +114,7 @@ def report_failure(outcome: RunOutcome) -> str:
             tail = restore_local_paths(outcome.shipped_copies, failure.host, tail)
             lines += ["  its last lines:", _indent(tail)]
     if result.num_other_failures:
-        noun = "rank" if result.num_other_failures == 1 else "ranks"
-        lines.append(f"  {result.num_other_failures} other {noun} failed after it")
+        lines.append(f"  {pluralize(result.num_other_failures, 'other rank')} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
     if failure.headline.startswith(SettingError.__name__):  # the same command would fail again
         return "\n".join(lines)

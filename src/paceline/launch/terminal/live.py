@@ -22,6 +22,7 @@ from paceline.launch.terminal.script_progress import ScriptProgress, find_progre
 from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import format_location
+from paceline.spec.formatting import pluralize
 from paceline.spec.terminal import clean
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class LiveScreen:
             return
         rich_live.stop()
         if self._num_dropped:
-            lines = f"{self._num_dropped} line{'s' * (self._num_dropped != 1)}"
+            lines = pluralize(self._num_dropped, "line")
             self._target.write(
                 f"paceline: {lines} left out here; the logs are complete: {self._logs}\n"
             )

@@ -14,6 +14,7 @@ from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.progress import Bar, describe
 from paceline.spec.events import ShippedCopy, restore_local_paths
+from paceline.spec.formatting import pluralize
 from paceline.spec.job import DisplayMode, Show
 from paceline.spec.terminal import clean, clean_line, columns, format_for, wrap
 
@@ -262,8 +263,7 @@ class Screen:
     def _log_start(self, part: str) -> None:
         done, total = self._start_parts.get(part, (0, 0))
         if done < total:
-            noun = "host" if total == 1 else "hosts"
-            self.note(f"paceline: {part} ({done} of {total} {noun} so far)")
+            self.note(f"paceline: {part} ({done} of {pluralize(total, 'host')} so far)")
 
     def started(self) -> None:
         """Ends the start and removes its line."""

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.formatting import pluralize
 from paceline.train.data.balance import Shares, consolidate, share_bounds
 from paceline.train.data.fetch import BatchRequest, Draws, Fetch
 from paceline.train.data.order import Ids, Order, rank_range
-from paceline.train.measure.pace import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def check_batch_size(global_batch: int, samples: int, ranks: int) -> None:
     if samples < ranks:
         raise DataError(
             "there are more ranks than training samples",
-            found=f"{format_count(samples, 'sample')}, {ranks} ranks",
+            found=f"{pluralize(samples, 'sample')}, {ranks} ranks",
             remedy=f"use at most {samples} process{'es' * (samples != 1)}, or more data",
         )
     if global_batch < 1:

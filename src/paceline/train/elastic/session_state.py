@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from paceline.spec.formatting import pluralize
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
 from paceline.train.checkpoints.handover import send_models, send_training
 from paceline.train.comms import Comms
 from paceline.train.elastic.membership import Membership
 from paceline.train.loop import TrainingLoop
-from paceline.train.measure.pace import format_count
 from paceline.train.member import Member
 
 
@@ -58,7 +58,7 @@ class SessionState:
         if lost_steps:
             self._member.say(
                 "communication: what a lost rank had learnt since all last met is lost with it,"
-                f" {format_count(lost_steps, 'step')} at most"
+                f" {pluralize(lost_steps, 'step')} at most"
             )
 
     def save_and_exit(self) -> NoReturn:

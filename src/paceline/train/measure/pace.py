@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.spec import events
-from paceline.spec.formatting import format_duration
+from paceline.spec.formatting import format_duration, pluralize
 from paceline.train.comms import Comms
 from paceline.train.elastic import waits
 from paceline.train.measure.vitals import VITALS, Vitals
@@ -551,12 +551,7 @@ def summary(
             if shares[name] >= 0.005 or name not in ("saving", "other")
         )  # fmt: skip
     text = (
-        f"trained {format_count(steps, 'step')}, {format_count(samples, 'sample')} in"
+        f"trained {pluralize(steps, 'step')}, {pluralize(samples, 'sample')} in"
         f" {format_duration(seconds)}: {samples / seconds:,.0f} samples/s ({parts})"
     )
     return f"{text}\n{slowest}" if slowest else text
-
-
-def format_count(number: int, name: str) -> str:
-    """``1 step``, ``1,024 steps``."""
-    return f"{number:,} {name}{'s' * (number != 1)}"

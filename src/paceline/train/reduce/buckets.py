@@ -35,6 +35,7 @@ class BucketExchange:
     def __init__(self, model: DistributedDataParallel, comms: Comms) -> None:
         self.model, self._comms = model, comms
         self._reducer: GradientReducer | None = None
+        self._direct: GradientReducer | None = None  # averages exactly, in place of DDP
         self._thread: _ReduceThread | None = None
         self._stream = torch.Stream(comms.device) if comms.device.type != "cpu" else None
         self._group: dist.ProcessGroup | None = None
@@ -174,7 +175,7 @@ class BucketExchange:
 
     @property
     def _active_reducer(self) -> GradientReducer | None:
-        return self._reducer
+        return self._reducer or self._direct
 
     @property
     def _needs_hook(self) -> bool:

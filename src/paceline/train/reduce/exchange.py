@@ -50,10 +50,6 @@ class GradientExchange(BucketExchange):
         return self.model.recovery is not None
 
     @property
-    def _active_reducer(self) -> GradientReducer | None:
-        return self._reducer or self._direct
-
-    @property
     def _needs_hook(self) -> bool:
         # When ranks may be lost while DDP waits, it waits for what can be given up.
         is_queued = self._stream is not None or self._comms.has_device_group

@@ -77,6 +77,10 @@ class LauncherLink:
                     _write(1, MARK + json.dumps(fields).encode() + b"\n")
 
     def _listen(self, on_message: Callable[[Mapping[str, Any]], None]) -> None:
+        """Handles the launching machine's messages until it says ``stay`` or ``done``.
+
+        If its connection ends before, it has given the start up, and this process is ended.
+        """
         for line in iter(sys.stdin.buffer.readline, b""):
             message = json.loads(line)
             if message["do"] == "stay" and self._release_streams():

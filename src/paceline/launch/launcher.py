@@ -195,7 +195,9 @@ class Launcher:
         async def read() -> Supplies:
             await asyncio.sleep(delay_s)
             supplies = await asyncio.to_thread(
-                survey.read_and_keep, self._request, frozenset(self._outputs.store.journal.outputs)
+                survey.read_and_cache_supplies,
+                self._request,
+                frozenset(self._outputs.store.journal.outputs),
             )
             loop = asyncio.get_running_loop()
             loop.run_in_executor(None, importlib.import_module, ATTEMPT_MODULE)

@@ -28,7 +28,7 @@ from paceline.agent import caller
 from paceline.launch.installation import installation
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.jobs import finished_result, request_of, secrets_of, write_result
-from paceline.launch.nodes.survey import read_and_keep
+from paceline.launch.nodes.survey import read_and_cache_supplies
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Package, Request
 from paceline.launch.terminal.screen import Screen
@@ -243,7 +243,7 @@ class _DetachedStart:
             await self._check_containers()
             journal = OutputJournal(directory.path, detached_file.LineSeals(directory.path))
             supplies, channel = await asyncio.gather(
-                asyncio.to_thread(read_and_keep, self._request, journal.outputs),
+                asyncio.to_thread(read_and_cache_supplies, self._request, journal.outputs),
                 self._log_in(host),
             )
             try:

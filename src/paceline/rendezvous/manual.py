@@ -210,7 +210,7 @@ def _start_agent(endpoint: Endpoint, addresses: list[tuple[str, int]],
 
 def _wait(status: socket.socket, agent: subprocess.Popen[bytes],
           reconnect: Callable[[], socket.socket]) -> int:  # fmt: skip
-    """Waits for the job's exit status, or for the end of this node's agent.
+    """Waits for the job's exit status on a node after the first, or for the end of its agent.
 
     If the first node loses power, its connection stays open; only the agent's lease detects that.
     """

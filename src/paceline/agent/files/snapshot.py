@@ -165,7 +165,7 @@ def _publish(unpublished: Path, folder: Path) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Returns eight digits that differ between machines, boots and containers."""
+    """Returns eight digits for this boot's PID namespace, within which a process id is unique."""
     identifiers = []
     with contextlib.suppress(OSError):
         identifiers.append(Path("/proc/sys/kernel/random/boot_id").read_text())

@@ -59,7 +59,7 @@ def _describe(unit: Unit, where: str, hosts: tuple[str, ...], rank: int | None) 
 
 
 def _root_cause(errors: tuple[PythonError, ...]) -> str:
-    """What began a chain of exceptions, unless the last one repeats it."""
+    """Returns ``, after TYPE: MESSAGE`` of a chain's first exception; empty if the last says it."""
     first, last = errors[0], errors[-1]
     words = " ".join(first.message.removeprefix(f"{first.type}:").split())
     if first is last or not words or words[:60] in last.message:

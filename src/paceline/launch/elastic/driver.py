@@ -158,7 +158,7 @@ class ElasticDriver:
                     result, attempt = await self._run_attempt(plan, interrupts)
                     startup = None if attempt.recovery.report.completed else attempt.startup
                 except (ConnectionError, NodeError) as error:
-                    if (lost := lost_between(fleet)) is None:
+                    if (lost := loss_during_start(fleet)) is None:
                         raise
                     result, failed_start = Result(1, lost), error if number == 1 else None
 
@@ -552,8 +552,8 @@ class ElasticDriver:
         return self.fleet is not None and node in self.fleet.spares
 
 
-def lost_between(fleet: Fleet) -> Failure | None:
-    """Returns the loss of a node or fork server before the ranks of an attempt ran, if any."""
+def loss_during_start(fleet: Fleet) -> Failure | None:
+    """Returns the loss of a node or fork server that kept ranks from starting, if there is one."""
     timestamp = time.monotonic()
     for node in fleet.nodes:
         if node.lost and (cause := fleet.launcher_fault(node)):

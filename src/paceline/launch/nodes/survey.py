@@ -230,7 +230,7 @@ def _read_code(job: Job, outputs: Collection[str]) -> Tree:
         return Tree(root, [])
 
 
-def read_and_keep(request: Request, outputs: Collection[str] = ()) -> Supplies:
+def read_and_cache_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
     """Reads the supplies and caches the code, so that later edits do not reach the nodes."""
     supplies = read_supplies(request, outputs)
     if supplies.code is None or supplies.code.copy is not None:
@@ -352,7 +352,7 @@ async def hold_port(first: Node, address: str, setting: Setting[int]) -> Setting
             answer = await first.channel.request("reserve_port", address=address,
                                                  port=setting.value)  # fmt: skip
         except AgentRefusal as refusal:
-            if time.monotonic() > started_at + _patience_with(refusal):
+            if time.monotonic() > started_at + _port_wait_s(refusal):
                 raise _port_error(first.name, address, setting, refusal) from None
             await asyncio.sleep(0.2)
         else:
@@ -362,8 +362,8 @@ async def hold_port(first: Node, address: str, setting: Setting[int]) -> Setting
     return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
 
 
-def _patience_with(refusal: AgentRefusal) -> float:
-    """Returns for how many seconds the holder of a port may be about to end."""
+def _port_wait_s(refusal: AgentRefusal) -> float:
+    """Returns for how many seconds to wait until a port that is in use may be free."""
     commands = [command for _, command in refusal.answer.get("holders") or []]
     if not commands:
         return PORT_RELEASE_S

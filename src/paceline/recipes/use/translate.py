@@ -110,10 +110,10 @@ def draw(
     source = source_rows(model.source, options.sentences[:1], model.config["seq_len"])
     assert isinstance(network, Transformer)
     target = decode(network, padded(source).to(session.device), search)[0]
-    seen = attention_maps(network, source[0], target, search, session.device)
+    weights = attention_maps(network, source[0], target, search, session.device)
     rows = [*model.target.tokens(target), "[EOS]"]
     columns = [*model.source.tokens(source[0][:-1]), "[EOS]"]
-    draw_maps(seen, rows, columns).save(options.attention)
+    draw_maps(weights, rows, columns).save(options.attention)
 
 
 main = partial(run_command, translate, TranslateOptions, "paceline translate")
@@ -142,27 +142,32 @@ def attention_maps(
     decoder_input = torch.tensor([[search.start, *target]], device=device)
     network(torch.tensor([list(source)], device=device), decoder_input)
     layer.cross.keeps_weights = False
-    seen, layer.cross.weights = layer.cross.weights, None
-    assert seen is not None
-    return seen[0].float().cpu()
+    weights, layer.cross.weights = layer.cross.weights, None
+    assert weights is not None
+    return weights[0].float().cpu()
 
 
-def draw_maps(seen: Tensor, rows: Sequence[str], columns: Sequence[str]) -> Image.Image:
-    """Draws one map for each head, two in a row; darker is more."""
-    heads, height, width = seen.shape
+def draw_maps(weights: Tensor, rows: Sequence[str], columns: Sequence[str]) -> Image.Image:
+    """Draws the attention of each head as a map, two in a row: the darker, the more weight.
+
+    Args:
+        weights: Between 0 and 1, shape ``[heads, rows, columns]``.
+        rows, columns: Labels: tokens of the translation, and of the sentence.
+    """
+    heads, height, width = weights.shape
     tile = (LABEL + width * CELL + GAP, LABEL + height * CELL + GAP)
     across = min(2, heads)
     page = Image.new("L", (across * tile[0], -(-heads // across) * tile[1]), 255)
     for head in range(heads):
         place = (head % across * tile[0], head // across * tile[1])
-        page.paste(_tile(seen[head], rows, columns, f"head {head + 1}"), place)
+        page.paste(_tile(weights[head], rows, columns, f"head {head + 1}"), place)
     return page
 
 
-def _tile(seen: Tensor, rows: Sequence[str], columns: Sequence[str], title: str) -> Image.Image:
-    height, width = seen.shape
+def _tile(weights: Tensor, rows: Sequence[str], columns: Sequence[str], title: str) -> Image.Image:
+    height, width = weights.shape
     tile = Image.new("L", (LABEL + width * CELL + GAP, LABEL + height * CELL + GAP), 255)
-    shades = (255 - 255 * seen.clamp(0, 1)).numpy().astype(np.uint8)
+    shades = (255 - 255 * weights.clamp(0, 1)).numpy().astype(np.uint8)
     cells = Image.fromarray(shades).resize((width * CELL, height * CELL), Image.Resampling.NEAREST)
     tile.paste(cells, (LABEL, LABEL))
     draw, font = ImageDraw.Draw(tile), ImageFont.load_default(11)

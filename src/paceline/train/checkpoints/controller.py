@@ -95,7 +95,7 @@ class CheckpointController:
             self._poll = Poll(self._member.comms, gate)
 
     def renew(self, gate: Recovery) -> None:
-        """Begins anew in a new group of ranks; a collective."""
+        """Continues in a new group of ranks, as ``keeper`` or the poll does; a collective."""
         if self.keeper is not None:
             self.keeper.renew()
         if self._poll is not None:

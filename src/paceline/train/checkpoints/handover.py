@@ -227,9 +227,12 @@ def _receive_buffers(header: dict[str, Any], local_tensors: dict[str, Tensor]) -
 
 
 def _transfer(comms: Comms, source: int, header: dict[str, Any], tensors: Sequence[Tensor]) -> str:
-    """Sends the source's tensors into the receivers'; returns the hash of what passed here.
+    """Broadcasts one rank's tensors in pieces; returns the SHA-256 of what was sent or received.
 
-    ``tensors`` is what is sent, or where it goes; none where it only passes through.
+    Args:
+        header: Describes the tensors; the same on all ranks.
+        tensors: What the source sends, or what a receiver fills; empty on the other ranks, which
+            take part in the broadcast only.
     """
     digest, flow = hashlib.sha256(), _ByteStream(tensors)
     size = sum(

@@ -65,7 +65,10 @@ def _long_timeout(comms: Comms) -> Iterator[Comms]:
 
 
 def _long_timeout_group() -> dist.ProcessGroup:
-    """Makes a group of all ranks whose rendezvous waits for late ranks, too."""
+    """Makes a group in which ranks wait for hours for the one that makes a data set or a cache.
+
+    The store's time-out also becomes that long while ranks meet to make the group.
+    """
     store = dist.distributed_c10d._get_default_store()
     default_timeout = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(MAKE_TIMEOUT)

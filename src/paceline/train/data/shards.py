@@ -234,10 +234,11 @@ def _encoded(samples: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[s
     for number, sample in enumerate(samples):
         key = str(sample.get(tars.KEY, f"{number:09}"))
         parts = {name: part for name, part in sample.items() if name != tars.KEY}
-        yield key, {name.lower(): _bytes(part) for name, part in parts.items()}
+        yield key, {name.lower(): _encode_part(part) for name, part in parts.items()}
 
 
-def _bytes(part: Any) -> bytes:
+def _encode_part(part: Any) -> bytes:
+    """Returns a part of a sample as a shard holds it: bytes, text, an array as .npy, else JSON."""
     if isinstance(part, (bytes, bytearray, memoryview)):
         return bytes(part)
     if isinstance(part, str):

@@ -86,7 +86,10 @@ def _refuse(method: str, class_name: str, library: str, module: Any) -> None:
 
 
 def _install_in_spawned(method: str, module: Any) -> None:
-    """Makes spawned processes do the same before they import the main module."""
+    """Has processes that ``multiprocessing`` spawns compress gradients, too, by this method.
+
+    They install it before they import the main module.
+    """
     original = module.get_preparation_data
 
     @functools.wraps(original)

@@ -505,6 +505,11 @@ def _call_lower_ranks(
     deadline: float,
     add: Callable[[int, socket.socket], socket.socket],
 ) -> None:
+    """Opens a connection for gradients to each rank before this one; they prove each other's key.
+
+    Raises:
+        OSError: A rank cannot be reached, or does not answer by the deadline.
+    """
     content = rank.to_bytes(_RANK_BYTES, "big")
     callings = []
     tunnels.open_known([(address, port) for address, port, _ in endpoints])
@@ -527,6 +532,11 @@ def _accept_higher_ranks(
     deadline: float,
     add: Callable[[int, socket.socket], socket.socket],
 ) -> None:
+    """Accepts a connection for gradients from each rank behind this one; closes all others.
+
+    Raises:
+        OSError: A rank has not connected by the deadline.
+    """
     missing = {*range(rank + 1, len(endpoints))}
     callers = handshakes.greetings(listener, _RANK_BYTES, _CONNECT_TIMEOUT_S, until=deadline)
     with contextlib.closing(callers):

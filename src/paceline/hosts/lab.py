@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.agent.supervision import processes
 from paceline.spec.errors import HostsError, LabError
 
 
@@ -81,16 +82,7 @@ class Owner:
     started: int
 
     def is_alive(self) -> bool:
-        return start_time(self.pid) == self.started
-
-
-def start_time(pid: int) -> int | None:
-    """Returns a process's start time in clock ticks since boot; None for none or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return processes.identify(self.pid) == (self.pid, self.started)
 
 
 def read_owner(layout: Layout) -> Owner | None:

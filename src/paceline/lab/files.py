@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.hosts.lab import Layout, is_running, parent_folder, start_time
+from paceline.hosts.lab import Layout, is_running, parent_folder
 from paceline.lab.plan import (
     HOMES,
     MARKER,
@@ -26,6 +26,7 @@ from paceline.lab.plan import (
     Surroundings,
     plan_lab,
 )
+from paceline.remote.this_machine import start_time
 from paceline.spec.errors import LabError
 
 # --- texts
@@ -239,8 +240,7 @@ def surroundings() -> Surroundings:
 
 
 def write_owner(layout: Layout, pid: int) -> None:
-    started = start_time(pid)
-    _write(layout.owner, json.dumps({"pid": pid, "started": started}))
+    _write(layout.owner, json.dumps({"pid": pid, "started": start_time(pid)}))
 
 
 def claim(name: str) -> Layout:

@@ -235,7 +235,7 @@ class _Command:
         self._processes: list[tuple[int, float]] = []
 
     async def start(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes) -> None:
-        """Starts it; ``addresses`` and ``key`` are the launcher's."""
+        """Starts the command; agents connect to the launcher's ``addresses`` with its ``key``."""
         config = caller_config(
             addresses, self._pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
             start.names,

@@ -239,7 +239,7 @@ def _is_repository(folder: Path) -> bool:
 
 
 def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
-    """Names of the files below ``root/prefix`` that are neither hidden nor packages."""
+    """Yields files below ``root/prefix``, where git lists none; no hidden folders or packages."""
     base = root / prefix
     for folder, folders, names in safe_paths.walk(str(base)):
         inner = f"{folder}/" if folder else ""

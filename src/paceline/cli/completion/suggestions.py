@@ -91,12 +91,12 @@ def _recipe_of(ctx: click.Context) -> type | None:
         return None
     from paceline.recipes import RECIPES
 
-    recipe_name = next((word for word in _passed_on(ctx) if word in RECIPES), "")
+    recipe_name = next((word for word in _typed_arguments(ctx) if word in RECIPES), "")
     return RECIPES[recipe_name].options if recipe_name else None
 
 
-def _passed_on(ctx: click.Context) -> list[str]:
-    """Returns the words that are no options of Paceline's."""
+def _typed_arguments(ctx: click.Context) -> list[str]:
+    """Returns the words of the line to be completed that are no options of Paceline's."""
     arguments: list[str] = []
     for param in ctx.command.params:
         if isinstance(param, click.Argument) and (value := ctx.params.get(param.name or "")):

@@ -25,7 +25,8 @@ from paceline.agent.multiplexing import FILES
 from paceline.agent.server import Agent
 from paceline.remote.channel import Channel
 from paceline.spec.events import Event
-from paceline.transfer.files import fetch_file, send_blocks
+from paceline.transfer.files import send_blocks
+from paceline.transfer.results import fetch_file
 
 RATE = 500_000  # bytes a second: 4 Mbit/s
 LARGE = 2_000_000  # bytes: four seconds of it

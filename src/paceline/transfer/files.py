@@ -1,4 +1,4 @@
-"""Sends files to nodes and fetches files from them, in blocks."""
+"""Sends files to nodes, in blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.agent.files.safe_paths import IncomingFile
 from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError
@@ -160,34 +159,3 @@ async def send_blocks(channel: Channel, path: Path, op: str, /, **fields: Any) -
                     op, **{**end, **fields}, offset=offset, last=is_final, blob=data
                 )
                 offset, data = offset + len(data), next_data
-
-
-async def fetch_file(
-    channel: Channel, root: str, path: str, size: int, target: IncomingFile
-) -> None:
-    """Fetches a file of a node, which gets its name only when it is complete.
-
-    Raises AgentRefusal if the node cannot read it or it has changed, and NodeError or OSError if it
-    differs, cannot be written, or the node sends nothing more.
-    """
-    sha256 = ""
-
-    async def receive(answer: Any, data: bytes) -> None:
-        nonlocal sha256
-        sha256 = str(answer.get("sha256", ""))
-        await asyncio.to_thread(target.add, target.size, data)
-
-    try:
-        async with Window(channel, receive) as window:
-            for offset in range(0, max(size, 1), BLOCK_BYTES):
-                count = min(BLOCK_BYTES, size - offset)
-                await window.request("read_block", root=root, path=path, offset=offset,
-                                     count=count, last=offset + count == size)  # fmt: skip
-        try:
-            await asyncio.to_thread(target.finish, size, sha256)
-        except ValueError as problem:
-            raise NodeError(
-                f"{path} of {channel.host.name} did not arrive unchanged", found=str(problem)
-            ) from None
-    finally:
-        await asyncio.to_thread(target.drop)

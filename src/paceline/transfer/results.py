@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.agent.files import safe_paths
 from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
@@ -18,7 +19,7 @@ from paceline.rundir.directory import short
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import FETCHED, backup_name, is_growing, is_launcher_file
-from paceline.transfer.files import fetch_file
+from paceline.transfer.files import Window
 from paceline.transfer.tree import Manifest
 
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
@@ -195,6 +196,37 @@ class Fetcher:
                 raise
             raise write_error(channel, root, self._directory, problem) from None
         return arriving.sha256
+
+
+async def fetch_file(
+    channel: Channel, root: str, path: str, size: int, target: IncomingFile
+) -> None:
+    """Fetches a file of a node, which gets its name only when it is complete.
+
+    Raises AgentRefusal if the node cannot read it or it has changed, and NodeError or OSError if it
+    differs, cannot be written, or the node sends nothing more.
+    """
+    sha256 = ""
+
+    async def receive(answer: Any, data: bytes) -> None:
+        nonlocal sha256
+        sha256 = str(answer.get("sha256", ""))
+        await asyncio.to_thread(target.add, target.size, data)
+
+    try:
+        async with Window(channel, receive) as window:
+            for offset in range(0, max(size, 1), BLOCK_BYTES):
+                count = min(BLOCK_BYTES, size - offset)
+                await window.request("read_block", root=root, path=path, offset=offset,
+                                     count=count, last=offset + count == size)  # fmt: skip
+        try:
+            await asyncio.to_thread(target.finish, size, sha256)
+        except ValueError as problem:
+            raise NodeError(
+                f"{path} of {channel.host.name} did not arrive unchanged", found=str(problem)
+            ) from None
+    finally:
+        await asyncio.to_thread(target.drop)
 
 
 def write_error(channel: Channel, root: str, folder: Path, problem: OSError) -> NodeError:

@@ -18,6 +18,7 @@ from paceline.remote.openssh import (
     SshOptions,
     agent_command,
     classify,
+    login_flags,
     server_fingerprint,
     ssh_command,
 )
@@ -102,10 +103,8 @@ async def _name_proxy(error: LoginError, options: SshOptions) -> LoginError:
 async def effective_config(host: Host, options: SshOptions) -> dict[str, list[str]]:
     """Returns ssh's effective configuration for a host (``ssh -G``), by lower-case key."""
     argv = ["ssh", *(["-F", str(options.config)] if options.config else []), "-G"]
-    argv += ["-l", host.user] if host.user else []
-    argv += ["-p", str(host.port)] if host.port else []
-    argv += ["-i", host.identity_file] if host.identity_file else []
-    output = (await run_process([*argv, "--", host.address], CONFIG_TIMEOUT_S)).stdout
+    argv += [*login_flags(host), "--", host.address]
+    output = (await run_process(argv, CONFIG_TIMEOUT_S)).stdout
     values: dict[str, list[str]] = {}
     for line in output.splitlines():
         key, _, value = line.partition(" ")

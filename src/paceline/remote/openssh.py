@@ -99,11 +99,14 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str
         argv += ["-o", f"{name}={value}"]
     if options.accept_new_host_keys:
         argv += ["-v"]  # ssh prints the fingerprint only then
-    argv += flags
-    argv += ["-l", host.user] if host.user else []
-    argv += ["-p", str(host.port)] if host.port else []
-    argv += ["-i", host.identity_file] if host.identity_file else []
+    argv += [*flags, *login_flags(host)]
     return [*argv, "--", host.address, *([shell_text(remote)] if remote else [])]
+
+
+def login_flags(host: Host) -> list[str]:
+    """Returns ssh's flags for the user, port and key of a host, as far as they are given."""
+    flags = {"-l": host.user, "-p": host.port, "-i": host.identity_file}
+    return [word for flag, value in flags.items() if value for word in (flag, str(value))]
 
 
 @dataclass(frozen=True, slots=True)

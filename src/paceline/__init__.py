@@ -92,10 +92,10 @@ class _Package(ModuleType):
 
     @launch.setter
     def launch(self, module: ModuleType) -> None:
-        """It is found in ``sys.modules``."""
+        """Ignores the submodule of that name, which its import assigns here."""
 
     def __reduce__(self) -> Any:
-        """By its name, as modules of the usual type are pickled in functions that use them."""
+        """Pickles the package by its name, like a module, in functions that use it."""
         return importlib.import_module, (self.__name__,)
 
 

@@ -135,7 +135,7 @@ class Lab:
 
     @property
     def ssh_config(self) -> Path:
-        """For ``ssh -F``, inside the hosts and outside."""
+        """The file for ``ssh -F``, for use inside the hosts and outside."""
         return self.layout.ssh_config
 
     @property

@@ -197,7 +197,7 @@ class ProcessLink:
         return self._process.returncode
 
     async def has_exited(self) -> bool:
-        """By the child's exit status: ssh passes on that of the remote command."""
+        """Whether the remote command has exited: ssh passes its exit status on."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(wait_for_exit(self._process), EXIT_GRACE_S)
         status = self._process.returncode

@@ -206,7 +206,7 @@ class HostAdmission:
             raise AdmissionError("nobody waits for the end of this run")
 
     def place(self, connection: Connection, peers: Mapping[int, Peer]) -> tuple[int, Host]:
-        """By the scheduler's name for the node, else by its rank variable."""
+        """Finds the host of a node by the scheduler's name for it, else by its rank variable."""
         node, place = connection.info.get("node"), connection.info.get("index")
         for index, host in enumerate(self._hosts):
             if node and node in (host.name, host.address):

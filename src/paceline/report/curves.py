@@ -62,7 +62,7 @@ class Curve:
 
     @property
     def lower_is_better(self) -> bool:
-        """By the metric's name, else by the direction in which the training went."""
+        """Whether lower values are better, by the metric's name; else whether the last is lower."""
         name = self.metric.lower()
         if any(pattern in name for pattern in _LOWER_IS_BETTER):
             return True

@@ -236,7 +236,7 @@ class Result:
     recoveries: tuple[Recovery, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For ``result.json``."""
+        """Returns the content of ``result.json``."""
         if self.error:
             return {"error": self.error}
         failure = self.failure.to_json() if self.failure else None

@@ -69,7 +69,7 @@ class TrainingLoop:
         self.stragglers.regroup()
 
     def renew(self) -> None:
-        """Begins anew in a new group of ranks; a collective."""
+        """Restarts measurements and the division of batches in a new group; a collective."""
         if self.bucket_trial is not None:
             self.bucket_trial.restart(self._training.progress.step)
         self.pace.regroup()

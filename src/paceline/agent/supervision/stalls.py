@@ -161,7 +161,7 @@ class StallDetector:
         return "paused" if blocking_call(stat.pid)["call"] in _INTERRUPTIBLE_CALLS else "disk"
 
     def duration_s(self, now_s: float) -> float:
-        """Seconds since it blocked; 0 while it does not."""
+        """Seconds for which the process has been blocked; 0 if it is not."""
         return now_s - self._started_s if self.cause else 0.0
 
     def is_stalled(self, now_s: float) -> bool:

@@ -146,7 +146,7 @@ class ShardedDataset:
             ) from error
 
     def name(self, number: int, sample: Sample) -> str:
-        """For messages: shard, and key or row."""
+        """Returns how messages name a sample: by its shard, and its key or row."""
         shard = int(self._shards(np.array([number]))[0])
         place = sample.get(tars.KEY) or f"row {number - int(self._starts[shard])}"
         return f"{self._files[shard].path}: {place}"

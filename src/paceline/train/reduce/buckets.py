@@ -88,7 +88,7 @@ class BucketExchange:
 
     @reducer.setter
     def reducer(self, reducer: GradientReducer) -> None:
-        """To be set between two steps."""
+        """Changes the reducer; call it between two steps."""
         self._reducer = reducer
         self._hook()
 
@@ -198,7 +198,7 @@ class BucketExchange:
         return self._thread.reduce(reducer, bucket)
 
     def _reduce_as_ddp(self, ddp_bucket: GradBucket) -> Future[Tensor]:
-        """By DDP's own exact way, to the bit."""
+        """Averages a bucket as DDP does without a hook, to the bit."""
         return allreduce_hook(self.model.process_group, ddp_bucket)
 
     def _reduce_on_stream(self, reducer: GradientReducer, bucket: Bucket) -> Future[Tensor]:

@@ -98,7 +98,7 @@ class Communication:
         return reducer if isinstance(reducer, Local) else None
 
     def renew(self) -> None:
-        """Begins anew in a new group of ranks, whose exchange has; a collective.
+        """Continues in a new group of ranks, after the exchange has done so; a collective.
 
         Each rank goes on with the quantisation errors of its gradients.
         """
@@ -175,7 +175,7 @@ class Communication:
         return reducer.max_unsynced_steps if isinstance(reducer, Local) else 0
 
     def stepped(self, step: int) -> None:
-        """To be called after each step of the optimizer, with the number of those that are done."""
+        """Advances the method after ``step`` steps of the optimizer, and exchanges what is due."""
         self._advance(self._steps, step)
         local = self.local
         if local is None:
@@ -206,7 +206,7 @@ class Communication:
 
     @property
     def is_final(self) -> bool:
-        """The method is the one that is to stay: buckets may be fitted to it."""
+        """Whether the method will not change any more, so that buckets may be fitted to it."""
         return self._step >= self.warmup_steps if self._auto is None else self._auto.is_final
 
     def computed(self, seconds: Callable[[], float]) -> None:

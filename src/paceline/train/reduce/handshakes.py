@@ -168,7 +168,7 @@ def _read(caller: Caller, size: int) -> bool:
 
 
 def read_exactly(connection: socket.socket, size: int, until: float) -> bytes:
-    """So many bytes by that moment of the monotonic clock.
+    """Reads ``size`` bytes by the time ``until`` on the monotonic clock.
 
     Raises:
         OSError: They do not come in time, or the connection ends.

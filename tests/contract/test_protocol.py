@@ -98,6 +98,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "keep_folder": ({}, {}, b""),
     "set_outputs_aside": ({}, {}, b""),
     "discard_uncollected": ({}, {}, b""),
+    "forget_outputs": ({}, {}, b""),
     "put_output": ({}, {}, b""),
     "list_outputs": ({}, {"latest_us": 9, "files": [
         {"path": "out/w.pt", "size": 3, "mtime_us": 5, "age_s": 0.5, "state": "whole"}]}, b""),

@@ -20,6 +20,8 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 from paceline.agent import server
 from paceline.agent.files import safe_paths, snapshot
+from paceline.agent.files.outputs import UNCOLLECTED
+from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
@@ -372,6 +374,39 @@ def test_files_outside_the_project_arrive_before_the_jobs_folder_is_removed(
     run(work)
     arrived = [path for path in (home.path / "files").rglob("*") if path.is_file()]
     assert arrived == [home.path / "files/n1/outside-project/out/step_1/w.pt"]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_results_that_do_not_fit_stay_on_their_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """The launcher says goodbye as after every run, and the agent then removes its job's folder."""
+    home = RunDirectory(tmp_path / "run")
+    job = fill(tmp_path / "job", {"code/.hidden": b"h", "code/out/last.bin": b"w",
+                                  snapshot.OWNER_FILE: snapshot._AGENT_ID.encode()})  # fmt: skip
+    there = snapshot.make_run_folder(KEY)
+    monkeypatch.setattr(results, "room_problem", lambda *_: "no room" if is_full else "")
+
+    async def work(served: Served) -> None:
+        served.agent.folders.append(job)
+        served.agent.run_keys[KEY] = []
+        served.agent.output_roots[str(job / "code")] = 0
+        served.agent.job.ranks = [RankProcess(0, 0)]
+        node = hosted(served, "n1", there)
+        node.copies["code"] = str(job / "code"), []
+        notes: list[str] = []
+        collector = ResultCollector(home, notes.append, OutputSync(home.path, notes.append))
+        collector.set_first_node(node)
+        await collector.fetch(fleet_of(node))
+        assert any("n1 keeps its files for a month" in note for note in notes) == is_full
+        await collector.discard_run_folders(fleet_of(node))
+        await served.ask("bye")
+
+    run(work)
+    assert (job / "code/.hidden").exists() == is_full
+    assert (there / UNCOLLECTED / "out/last.bin").exists() == is_full
+    assert (home.path / "files/n1/out/last.bin").exists() != is_full
+    home.close()
 
 
 def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:

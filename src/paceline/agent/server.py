@@ -93,7 +93,6 @@ class Agent:
         self._exit_deadline: Optional[float] = None
         self._single_save_at: Optional[float] = None
         self._has_term = False
-        self._was_released = False  # the launcher has ended the conversation
         self._parent = os.getppid()  # the guard
 
     # --- the loop ----------------------------------------------------------------------------
@@ -251,7 +250,6 @@ class Agent:
         """
         if os.getppid() != self._parent:  # the guard's death may also end the stream
             reason, explanation = "guard", GUARD_KILLED
-        self._was_released = reason == "bye"
         event = {"event": "leaving", "reason": reason, "why": explanation, "time": time.monotonic()}
         self.outbox.post(event)
         with contextlib.suppress(OSError):  # the reader may be gone
@@ -269,7 +267,7 @@ class Agent:
 
     def start_warm_wait(self, place: ReconnectListener, seconds: float) -> None:
         """Ends the conversation; then the process waits for the next one."""
-        self.warm_wait, self._was_released = warm.WarmWait(place, seconds), True
+        self.warm_wait = warm.WarmWait(place, seconds)
         event = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
         self.outbox.post(dict(event, time=time.monotonic()))
         self._exit_deadline = time.monotonic() + CLOSING_S
@@ -311,9 +309,8 @@ class Agent:
             self.uploads.drop()
             self.data_copies.close()
             detached_runs.release_folders(self.run_locks)
-            if not self._was_released:
-                with contextlib.suppress(OSError, ValueError):
-                    outputs.keep_uncollected(self)
+            with contextlib.suppress(OSError, ValueError):
+                outputs.keep_uncollected(self)
             for folder in list(self.folders):
                 is_for_fork_server = folder.name.startswith(warm.FOLDER_PREFIX)
                 if self.warm_wait is None or not is_for_fork_server:  # which has imported from it

@@ -159,7 +159,7 @@ _EMPTY_ANSWERS = (
     "prepare", "stop_listening", "start", "add_ranks", "tell_ranks", "admit", "dump_stacks",
     "stop", "put_blob", "put_blobs", "put_file", "place", "discard_run_folder", "keep_folder",
     "read_part", "settle_data", "put_data_files", "put_data", "rest", "bye", "take_token",
-    "set_outputs_aside", "put_output", "discard_uncollected",
+    "set_outputs_aside", "put_output", "discard_uncollected", "forget_outputs",
 )  # fmt: skip
 ANSWERS: dict[str, Schema] = {
     **dict.fromkeys(_EMPTY_ANSWERS, record()),

@@ -24,7 +24,7 @@ Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
 _SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))
-UNCOLLECTED = ".uncollected"  # in a run's folder: files whose launcher was lost before it had them
+UNCOLLECTED = ".uncollected"  # in a run's folder: files that had not been fetched at the end
 SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg")
 MAX_HEADER_BYTES = 64 << 20
@@ -192,9 +192,10 @@ def hash_beginning(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def keep_uncollected(agent: Agent) -> None:
-    """Moves rank 0's outputs from the job's folders, which are removed, to the run's own folder.
+    """Puts rank 0's outputs into the run's own folder, as the job's folders are removed.
 
-    For an agent without a launcher: the next start of the run fetches them.
+    The next start of the run fetches them. Unless the launcher has said that it has fetched them,
+    they may be the only ones: it was lost, or had no room.
     """
     if not any(rank.rank == 0 for rank in agent.job.ranks):
         return
@@ -204,7 +205,23 @@ def keep_uncollected(agent: Agent) -> None:
             for file in list_written(root, since_us + 1)[0]:
                 with contextlib.suppress(OSError):
                     (target / file["path"]).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    os.replace(os.path.join(root, file["path"]), str(target / file["path"]))
+                    _link(os.path.join(root, file["path"]), str(target / file["path"]))
+
+
+def _link(source: str, target: str) -> None:
+    """Gives a file a second name, as the job's folder may stay; moves it if that cannot be done."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(target)
+    try:
+        os.link(source, target)
+    except OSError:  # a disk without hard links
+        os.replace(source, target)
+
+
+def forget_outputs(agent: Agent, request: Message, _: bytes) -> None:
+    """Lets rank 0's outputs be removed with the job's folders: the launcher has fetched them."""
+    agent.output_roots.clear()
+    agent.reply(request)
 
 
 @in_queue(RECEIVING)
@@ -241,6 +258,7 @@ def put_output(agent: Agent, request: Message, blob: bytes) -> None:
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "list_outputs": list_outputs,
     "hash_beginning": hash_beginning,
+    "forget_outputs": forget_outputs,
     "discard_uncollected": discard_uncollected,
     "set_outputs_aside": set_outputs_aside,
     "put_output": put_output,

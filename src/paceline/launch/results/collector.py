@@ -121,8 +121,20 @@ class ResultCollector:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
+                await self._keep_on_node(node)
         self._outputs.store.note_kept_out()
         await self._fetch_model([node for node in fleet.nodes if node not in silent])
+
+    async def _keep_on_node(self, node: Node) -> None:
+        """Has a node keep the files that were not fetched, for example because the disk is full."""
+        self._fetcher.incomplete_hosts.add(node.name)
+        if "code" not in node.copies:
+            return
+        root, _ = node.copies["code"]
+        if await try_request(node, "keep_folder", root=root) is not None:
+            again = ", and the next start in this run directory fetches those that rank 0 wrote"
+            self._note(f"paceline: {node.name} keeps its files for a month in {root}"
+                       f"{again if node is self.first else ''}")  # fmt: skip
 
     async def _fetch_model(self, nodes: Sequence[Node]) -> None:
         """Fetches the model from the host that wrote it if rank 0 has moved to another."""
@@ -232,6 +244,7 @@ class ResultCollector:
                            f" aside for rank 0's: {short(place)}, under hidden names")  # fmt: skip
 
             await self._fetch_beside(node, root)
+            await node.channel.request("forget_outputs")
 
     async def _fetch_beside(self, node: Node, root: str) -> None:
         """Fetches what a script wrote to ``../``, in the job's folder, which the agent removes."""

@@ -82,14 +82,13 @@ class OutputSync:
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
 
     async def _fetch_uncollected(self, node: Node) -> None:
-        """Fetches files that a node kept because their launcher was lost before it had them."""
+        """Fetches files that a node kept because an earlier launcher had not fetched them."""
         folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED}")
         with self._reporting(node):
             fetched, is_complete = await self.store.fetch_uncollected(folder)
             if fetched:
                 self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
-                           " arrived when the launcher was lost:"
-                           f" {format_paths(fetched)}")  # fmt: skip
+                           f" arrived before: {format_paths(fetched)}")  # fmt: skip
             if folder.seen and is_complete:
                 await node.channel.request("discard_uncollected", root=node.run_folder)
 

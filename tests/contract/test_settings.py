@@ -342,6 +342,13 @@ def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
         taken("run")
 
 
+def test_every_setting_that_names_a_file_needs_trust() -> None:
+    """A new one is forgotten otherwise."""
+    files = {key for key, option in options.settings_registry().items()
+             if isinstance(option.type, click.Path)}  # fmt: skip
+    assert files <= trust.GUARDED.keys() | trust.START_GUARDED.keys()
+
+
 def test_a_run_directory_in_the_file_needs_trust_where_a_run_starts() -> None:
     Path("paceline.toml").write_text('[run]\nrun-dir = "runs/one"\n')
     ctx = taken("run")  # other verbs only read there

@@ -39,6 +39,7 @@ GUARDED = {
     "follow-links": "sends files from outside of the project to the hosts",
     "notify": "is started, or told of your runs",
     "rdzv": "lets another machine start programs here",
+    "rdzv-key-file": "lets who knows that key start programs here",
     "accept-new-host-keys": "trusts hosts never met before",
 }
 HOST_GUARDED = {  # the same for [hosts.NAME]

@@ -56,6 +56,9 @@ def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
     "requirements-dev.txt", "out/dev-requirements.txt", "out/lefthook.json", "out/default.nix",
     "out/compose.yaml", "out/libc.so.6",
     "events.out.tfevents.x.mk", "events.out.tfevents.17000.n1.py", "out/events.out.tfevents.1.so",
+    "jupyter_server_config.json", "Jupyter_Lab_Config.json", "infra/x.tf.json", "opencode.json",
+    "env/etc/conda/env_vars.d/x.json", "env/conda-meta/x.json", "host_vars/n1.json",
+    "venv/share/jupyter/kernels/python3/kernel.json", "venv/etc/jupyter/x/y.json",
     "CMakePresets.json", "jest.config.json", "out/mcp.json", "events.out.tfevents.1.n1.pkl",
     "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
 ])  # fmt: skip

@@ -34,17 +34,25 @@ _PICKLE_SUFFIXES = _words("dill joblib pickle pkl")  # run what is in them when 
 _TEMPORARY_SUFFIXES = _words("incomplete lock part partial swp temp tmp")
 _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are those of data
     "angular.json biome.json cdk.json cmakelists.txt cmakepresets.json cmakeuserpresets.json"
-    " compose.yaml compose.yml composer.json deno.json devcontainer.json docker-bake.json"
-    " docker-compose.yaml docker-compose.yml firebase.json jsconfig.json launch.json lefthook.json"
-    " lerna.json mcp.json nodemon.json npm-shrinkwrap.json nx.json package-lock.json package.json"
-    " project.json pyrightconfig.json renovate.json settings.json"
-    " tasks.json tsconfig.json turbo.json vercel.json"
+    " compose.yaml compose.yml composer.json crush.json cypress.json deno.json devbox.json"
+    " devcontainer.json docker-bake.json docker-compose.yaml docker-compose.yml dub.json"
+    " ecosystem.json electron-builder.json firebase.json gemini-extension.json jsconfig.json"
+    " kernel.json launch.json lefthook.json lerna.json mcp.json mcp_config.json mcp_servers.json"
+    " nodemon.json now.json npm-shrinkwrap.json nx.json opencode.json package-lock.json"
+    " package.json process.json project.json pyrightconfig.json renovate.json rush.json"
+    " serverless.json settings.json tasks.json tsconfig.json turbo.json vercel.json"
+    " workspace.json wrangler.json"
 )
 _CODE_NAMES = re.compile(
     r"(?:.*[-_.])?(?:requirements|constraints)(?:[-_.].*)?\.txt|.*\.so\.[0-9.]+"
     r"|.*\.config\.json"
+    r"|(?:jupyter|ipython)[-_].*\.json"  # Jupyter reads them in the folder in which it is started
+    r"|.*\.(?:tf|tfvars|tofu|pkr)\.json"  # Terraform and Packer read all of a folder
 )
-_CODE_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
+_CODE_FOLDERS = _words(  # also settings in environments of virtualenv and conda, and of Ansible
+    "site-packages dist-packages node_modules __pycache__"
+    " conda-meta env_vars.d group_vars host_vars jupyter"
+)
 # By these, commands take a folder below runs/ for a run. With a manifest, a later one resumes.
 _RUN_RECORDS = {rundir.PLAN, rundir.EVENTS, rundir.OWNER, rundir.BATCH, rundir.DETACHED,
         rundir.FORECAST}  # fmt: skip
@@ -107,7 +115,7 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
     if any(":" in part or "\\" in part for part in parts):
         return "a name with special characters"
     if not _CODE_FOLDERS.isdisjoint(parts[:-1]):
-        return "in a folder of packages"
+        return "in a folder of packages or settings"
     is_below_runs = len(parts) > 2 and parts[0] == rundir.DEFAULT_PARENT
     if is_below_runs and (name in _RUN_RECORDS or name == rundir.MANIFEST):
         return "a record of a run"

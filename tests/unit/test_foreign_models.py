@@ -98,6 +98,15 @@ def test_a_network_is_not_built_if_its_weights_are_small(name: str) -> None:
         build_limited(lambda: build_image_network(HUGE[name], (1, 8, 8), 10), state)
 
 
+@pytest.mark.parametrize("description", [
+    7, {}, {"kind": []}, {"kind": "cnn", "layers": 5}, {"kind": "cnn", "layers": [{"a": 1}]},
+    {"kind": "hub", "config": 3}, {"kind": "torchvision"},
+])  # fmt: skip
+def test_a_damaged_description_of_a_network_is_no_traceback(description: Any) -> None:
+    with pytest.raises(DataError, match=r"config\.json"):
+        build_limited(lambda: build_image_network(description, (1, 8, 8), 10), {})
+
+
 @pytest.mark.parametrize("name", ["shape", "decoded"])
 def test_images_of_any_size_are_not_made(name: str, tmp_path: Path) -> None:
     """A network that averages over an image has the same weights for any size."""

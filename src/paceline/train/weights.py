@@ -238,13 +238,24 @@ def build_limited(build: Callable[[], nn.Module], state: Mapping[str, Tensor]) -
     """Builds a network that a file describes, unless it is much larger than its saved weights.
 
     Raises:
-        DataError: A description of a few bytes may stand for any size.
+        DataError: It cannot be built, or is larger: a description of a few bytes may stand for any
+            size.
     """
     num_elements = sum(tensor.numel() for tensor in state.values())
     limits = 2 * len(state) + EXTRA_TENSORS, 2 * num_elements + EXTRA_ELEMENTS
     check_size(build, *limits)
     with limited_size(*limits):
-        return build()
+        try:
+            return build()
+        except PacelineError:
+            raise
+        except Exception as error:  # libraries raise any kind for values that they do not expect
+            reason = str(error).partition("\n")[0]
+            raise DataError(
+                "the network that config.json describes cannot be built",
+                found=f"{type(error).__name__} {reason}",
+                remedy="copy the model again from where it was trained",
+            ) from error
 
 
 def check_size(

@@ -631,6 +631,35 @@ def test_of_a_start_on_this_machine_alone_checkpoints_are_recorded(place: Place)
     run(work)
 
 
+def test_a_checkpoint_of_another_run_is_not_this_ones_newest(place: Place) -> None:
+    """The other run was started between two starts of this one, on this machine alone."""
+    place.run = place.run.parent / "runs/first"
+    place.run.mkdir(parents=True)
+
+    async def start(served: Served, name: str, checkpoint: str = "") -> None:
+        place.run = place.run.parent / name
+        place.run.mkdir(exist_ok=True)
+        store = OutputStore(place.run, place.notes.append)
+        store.set_code(place.project, [])
+        local = OutputFolder("here", served.node.channel, str(place.project), is_local=True,
+                             only_checkpoints=True)  # fmt: skip
+        await store.open_folder(local)
+        await asyncio.sleep(0.02)
+        if checkpoint:
+            (place.project / checkpoint).write_bytes(zipped(checkpoint))
+        await store.sync(local, has_ended=True)
+
+    async def work(served: Served) -> None:
+        await start(served, "first")
+        await start(served, "second", "ckpt.pt")
+        await start(served, "first")
+        assert not script_checkpoint(place.run)
+        await start(served, "first", "own.pt")
+        assert script_checkpoint(place.run) == "own.pt"
+
+    run(work)
+
+
 def test_shards_of_all_nodes_make_a_distributed_checkpoint_whole(place: Place) -> None:
     async def work(served: Served) -> None:
         first, second = await place.folder(served, "n1"), await place.folder(served, "n2")

@@ -380,9 +380,16 @@ class OutputStore:
         return not problem
 
     def _record_local(self, folder: OutputFolder, batch: Groups) -> None:
-        """Records files that rank 0 wrote on this machine, which are in their place."""
+        """Records files that rank 0 wrote on this machine, which are in their place.
+
+        What another run wrote since the first start of this one is not its checkpoint.
+        """
+        files = {file.path: file for file in itertools.chain.from_iterable(batch.values())}
+        if not folder.prefix:
+            adopted = self.journal.adopt(Path(folder.root), files.keys())
+            files = {path: file for path, file in files.items() if path not in adopted}
         outputs = []
-        for file in itertools.chain.from_iterable(batch.values()):
+        for file in files.values():
             name = folder.on_node(file.path)
             local = Path(folder.root) / name
             outputs.append(Output(

@@ -267,3 +267,9 @@ def test_a_misspelled_lab_is_recognized() -> None:
         "; for the virtual cluster, type -H lab"
     )
     assert "virtual" not in classify(said, 255, Host("node1")).remedy
+
+
+def test_the_key_is_to_be_copied_for_the_user_who_was_refused() -> None:
+    text = "root@10.77.0.12: Permission denied (publickey).\n"
+    found = classify(text, 255, Host("n2"), config=Path("/my lab/config"))
+    assert "ssh-copy-id -F '/my lab/config' root@n2 (" in found.remedy

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from paceline.agent.caller import AGENT_ENDED
@@ -80,6 +81,7 @@ class Channel:
         on_late: Called with the name of a request whose answer is late.
         lost: Set when the connection has ended.
         violation: The protocol violation that ended the connection, if any.
+        ssh_config: ssh config file of the login; ``None`` for the user's.
         warm_slot: Where the agent can wait for the next command; ``None`` if it cannot.
         is_parked: The agent waits there.
 
@@ -99,6 +101,7 @@ class Channel:
         self.on_event: Callable[[Event], None] = lambda event: None
         self.on_late: Callable[[str], None] = lambda op: None
         self.warm_slot: warm.WarmSlot | None = None
+        self.ssh_config: Path | None = None
         self.is_parked = False
         self._link = link
         self._is_linked = True  # frames are written at once
@@ -232,7 +235,7 @@ class Channel:
         )
 
     def _refusal(self, timed_out: bool) -> Refusal:
-        refusal = classify(self.stderr, self._link.status, self.host, self.noise)
+        refusal = classify(self.stderr, self._link.status, self.host, self.noise, self.ssh_config)
         if timed_out and refusal.cause in (NO_ANSWER, UNEXPECTED_COMMAND):
             details = f"\n{refusal.details}" if self.stderr.strip() else ""
             if not self.stderr.strip() and not self.noise.strip():

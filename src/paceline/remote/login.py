@@ -72,7 +72,7 @@ async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not
             return channel
     for attempt in itertools.count(1):
         channel = Channel(host, await dial(is_agent=host.local), redial)
-        channel.warm_slot = slot
+        channel.warm_slot, channel.ssh_config = slot, options.config
         try:
             await channel.open()
         except LoginError as error:

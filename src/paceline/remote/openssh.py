@@ -387,15 +387,18 @@ _SSH_LINES = re.compile(
 """Lines of ssh about the end of a connection; any other line has the host's reason."""
 
 
-def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> Refusal:
+def classify(stderr: str, status: int | None, host: Host, printed: str = "",
+             config: Path | None = None) -> Refusal:  # fmt: skip
     """Classifies a failed login to ``host``.
 
     Args:
         stderr, status: Standard error and exit status of ssh; ``None`` if unknown.
         printed: Standard output, if it was not an agent's.
+        config: ssh config file of the login; ``None`` for the user's.
     """
     stderr_text, stdout_text = clean(stderr), clean(printed)
     text = "\n".join(part for part in (stderr_text, stdout_text) if part)
+    target = _target(host, text, config)
     for cause in CAUSES:
         if not re.search(cause.pattern, text):
             continue
@@ -405,9 +408,9 @@ def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> 
                 "the host refused",
                 _summary(text),
                 f"{host.name} ended the connection, and the words above say why. If they do not, "
-                f"its log does: journalctl -u ssh there. By hand: ssh -v {_target(host)} true",
+                f"its log does: journalctl -u ssh there. By hand: ssh -v {target} true",
             )
-        remedy = _fill(cause.remedy, host, text)
+        remedy = _fill(cause.remedy, host, text, target)
         if cause.name == "name not found" and closest_match(host.name, ["lab"]):
             remedy += "; for the virtual cluster, type -H lab"
         return Refusal(cause.name, _summary(text), remedy, cause.is_transient)
@@ -418,12 +421,12 @@ def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> 
             + (f"printed: {_summary(text)}" if text else "said nothing"),
             f"A start-up file of that user on {host.name} ends the shell (exit in ~/.bashrc), or "
             f"its sshd runs another command (ForceCommand, command= in authorized_keys). By hand: "
-            f"ssh {_target(host)} echo reached",
+            f"ssh {target} echo reached",
         )
     return Refusal(
         NO_ANSWER,
         _summary(text) or f"ssh ended with status {status} and said nothing",
-        f"Try by hand: ssh -v {_target(host)} true",
+        f"Try by hand: ssh -v {target} true",
     )
 
 
@@ -446,12 +449,12 @@ def _summary(text: str) -> str:
 _OFFER = re.compile(r"Their offer: ([\w@.-]{1,100})")
 
 
-def _fill(remedy: str, host: Host, text: str) -> str:
+def _fill(remedy: str, host: Host, text: str, target: str) -> str:
     offending = offending_line(text)
     key_name = re.search(r"Host key for (\S{1,300}) has changed", text)  # as known_hosts calls it
     values = {
         "name": host.name,
-        "target": _target(host),
+        "target": target,
         "known": shell_text([key_name.group(1) if key_name else host.address]),
         "file": f" -f {shell_text([offending[0]])}" if offending else "",
         "offer": offer.group(1) if (offer := _OFFER.search(text)) else "ALGORITHM",
@@ -480,10 +483,13 @@ def fingerprint(line: str) -> str | None:
     return f"{match.group(1)} SHA256:{digest}"
 
 
-def _target(host: Host) -> str:
-    user = f"{host.user}@" if host.user else ""
-    port = f"-p {host.port} " if host.port else ""
-    return f"{port}{user}{host.address}"
+def _target(host: Host, text: str, config: Path | None) -> str:
+    """Arguments of ssh and ssh-copy-id for the user whom ssh has tried, as it says."""
+    tried = re.search(r"^([\w.-]{1,100})@\S{1,300}: Permission denied", text, re.MULTILINE)
+    user = host.user or (tried.group(1) if tried else "")
+    port = ["-p", str(host.port)] if host.port else []
+    file = ["-F", str(config)] if config else []
+    return shell_text([*file, *port, f"{user}@{host.address}" if user else host.address])
 
 
 def server_fingerprint(stderr: str) -> str | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import hashlib
 import itertools
 import json
 import os
+import pwd
 import shutil
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -636,6 +639,21 @@ def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], a
     monkeypatch.setattr(bootstrap.os, "lstat", about)
     monkeypatch.setattr(bootstrap.os, "getuid", lambda: me)
     assert bootstrap.is_trusted_path("/home/me") is alone
+
+
+@pytest.mark.parametrize(("group", "members", "mode", "alone"), [
+    ("me", [], 0o775, True), ("me", ["me"], 0o770, True), ("me", ["me", "you"], 0o775, False),
+    ("staff", [], 0o775, False), ("me", [], 0o777, False),
+])  # fmt: skip
+def test_a_folder_that_the_users_own_group_can_write_is_ours_alone(
+    group: str, members: list[str], mode: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a umask of 002, as Debian and Red Hat set it, ``~/.cache`` is such a folder."""
+    status = os.stat_result([mode, 0, 0, 0, os.getuid(), 7, 0, 0, 0, 0])
+    monkeypatch.setattr(bootstrap.os, "lstat", lambda _: status)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr(grp, "getgrgid", {7: SimpleNamespace(gr_name=group, gr_mem=members)}.get)
+    assert bootstrap.is_trusted_path("/") is alone
 
 
 def test_what_a_host_has_of_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import reattach
+from paceline.agent import bootstrap, reattach
 from paceline.agent import reconnection as agents_half
 from paceline.agent import warm as agents
 from paceline.remote import warm
@@ -122,7 +122,10 @@ PLACES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_folder_that_others_could_have_filled_is_not_looked_into(place: str) -> None:
+def test_a_folder_that_others_could_have_filled_is_not_looked_into(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "is_private_group", lambda number: False)
     left()
     PLACES[place](nest().path.parent)
     assert nest().claim() is None

@@ -22,6 +22,15 @@ def read_exactly(count):
         data += chunk
     return data
 
+def is_private_group(number):
+    """Whether a group has this user only, as many systems make for each user (umask 002)."""
+    import grp, pwd
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
 def is_trusted_path(path, sticky=False):
     """Whether nobody else can change what is at a resolved path, up to the root, as sshd checks.
 
@@ -29,7 +38,10 @@ def is_trusted_path(path, sticky=False):
     """
     while True:
         status, parent = os.lstat(path), os.path.dirname(path)
-        if status.st_mode & 0o022 and not (sticky and status.st_mode & 0o1000):
+        writable = status.st_mode & 0o022
+        if writable == 0o020 and is_private_group(status.st_gid):
+            writable = 0
+        if writable and not (sticky and status.st_mode & 0o1000):
             return False
         if parent == path:
             return True

@@ -514,6 +514,8 @@ def test_code_that_is_too_large_is_not_called_equal() -> None:
     (note,) = planner.code_notes(job(ship=never), supplies)
     assert note == "the code in /w is too large to compare with that of the hosts"
     assert planner.code_notes(job(ship=never), Supplies(TREE)) == []
+    (note,) = planner.code_notes(job(), Supplies(replace(TREE, empty_submodules=["a dep"])))
+    assert "git submodule update --init 'a dep'" in note
 
 
 @pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])

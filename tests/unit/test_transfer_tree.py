@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -113,6 +114,9 @@ def test_repositories_in_a_repository_belong_to_it(folder: Path) -> None:
     assert found >= {"a.py", "pack/b.py", "pack/inner/d.py", "data/.gitignore"}
     assert not {"data/d.bin", "link/b.py"} & found
     assert "data/.gitignore" not in {*code.files_of(folder, folder / "data")}
+    shutil.rmtree(folder / "pack")
+    (folder / "pack").mkdir()  # as a clone without --recurse-submodules leaves it
+    assert code.read_tree(folder).empty_submodules == ["pack"]
 
 
 def test_a_forged_index_does_not_lead_in_circles(folder: Path) -> None:
@@ -237,7 +241,7 @@ def test_files_that_vanish_are_no_code(folder: Path, monkeypatch: pytest.MonkeyP
     """As those below /proc; the listing of a folder ends when it is clearly too large."""
     real = code.files_of
 
-    def listed(root: Path, data: Path | None) -> Iterator[str]:
+    def listed(root: Path, data: Path | None, _: list[str]) -> Iterator[str]:
         yield "gone.py"
         yield from real(root, data)
 

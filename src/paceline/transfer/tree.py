@@ -42,6 +42,7 @@ class Tree:
         copy: Local copy of the folder, if the launching machine is another one.
         cached: Cached copies of files, as they were when hashed, by path.
         outward: Targets of files that are outside the folder and only linked, by path.
+        empty_submodules: Submodules of git that were not initialised, so that they have no files.
     """
 
     root: Path
@@ -49,6 +50,7 @@ class Tree:
     copy: Path | None = None
     cached: Mapping[str, Path] = field(default_factory=dict)
     outward: Mapping[str, str] = field(default_factory=dict)
+    empty_submodules: Sequence[str] = ()
 
     def file(self, path: str) -> Path:
         """The local path of a file."""
@@ -141,7 +143,8 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
     """
     sizes: dict[str, int] = {}
     total, is_complete = 0, True
-    for path in files_of(root, data):
+    empty_submodules: list[str] = []
+    for path in files_of(root, data, empty_submodules):
         if path not in outputs and _is_within(path, parts):
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 sizes[path] = _stat(f"{root}/{path}").st_size
@@ -151,7 +154,7 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
             break
     if len(sizes) > MAX_FILES or total > MAX_BYTES:
         raise _too_large(root, sizes, is_complete)
-    return _hashed(root, sorted(sizes))
+    return replace(_hashed(root, sorted(sizes)), empty_submodules=empty_submodules)
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
@@ -200,10 +203,14 @@ def _entry(root: Path, path: str) -> list[object]:
     return [path, hash_file(file), stat.st_mode & 0o777, stat.st_size]
 
 
-def files_of(root: Path, data: Path | None = None) -> Iterator[str]:
-    """Relative paths of files that do not belong to run directories or to the folder ``data``."""
+def files_of(root: Path, data: Path | None = None,
+             empty_submodules: list[str] | None = None) -> Iterator[str]:  # fmt: skip
+    """Relative paths of files that do not belong to run directories or to the folder ``data``.
+
+    Submodules without files are added to ``empty_submodules``.
+    """
     is_run_folder = functools.cache(lambda folder: _allowed(is_run, root / folder))
-    for name in _list_files(root, data):
+    for name in _list_files(root, data, [] if empty_submodules is None else empty_submodules):
         parts = name.split("/")
         parents = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
         paths = (name.removeprefix(f"{parent}/") for parent in parents if is_run_folder(parent))
@@ -212,7 +219,7 @@ def files_of(root: Path, data: Path | None = None) -> Iterator[str]:
             yield name
 
 
-def _list_files(root: Path, data: Path | None) -> Iterator[str]:
+def _list_files(root: Path, data: Path | None, empty_submodules: list[str]) -> Iterator[str]:
     is_inside = data is not None and data != root and data.is_relative_to(root)
     excluded = data.relative_to(root).as_posix() if data is not None and is_inside else None
     repositories, seen = [""], set[str]()  # the root, submodules, and other repositories in it
@@ -232,10 +239,16 @@ def _list_files(root: Path, data: Path | None) -> Iterator[str]:
                 yield path
             elif _allowed(_is_repository, root / path):
                 repositories.append(path.rstrip("/") + "/")
+            elif not path.endswith("/") and _allowed(_is_empty_folder, root / path):
+                empty_submodules.append(path)
 
 
 def _is_repository(folder: Path) -> bool:
     return not folder.is_symlink() and os.path.lexists(folder / ".git")
+
+
+def _is_empty_folder(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
 
 
 def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from paceline.remote.network import NodeNetwork
 from paceline.remote.rdma import EXPLICIT, RdmaChoice
 from paceline.spec import jobenv, launchers
 from paceline.spec.errors import NodeError, SettingError
-from paceline.spec.formatting import pluralize
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job, NodeRange, bounds, count_processes
 from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
@@ -538,7 +538,11 @@ def _check_links(job: Job, tree: Tree) -> None:
 
 
 def code_notes(job: Job, supplies: Supplies) -> list[str]:
-    """Returns a note on code that was too large to be compared."""
+    """Returns a note on code that was too large to be compared, or on submodules without files."""
+    if supplies.code is not None and supplies.code.empty_submodules:
+        names = shell_text(supplies.code.empty_submodules[:5])
+        command = f"git submodule update --init {names}"
+        return [f"submodules of git are empty here. To get their files: {command}"]
     if supplies.code is None or supplies.code.manifest or job.ship.value != "never":
         return []
     return [f"the code in {supplies.code.root} is too large to compare with that of the hosts"]

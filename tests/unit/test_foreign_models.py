@@ -115,8 +115,12 @@ def test_images_of_any_size_are_not_made(name: str, tmp_path: Path) -> None:
               "classes": ["a", "b"], "shape": [1, 8, 8], "decoded": [1, 8, 8]}  # fmt: skip
     (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps(config))
     image.load_trained(str(tmp_path))
-    for shape in ([1, 30_000, 30_000], [10**9, 8, 8]):
-        (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps({**config, name: shape}))
+    moments = [{"mean": mean, "deviation": deviation} for mean, deviation in
+               (([], []), ([0.5], [0]), ([None], [1]), ([float("nan")], [1]), ([0.5], "x"))
+               ]  # fmt: skip
+    damaged = [{"normalisation": moment} for moment in moments]
+    for change in ({name: [1, 30_000, 30_000]}, {name: [10**9, 8, 8]}, *damaged):
+        (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps({**config, **change}))
         with pytest.raises(DataError, match="holds no model of the image recipe"):
             image.load_trained(str(tmp_path))
 

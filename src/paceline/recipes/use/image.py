@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -95,8 +96,14 @@ def load_trained(run: str) -> TrainedImageModel:
         for depth, rows, columns in (config["shape"], config["decoded"]):
             if not (0 < depth <= _MAX_CHANNELS and 0 < rows * columns <= MAX_PIXELS):
                 raise ValueError(f"images of {depth} × {rows} × {columns} values")
-        moments = config["normalisation"]
-        normalise = Normalisation(tuple(moments["mean"]), tuple(moments["deviation"]))
+        mean, deviation = (
+            tuple(map(float, config["normalisation"][name])) for name in ("mean", "deviation")
+        )
+        if not (
+            0 < len(mean) == len(deviation) and min(deviation) > 0 and all(map(isfinite, mean))
+        ):
+            raise ValueError(f"images of mean {mean} and deviation {deviation}")
+        normalise = Normalisation(mean, deviation)
         shape, classes = (channels, height, width), tuple(config["classes"])
         return TrainedImageModel(Path(run), config, shape, classes, normalise)
 

@@ -81,6 +81,8 @@ class TrainedTextModel(TrainedModel):
 def load_trained(run: str) -> TrainedTextModel:
     """Loads the description and the tokenizer of a run's text model."""
     with model_config(run, "text") as config:
+        if type(length := config["max_length"]) is not int or length < 1:
+            raise ValueError(f"texts of {length!r} tokens")
         encoding = saved_encoding(Path(run), config["network"]["kind"] == "hub")
         return TrainedTextModel(Path(run), config, tuple(config["classes"]), encoding)
 

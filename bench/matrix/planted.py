@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "users have the same name everywhere",
         "remote/openssh.py",
-        'argv += ["-l", host.user] if host.user else []',
-        'import getpass; argv += ["-l", host.user or getpass.getuser()]',
+        'flags = {"-l": host.user,',
+        'import getpass; flags = {"-l": host.user or getpass.getuser(),',
         (("user", "different"), ("user", "ordinary")),
     ),
     Fault(

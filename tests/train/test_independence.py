@@ -61,6 +61,31 @@ def test_ranks_on_their_own_are_told(
     assert [line.startswith(expected) for line in lines].count(True) == 1, lines
 
 
+SPAWNING = """
+import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+
+if __name__ == "__main__":
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+    mp.spawn(train, nprocs=2)
+"""
+
+
+def test_ranks_that_each_spawn_a_group_of_their_own_are_told(tmp_path: Path) -> None:
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "spawning.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert "paceline: warning: each rank started processes that" in done.stderr, done.stderr
+
+
 def test_torch_is_watched_when_the_script_imports_it(tmp_path: Path) -> None:
     assert WARNING in run(tmp_path, "metrics", "ranks", "--no-torch")
 

@@ -11,8 +11,9 @@ from paceline.spec.events import Event
 
 
 def report(rank: int, **fields: Any) -> Event:
-    alone = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "exchanges": False}
-    return Event("gradient exchange", "n1", rank, 0.0, {**alone, "in_children": False, **fields})
+    alone = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "group_size": 0}
+    none = {"exchanges": False, "in_children": False}
+    return Event("gradient exchange", "n1", rank, 0.0, {**alone, **none, **fields})
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,21 @@ def test_a_process_that_the_rank_spawned_counts_for_it() -> None:
     spawned = [report(rank, optimizer_steps=3, calls=9) for rank in (0, 1)]
     parents = [report(0, in_children=True), report(1, in_children=True)]
     assert describe_independence(2, spawned + parents).startswith("warning: ")
+
+
+def test_groups_that_do_not_reach_beyond_a_rank_get_a_warning() -> None:
+    """Each rank's script starts processes for the GPUs of its host, as if there were no other."""
+
+    def spawned(size: int, children: int = 2, ranks: int = 2) -> list[Event]:
+        return [
+            report(rank, optimizer_steps=3, exchanges=True, group_size=size)
+            for rank in range(ranks)
+            for _ in range(children)
+        ]
+
+    own = [report(rank) for rank in (0, 1)]
+    assert "mp.spawn" in describe_independence(2, own + spawned(2))
+    assert describe_independence(2, own + spawned(4)) == ""  # one group of all
+    assert describe_independence(2, own + spawned(2, children=1)) == ""
+    assert describe_independence(2, own + spawned(2, ranks=1)) == ""
+    assert describe_independence(2, own + spawned(0)) == ""  # not known

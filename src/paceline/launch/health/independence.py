@@ -22,7 +22,7 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
     if world_size < 2 or len({event.rank for event in reports}) < world_size:
         return ""
     if exchanged_in_children(reports):
-        return ""
+        return _describe_separate_groups(world_size, reports)
     training = {event.rank for event in reports if event["optimizer_steps"]}
     largest = max(event["largest_call"] or 0 for event in reports)
     if len(training) > 1 and any(event["calls"] for event in reports):
@@ -38,6 +38,20 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
     if any(event["in_children"] for event in reports):
         return ""
     return NOTHING_EXCHANGED
+
+
+def _describe_separate_groups(world_size: int, reports: Sequence[Event]) -> str:
+    """Returns a sentence if each rank's processes were a group of their own; empty if unknown."""
+    for rank in range(world_size):
+        sizes = [event["group_size"] or 0 for event in reports
+                 if event.rank == rank and event["exchanges"]]  # fmt: skip
+        if not sizes or 0 in sizes or max(sizes) > len(sizes):
+            return ""
+    return (
+        "warning: each rank started processes that exchanged gradients only with each other: each "
+        "rank trained a model of its own. Have the script train in the rank itself, by RANK and "
+        "WORLD_SIZE, instead of starting processes (mp.spawn); -p N starts N ranks on each host"
+    )
 
 
 def exchanged_in_children(reports: Sequence[Event]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from paceline.spec.events import Event
 
 
 def report(rank: int, **fields: Any) -> Event:
-    alone = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "group_size": 0}
-    none = {"exchanges": False, "in_children": False}
+    alone = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "group_rank": 0}
+    none = {"group_size": 0, "exchanges": False, "in_children": False}
     return Event("gradient exchange", "n1", rank, 0.0, {**alone, **none, **fields})
 
 
@@ -58,16 +59,15 @@ def test_a_process_that_the_rank_spawned_counts_for_it() -> None:
 def test_groups_that_do_not_reach_beyond_a_rank_get_a_warning() -> None:
     """Each rank's script starts processes for the GPUs of its host, as if there were no other."""
 
-    def spawned(size: int, children: int = 2, ranks: int = 2) -> list[Event]:
-        return [
-            report(rank, optimizer_steps=3, exchanges=True, group_size=size)
-            for rank in range(ranks)
-            for _ in range(children)
-        ]
+    def spawned(size: int, group_ranks: Sequence[int] = (0, 1), ranks: int = 2) -> list[Event]:
+        each = {"optimizer_steps": 3, "exchanges": True, "group_size": size}
+        return [report(rank, **each, group_rank=number)
+                for rank in range(ranks) for number in group_ranks]  # fmt: skip
 
     own = [report(rank) for rank in (0, 1)]
     assert "mp.spawn" in describe_independence(2, own + spawned(2))
     assert describe_independence(2, own + spawned(4)) == ""  # one group of all
-    assert describe_independence(2, own + spawned(2, children=1)) == ""
+    assert describe_independence(2, own + spawned(2, [0])) == ""
+    assert describe_independence(2, own + spawned(2, [1, 1])) == ""  # one training after another
     assert describe_independence(2, own + spawned(2, ranks=1)) == ""
     assert describe_independence(2, own + spawned(0)) == ""  # not known

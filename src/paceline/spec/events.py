@@ -83,7 +83,8 @@ FIELDS: dict[str, Schema] = {
     "folder": text(),  # on the rank's node
     "generation": integer(),  # number of the group of ranks in an attempt, from 0
     "frozen": boolean,  # a signal had stopped it
-    "group_size": SIZE,  # ranks of the group in which a process has trained
+    "group_rank": SIZE,  # of a process in the group in which it has trained
+    "group_size": SIZE,  # ranks of that group; 0 if it is not known
     "home": text(),  # folder on the launching machine that ``copy`` is a copy of
     "hooked": boolean,  # the script shows its exceptions itself
     "hosts": list_of(text(255)),
@@ -203,7 +204,8 @@ KINDS: dict[str, Kind] = {
     "shares": _kind("rank", optional="step shares why"),  # of the global batch, from that step on
     # sent at the end of a rank, children included
     "gradient exchange": _kind(
-        "rank", optional="optimizer_steps calls largest_call group_size exchanges in_children"
+        "rank",
+        optional="optimizer_steps calls largest_call group_rank group_size exchanges in_children",
     ),
     "replica timings": _kind(
         "rank", "replica step members bytes seconds moving_s stall_s", is_recorded=False

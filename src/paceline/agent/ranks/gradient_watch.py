@@ -52,7 +52,7 @@ class GradientWatch:
         self._largest_parameter = 0
         self._calls = 0
         self._largest_call = 0
-        self._group_size = 0  # of the default group in which it trains
+        self._group_rank = self._group_size = 0  # in the default group while it trains
         self._exchanges = False
 
     def install(self) -> None:
@@ -108,9 +108,12 @@ class GradientWatch:
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        distributed = sys.modules.get("torch.distributed")
+        distributed: Any = sys.modules.get("torch.distributed")
         if getattr(distributed, "is_initialized", bool)():
-            self._group_size = distributed.get_world_size()  # type: ignore[union-attr]
+            self._group_rank, self._group_size = (
+                distributed.get_rank(),
+                distributed.get_world_size(),
+            )
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         largest = max((one.numel() for one in parameters), default=0)
         self._largest_parameter = min(self._largest_parameter or largest, largest)
@@ -156,7 +159,7 @@ class GradientWatch:
         message = {
             "kind": "event", "event": EVENT, "optimizer_steps": self._steps, "calls": self._calls,
             "largest_call": self._largest_call, "exchanges": self._exchanges,
-            "group_size": self._group_size,
+            "group_rank": self._group_rank, "group_size": self._group_size,
             # programs that this process started have done most of its work
             "in_children": usage.ru_utime + usage.ru_stime > own_cpu_s,
         }  # fmt: skip

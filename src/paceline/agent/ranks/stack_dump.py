@@ -59,7 +59,7 @@ class StackDump:
         self.state = ""
         self.stack: List[str] = []
         self.calls: List[str] = []
-        self.unfinished = ""  # the one that the GPU has not completed
+        self.unfinished = ""  # collective that the GPU has not completed
         self._crashed = False
         self._requested_at = -math.inf
         self._line_at = 0.0

@@ -81,8 +81,8 @@ class RankSnapshot:
         blocking_call: What it waits in.
         children: Its children; only in detailed snapshots.
         calls: Its latest collectives, as torch's flight recorder has them.
-        unfinished: The one that its GPU has not completed, on which the script may wait anywhere;
-            empty if none.
+        unfinished: The collective that its GPU has not completed, for which the script may wait
+            anywhere; empty if there is none.
     """
 
     stack: RankStack

@@ -41,11 +41,12 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
 
 
 def _describe_separate_groups(world_size: int, reports: Sequence[Event]) -> str:
-    """Returns a sentence if each rank's processes were a group of their own; empty if unknown."""
+    """Returns a sentence if each rank's processes were whole groups; empty if that is not known."""
     for rank in range(world_size):
-        sizes = [event["group_size"] or 0 for event in reports
-                 if event.rank == rank and event["exchanges"]]  # fmt: skip
-        if not sizes or 0 in sizes or max(sizes) > len(sizes):
+        trained = [event for event in reports if event.rank == rank and event["exchanges"]]
+        group_ranks = {event["group_rank"] or 0 for event in trained}
+        largest = max((event["group_size"] or 0 for event in trained), default=0)
+        if not largest or group_ranks != {*range(largest)}:  # others were in groups of other ranks
             return ""
     return (
         "warning: each rank started processes that exchanged gradients only with each other: each "

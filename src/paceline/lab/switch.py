@@ -38,12 +38,16 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"error": _error_fields(available.namespace_error(error))}))
         return 0
     ready, ready_write = os.pipe()
+    recorded, recorded_write = os.pipe()
     owner = os.fork()
     if owner == 0:
         os.close(ready)
+        os.close(recorded_write)
+        os.read(recorded, 1)  # its start time is read from /proc, over which it mounts its own
         _run_owner(layout, ready_write, ends_with_stdin="--held" in argv)
     os.close(ready_write)
     files.write_owner(layout, owner)
+    os.close(recorded_write)
     with os.fdopen(ready) as report:
         output = report.read()
     print(output or json.dumps({"error": {"message": "the lab's owner ended while starting"}}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from captures import MARKS, captured, readable
 from launches import PATIENCE_S, Ended
 from transports import Transport, contents, largest_difference, reference, said_in_logs
 
@@ -54,6 +55,17 @@ class EveryTransport:
         assert one["who"] == ["rank 1 on n2"]
         assert ("the agent was killed" in one["why"]) is self.redials
         assert "rank 1 on n2 is back after" in both(ended), both(ended)
+
+    def test_what_ranks_send_is_readable_only_without_encryption(
+        self, transport: Transport
+    ) -> None:
+        packets = transport.site.project / "packets"
+        for options, seen in ((), set(MARKS)), (("--encrypt",), set[str]()):
+            with captured(transport.site, packets):
+                ended = transport.run(*options, "-p", "1", "marked.py", "30")
+            assert ended.code == 0, both(ended)
+            assert both(ended).count("weights as before") == 2
+            assert readable(packets) == seen, options
 
     def test_interrupted(self, transport: Transport) -> None:
         """Ranks that do not listen."""

@@ -110,7 +110,18 @@ def test_who_may_come() -> None:
     assert "is called 'a'" in comes(peers, rendezvous="b")
     assert "waits for 2 nodes" in comes(peers, nodes=None)
     assert "another script" in comes(peers, command="d")
+    assert "--encrypt was given to this node" in comes(peers, encrypt=True)
     assert '"ok"' in comes(peers)
+
+
+def test_nodes_agree_whether_the_job_is_encrypted() -> None:
+    """Otherwise the job would run in clear although one node asks for encryption."""
+    peers = Peers(CommandAdmission(2, "a", "c", encrypts=True))
+    assert "--encrypt was given to the first node" in comes(peers)
+    assert "--encrypt was given to the first node" in comes(peers, encrypt="yes")
+    assert '"ok"' in comes(peers, encrypt=True)
+    error = manual.rendezvous_error(endpoint(place=0), "--encrypt was given to this node")
+    assert "on each node" in error.remedy
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc", "", "a\nb", None, 7, "x" * 200, "\x1b[2J"])

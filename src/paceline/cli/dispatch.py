@@ -57,6 +57,7 @@ class Dispatch:
 
         if isinstance(self.transport, ManualTransport):
             self.transport.command = entry_argv(job.entry, "python")
+            self.transport.encrypts = job.encrypt.value
         elif isinstance(self.transport, ScheduledTransport):
             for name in job.environment.forwarded_secrets():
                 os.environ.pop(name, None)

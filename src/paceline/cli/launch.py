@@ -62,7 +62,8 @@ def launch_job(
         from paceline.rendezvous.manual import serve
 
         assert dispatch.endpoint is not None
-        return serve(dispatch.endpoint, entry_argv(job.entry, "python"), job.python)
+        command = entry_argv(job.entry, "python")
+        return serve(dispatch.endpoint, command, job.python, job.encrypt.value)
     assert dispatch.transport is not None
     if ctx.params.get("fastest"):
         from paceline.cli.measure.forecasts import choose_fastest

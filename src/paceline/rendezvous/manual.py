@@ -52,14 +52,18 @@ class ManualTransport(Transport):
     Args:
         endpoint: The rendezvous.
         command: The command to run; nodes with another command are rejected.
+        encrypts: Whether the job is encrypted; nodes that were told otherwise are rejected.
     """
 
     redials = False
     dialects: tuple[str, ...] = ()
 
-    def __init__(self, endpoint: Endpoint, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self, endpoint: Endpoint, command: Sequence[str] = (), encrypts: bool = False
+    ) -> None:
         self._endpoint = endpoint
         self.command = command
+        self.encrypts = encrypts
         self._listener: Listener | None = None
         self._peers: Peers | None = None
 
@@ -68,7 +72,9 @@ class ManualTransport(Transport):
         """Waits for all nodes; raises ConnectError if some do not connect in time."""
         endpoint = self._endpoint
         command = fingerprint(endpoint.key, self.command)
-        peers = self._peers = Peers(CommandAdmission(endpoint.nodes, endpoint.name, command))
+        peers = self._peers = Peers(
+            CommandAdmission(endpoint.nodes, endpoint.name, command, self.encrypts)
+        )
         listener = self._listener = Listener(endpoint.key, peers.admit)
         await self._listen(listener)
         local: Channel | None = None
@@ -136,7 +142,7 @@ def _print(text: str) -> None:
 # --- every other node
 
 
-def serve(endpoint: Endpoint, command: Sequence[str], python: str) -> int:
+def serve(endpoint: Endpoint, command: Sequence[str], python: str, encrypts: bool = False) -> int:
     """Serves the first node until the job ends; returns the job's exit status.
 
     Raises ConnectError if the first node does not answer, rejects this node, or went away.
@@ -146,6 +152,7 @@ def serve(endpoint: Endpoint, command: Sequence[str], python: str) -> int:
         "place": endpoint.place,
         "nodes": endpoint.nodes,
         "command": fingerprint(endpoint.key, command),
+        "encrypt": encrypts,
         "python": python,
         "workdir": str(Path.cwd()),
     }
@@ -187,6 +194,8 @@ def rendezvous_error(endpoint: Endpoint, reason: str) -> ConnectError:
         remedy = "Type the key that the first node shows, or give both the same key file"
     if "--rdzv-id" in reason:
         remedy = "Give the same --rdzv-id on each node"
+    if "--encrypt" in reason:
+        remedy = "Add --encrypt on each node, or on none"
     if "another script" in reason:
         remedy = "Type the very same command on each node"
     return ConnectError(

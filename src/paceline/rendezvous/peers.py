@@ -227,10 +227,12 @@ class CommandAdmission:
         nodes: Number of nodes, including the first node, whose place is 0.
         name: Name of the rendezvous.
         command: Hash of the first node's command, which must be equal on all nodes.
+        encrypts: Whether the first node encrypts the job; all nodes must agree.
     """
 
-    def __init__(self, nodes: int, name: str, command: str) -> None:
+    def __init__(self, nodes: int, name: str, command: str, encrypts: bool = False) -> None:
         self._nodes, self._name, self._command = nodes, name, command
+        self._encrypts = encrypts
         self.places: Sequence[int] = range(1, nodes)
 
     def check(self, info: Mapping[str, Any]) -> None:
@@ -244,6 +246,9 @@ class CommandAdmission:
             raise AdmissionError(
                 "this node was given another script or other arguments than the first node"
             )
+        if (info.get("encrypt") is True) != self._encrypts:
+            which = "the first node, not this one" if self._encrypts else "this node, not the first"
+            raise AdmissionError(f"--encrypt was given to {which}")
 
     def place(self, connection: Connection, peers: Mapping[int, Peer]) -> tuple[int, Host]:
         """The requested place, else the first free one."""

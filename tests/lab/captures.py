@@ -1,0 +1,42 @@
+"""What is readable on the network of a lab host while ``jobs/marked.py`` trains."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from launches import Site
+
+GRADIENT = struct.unpack("<f", b"LIn=")[0]
+# where: bytes, any of which show that it can be read. Weights and gradients stand side by side.
+MARKS = {
+    "weights": [b"PAc<" * 4],
+    "store": [b"paceline's message"],
+    "gloo": [b"a whole message"],
+    "gradients": [struct.pack("<f", GRADIENT * 2.0**power) * 4 for power in range(-6, 7)],
+}
+
+
+@contextlib.contextmanager
+def captured(site: Site, path: Path) -> Iterator[None]:
+    """Writes all that n2 sends to other hosts and receives from them to a file."""
+    argv = [sys.executable, "capture.py", str(path)]
+    capture = site.lab.popen("n2", argv, cwd=site.project, stdout=subprocess.PIPE)
+    with capture:
+        assert capture.stdout is not None
+        capture.stdout.readline()
+        try:
+            yield
+        finally:
+            capture.kill()
+
+
+def readable(path: Path) -> set[str]:
+    """Which of :data:`MARKS` a capture shows."""
+    packets = path.read_bytes()
+    assert len(packets) > 1_000_000
+    return {name for name, marks in MARKS.items() if any(mark in packets for mark in marks)}

@@ -33,7 +33,7 @@ from paceline.schedulers.container import (
     probe_command,
 )
 from paceline.schedulers.scheduler import ContainerOptions, Options
-from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "schedulers" / "containers"
@@ -291,3 +291,12 @@ def test_only_folders_that_a_host_has_are_mounted() -> None:
     elsewhere = container_for(Host("n1"), read("there"), options, "1")
     assert elsewhere.workdir == "/"
     assert elsewhere.groups == ()
+
+
+@pytest.mark.parametrize("word", ["--network", "--net=none", "--network=bridge", "--net"])
+def test_another_network_than_the_hosts_is_refused(word: str) -> None:
+    options = Options(container=ContainerOptions("i"), arguments=(word,))
+    with pytest.raises(SettingError, match="use the network of their host"):
+        engine("docker").start(options)
+    for harmless in ("--network=host", "--network-alias=a"):
+        engine("docker").start(replace(options, arguments=(harmless,)))

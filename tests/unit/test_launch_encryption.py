@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.verbs import env
 from paceline.launch.elastic.encryption import JobEncryption
 from paceline.launch.planning import encryption
 from paceline.spec.errors import SettingError
@@ -42,6 +43,14 @@ def test_what_cannot_be_encrypted_is_refused(found: str) -> None:
         encryption.check(job(**fields), closes_store, gpus)
     assert found in refused.value.found
     encryption.check(job(**fields, encrypt=Setting(False)), closes_store, gpus)
+
+
+def test_ranks_of_another_launcher_are_refused() -> None:
+    """``mpirun … paceline env`` has no agents that could encrypt."""
+    environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", env.ENCRYPT: "1"}
+    with pytest.raises(SettingError, match="cannot be encrypted"):
+        env.read_place(environ, 1)
+    assert env.read_place({**environ, env.ENCRYPT: "0"}, 1)["RANK"] == "0"
 
 
 def test_gloo_on_cpus_is_encrypted() -> None:

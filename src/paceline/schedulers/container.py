@@ -33,6 +33,7 @@ from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host
 
+_NETWORK = re.compile(r"--net(work)?(=(?!host$)|$)")
 BY_PATH = "/dev/dri/by-path"  # not added by --device
 CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, removed with it
 
@@ -116,6 +117,12 @@ class Engine(Scheduler):
     def start(self, options: Options) -> Transport:
         if not options.container.image:
             raise SettingError(f"{self.option} needs an image", remedy="--image IMAGE")
+        if networks := [word for word in options.arguments if _NETWORK.match(word)]:
+            raise SettingError(
+                "containers of Paceline use the network of their host",
+                found=f"--via-arg={networks[0]}",
+                remedy="Leave it out; --iface chooses the interface",
+            )
         return ContainerTransport(self, options)
 
 

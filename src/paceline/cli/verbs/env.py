@@ -14,6 +14,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.launchers import DIALECTS, torchrun_variables
 
+ENCRYPT = "PACELINE_OPT_ENCRYPT"  # of other verbs: this one has no such option
 NAMES = (
     jobenv.RANK, jobenv.LOCAL_RANK, jobenv.WORLD_SIZE, jobenv.LOCAL_WORLD_SIZE,
     jobenv.MASTER_ADDR, jobenv.MASTER_PORT,
@@ -52,7 +53,17 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
 
 
 def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
-    """Returns the variables; SettingError if this process was not launched as one of several."""
+    """Returns the variables.
+
+    SettingError if this process was not launched as one of several, or if the job is to be
+    encrypted, which needs agents.
+    """
+    if environ.get(ENCRYPT, "").lower() not in ("", "0", "false", "no", "off", "n", "f"):
+        raise SettingError(
+            "the connections of these processes cannot be encrypted",
+            found=f"{ENCRYPT} is set, and another launcher has started them",
+            remedy="paceline run --via mpi --encrypt SCRIPT, or unset the variable",
+        )
     variables = torchrun_variables(environ, parent)
     if not variables:
         raise SettingError(

@@ -44,8 +44,8 @@ def undisturbed(shared: Site) -> Path:
     return ended.directory
 
 
-def training(site: Site) -> Launch:
-    return site.start("outlive.py", STEPS, PAUSE_S).wait_for("] step 10\n", times=3)
+def training(site: Site, *options: str) -> Launch:
+    return site.start(*options, "outlive.py", STEPS, PAUSE_S).wait_for("] step 10\n", times=3)
 
 
 def send(site: Site, host: str, pattern: str) -> None:
@@ -115,14 +115,26 @@ def test_processes_are_killed_and_a_host_loses_power(site: Site, undisturbed: Pa
     judge(ended, undisturbed, 4)
 
 
-def test_a_host_that_is_deaf_to_another_is_left_out(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("options", "deaf"),
+    [((), [("n3", "n2")]), (("--encrypt",), [("n3", "n1"), ("n1", "n3")])],
+    ids=["one way", "encrypted, store, both ways"],
+)
+def test_a_host_that_is_deaf_to_another_is_left_out(
+    site: Site, options: tuple[str, ...], deaf: list[tuple[str, str]]
+) -> None:
     """And those two go on that hear each other; the launcher hears all of them."""
-    with training(site) as launch:
-        site.lab.fault("deaf", "n3", "n2")
+    host, peer = deaf[0]
+    with training(site, *options) as launch:
+        for pair in deaf:
+            site.lab.fault("deaf", *pair)
         assert eventually(lambda: "went on with the other 2 ranks" in launch.err), launch.err
         launch.signal(signal.SIGINT)
         ended = launch.end()
-    assert "n3 and n2 cannot reach each other (paceline check tries each direction)" in ended.err
+    assert (
+        f"{host} and {peer} cannot reach each other (paceline check tries each direction)"
+        in ended.err
+    )
     assert ended.code == 130
 
 

@@ -127,7 +127,7 @@ def test_messages_of_weight_zero_and_in_prompts_are_not_trained_on() -> None:
         ([USER, {"role": "assistant", "content": None}], 'message 2: "content" is no text'),
         ([USER, {"role": "narrator", "content": "x"}], "message 2: unknown role 'narrator'"),
         ([USER, "Hello"], "message 2: no message"),
-        ([USER, {**ANSWER, "tool_calls": [{}]}], "message 2: calls of tools"),
+        ([USER, {**ANSWER, "tool_calls": [{}]}], '"tool_calls" cannot be trained on'),
         ([], "the list of messages is empty"),
     ],
 )
@@ -135,6 +135,34 @@ def test_bad_conversations_are_refused_with_their_line(turns: Any, problem: str)
     with pytest.raises(DataError, match=r"^chat\.jsonl line 7") as caught:
         parse_row({"messages": turns}, "messages", "chat.jsonl line 7")
     assert problem in caught.value.message
+
+
+@each_case(
+    ("row", "problem"),
+    [
+        ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, '"tools" cannot'),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, '"history" cannot'),
+        ({"messages": [USER, {**ANSWER, "reasoning_content": "Hm"}]}, 'message 2: "reasoning_c'),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "f"}}]}, '"function_call" ca'),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "neither 0 nor 1"),
+        ({"prompt": "a", "completion": None}, '"completion" is missing'),
+        (
+            {"messages": [{**USER, "content": [{"type": "image_url", "text": "a"}]}, ANSWER]},
+            '"content" is no text',
+        ),
+    ],
+)
+def test_nothing_that_changes_an_example_is_ignored(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError, match=f"f line 1.*{problem}"):
+        parse_row(row, detect_format(row, "f line 1"), "f line 1")
+
+
+def test_a_system_message_may_be_beside_the_messages() -> None:
+    for row in ({"messages": [USER, ANSWER]}, {"prompt": "Hi", "completion": "Hello"}):
+        named = {**row, "system": "S", "tools": None, "history": []}
+        messages = parse_row(named, detect_format(named, "f"), "f").messages
+        assert messages[0] == Message("system", "S")
+        assert messages[1:] == parse_row(row, detect_format(row, "f"), "f").messages
 
 
 def test_rows_of_no_format_or_of_another_are_refused() -> None:

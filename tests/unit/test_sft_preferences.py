@@ -64,6 +64,8 @@ def test_only_what_follows_the_common_beginning_is_trained_on() -> None:
     assert pair.chosen.messages[:4] == pair.rejected.messages[:4]
     whole = parse_preference({"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}, "f")
     assert whole.chosen.messages == pair.chosen.messages[1:]
+    both = {"system": "Be brief.", "prompt": earlier, "chosen": [*earlier, GOOD]}
+    assert parse_preference({**both, "rejected": [*earlier, BAD]}, "f") == pair
 
 
 def test_whole_texts_have_their_common_beginning_as_prompt_and_no_template() -> None:
@@ -88,6 +90,11 @@ def test_whole_texts_have_their_common_beginning_as_prompt_and_no_template() -> 
         ({"chosen": "Yes", "rejected": "Yes, really"}, "no prompt, or nothing after it"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "roles out of order"),
         ({"prompt": "Hi", "chosen": 3, "rejected": "Go"}, "no list"),
+        ({"prompt": "Ho", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not begin with the p"),
+        (
+            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "Ho"}, BAD]},
+            "different prompts",
+        ),
     ],
 )
 def test_rows_that_are_no_pair_are_refused(row: dict[str, Any], problem: str) -> None:

@@ -38,6 +38,11 @@ _KNOWN = (
 PREFERENCE = '{"prompt": …, "chosen": …, "rejected": …}'
 """A row with a pair of answers."""
 _PROMPTS = ("prompt", "question")
+_UNUSED_ROW_KEYS = ("tools", "functions", "history", "images", "videos", "audios")
+_UNUSED_MESSAGE_KEYS = (
+    "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking",
+)  # fmt: skip
+"""Keys that would change what the model reads or writes. Other keys are the user's notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,8 @@ def parse_row(row: Mapping[str, Any], data_format: Format, location: str) -> Con
         "alpaca": _from_alpaca,
         "prompt-completion": _from_pair,
     }[data_format]
-    messages = tuple(parse(row, location))
+    _refuse_unused(row, _UNUSED_ROW_KEYS, location)
+    messages = (*_system(row, location), *parse(row, location))
     _check(messages, location)
     return Conversation(location, messages)
 
@@ -154,17 +160,28 @@ def parse_preference(row: Mapping[str, Any], location: str) -> Preference:
             found=_keys(row),
             remedy=f"rows like {PREFERENCE}; without --objective dpo, other formats are trained on",
         )
+    _refuse_unused(row, _UNUSED_ROW_KEYS, location)
     chosen, rejected = row["chosen"], row["rejected"]
     if chosen == rejected:
         raise DataError(f"{location}: both answers are the same", found=repr(chosen)[:80])
     prompt_key = next((key for key in _PROMPTS if row.get(key) is not None), None)
     if isinstance(chosen, str) and isinstance(rejected, str) and prompt_key is None:
         return _from_texts(chosen, rejected, location)
-    prompt = [] if prompt_key is None else [*_prompt(row, prompt_key, location)]
+    system = [*_system(row, location)]
+    prompt = [] if prompt_key is None else [*_prompt(row[prompt_key], location)]
     pair = [
-        _continue(prompt, row[key], f"{location}, {key} answer") for key in ("chosen", "rejected")
+        [*system, *_continue(prompt, row[key], f"{location}, {key} answer")]
+        for key in ("chosen", "rejected")
     ]
     num_shared = common_length(*pair)
+    if num_shared < min(map(len, pair)) and any(
+        turns[num_shared].role != "assistant" for turns in pair
+    ):
+        raise DataError(
+            f"{location}: the answers have different prompts",
+            found=f"message {num_shared + 1}: "
+            + ", ".join(repr(turns[num_shared].content[:40]) for turns in pair),
+        )
     conversations = [
         Conversation(
             location,
@@ -198,10 +215,13 @@ def _from_texts(chosen: str, rejected: str, location: str) -> Preference:
     )
 
 
-def _prompt(row: Mapping[str, Any], key: str, location: str) -> Iterable[Message]:
+def _system(row: Mapping[str, Any], location: str) -> Iterable[Message]:
+    """Yields the system message that a row has beside its messages, if there is one."""
     if system := row.get("system"):
         yield Message("system", _text(system, "system", location))
-    prompt = row[key]
+
+
+def _prompt(prompt: Any, location: str) -> Iterable[Message]:
     if isinstance(prompt, str):
         yield Message("user", prompt)
     else:
@@ -213,7 +233,17 @@ def _continue(prompt: Sequence[Message], answer: Any, location: str) -> list[Mes
     if isinstance(answer, str):
         return [*prompt, Message("assistant", answer, is_target=True)]
     turns = [*_turns(answer, location, "role", "content")]
-    return [*prompt, *turns] if turns[0].role == "assistant" else turns
+    if turns[0].role == "assistant":
+        return [*prompt, *turns]
+    # Messages of a prompt are compared without their marks.
+    start = [turn.to_json() for turn in turns[: len(prompt)]]
+    if start != [message.to_json() for message in prompt]:
+        raise DataError(
+            f"{location}: it does not begin with the prompt of its row",
+            found=f"prompt: {prompt[-1].content[:40]!r}; it begins: {turns[0].content[:40]!r}",
+            remedy="the answer alone, or the same prompt in both places",
+        )
+    return turns
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -242,14 +272,10 @@ def _from_messages(row: Mapping[str, Any], location: str) -> Iterable[Message]:
 
 
 def _from_sharegpt(row: Mapping[str, Any], location: str) -> Iterable[Message]:
-    if system := row.get("system"):
-        yield Message("system", _text(system, "system", location))
     yield from _turns(_list(row, location), location, "from", "value")
 
 
 def _from_alpaca(row: Mapping[str, Any], location: str) -> Iterable[Message]:
-    if system := row.get("system"):
-        yield Message("system", _text(system, "system", location))
     parts = [_text(row.get(key) or "", key, location) for key in ("instruction", "input")]
     yield Message("user", "\n\n".join(part for part in parts if part.strip()))
     yield Message("assistant", _text(row.get("output"), "output", location), is_target=True)
@@ -260,6 +286,9 @@ def _from_pair(row: Mapping[str, Any], location: str) -> Iterable[Message]:
     if pair is None:
         raise DataError(f"{location}: no prompt and completion", found=_keys(row))
     prompt, completion = (row[key] for key in pair)
+    for key, value in zip(pair, (prompt, completion), strict=True):
+        if value is None:
+            raise DataError(f'{location}: "{key}" is missing', found=_keys(row))
     if isinstance(prompt, str):
         yield Message("user", prompt)
     else:
@@ -292,8 +321,7 @@ def _turns(turns: Any, location: str, role_key: str, text_key: str) -> Iterable[
         place = f"{location}, message {number}"
         if not isinstance(turn, Mapping):
             raise DataError(f"{place}: no message", found=repr(turn)[:80])
-        if turn.get("tool_calls"):
-            raise DataError(f"{place}: calls of tools cannot be trained on yet")
+        _refuse_unused(turn, _UNUSED_MESSAGE_KEYS, place)
         role = _ROLES.get(str(turn.get(role_key)))
         if role is None:
             raise DataError(
@@ -302,19 +330,41 @@ def _turns(turns: Any, location: str, role_key: str, text_key: str) -> Iterable[
                 remedy=f"one of {', '.join(_ROLES)}",
             )
         content = _text(turn.get(text_key), text_key, place)
-        is_trained = role == "assistant" and turn.get("weight") != 0
-        yield Message(role, content, is_target=is_trained)
+        weight = turn.get("weight")
+        if weight not in (None, 0, 1):
+            raise DataError(
+                f"{place}: the weight is neither 0 nor 1",
+                found=repr(weight)[:80],
+                remedy="1 trains on the answer, 0 leaves it out of the loss",
+            )
+        yield Message(role, content, is_target=role == "assistant" and weight != 0)
 
 
 def _text(value: Any, key: str, location: str) -> str:
     """Returns a text; a list of text parts is joined, as the OpenAI format has it."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+        parts = [
+            part.get("text")
+            if isinstance(part, Mapping) and part.get("type", "text") == "text"
+            else None
+            for part in value
+        ]
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
     if not isinstance(value, str):
         raise DataError(f'{location}: "{key}" is no text', found=repr(value)[:80])
     return value
+
+
+def _refuse_unused(values: Mapping[str, Any], keys: Iterable[str], location: str) -> None:
+    """Raises DataError for a key that no example would show, unless it holds nothing."""
+    for key in keys:
+        if values.get(key):
+            raise DataError(
+                f'{location}: "{key}" cannot be trained on yet',
+                found=repr(values[key])[:80],
+                remedy="remove the key, or put its text into a message as the model should see it",
+            )
 
 
 def _keys(row: Mapping[str, Any]) -> str:

@@ -356,7 +356,7 @@ def _seconds(name: str, value: float | str) -> float:
         return parse_duration(value)
     except (ValueError, TypeError):
         raise SettingError(
-            f"{name}: {value!r} is no length of time",
+            f"{name}: {value!r} is not a length of time",
             remedy='A number of seconds, or a text: "90", "10m", "1h30m"',
         ) from None
 

@@ -303,7 +303,7 @@ def test_a_range_of_nodes_where_their_number_can_change(deed: Deed, verb: str,
     fits = verb == "run" and not fixed and "script" not in manner
     assert (status == 0) is fits, said
     if not fits and "range" in said:
-        assert "--nnodes 1:2 is a range, which does not go with" in said
+        assert "--nnodes 1:2 is a range, which cannot be combined with" in said
         assert "remedy: --nnodes 2" in said
     # what leaves no choice means the same with torchrun's colon
     assert call(deed, verb, manner, ("--nnodes", "2:2"))[0] == call(
@@ -357,17 +357,23 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--no-python", "--backend", "gloo", "hostname"), "--backend needs"),
         (("run", "--no-python", "--communication", "int8", "hostname"), "--communication needs"),
         (("run", "--no-torch", "--no-verify", "job.py"), "--no-verify needs"),
-        (("run", "--no-python", "-m", "job"), "exclude each other"),
-        (("bench", "scaling", "--recipe", "-m", "image"), "exclude each other"),
-        (("env", "--json", "true"), "--json does not go with COMMAND"),
-        (("hosts", "n1", "--json", "--write", "plain"), "--json does not go with --write"),
-        (("setup", "-H", "n1", "--dry-run", "env"), "--dry-run does not go with setup env"),
-        (("setup", "-H", "n1", "--revoke", "--key", "k"), "--key does not go with --revoke"),
-        (("bench", "collectives", "--no-links", "--min-share", "0.5"), "--min-share does not go"),
-        (("bench", "collectives", "-i", "8", "-f", "2"), "--stepfactor does not go with"),
-        (("run", "--detach", "--keep", "job.py"), "--detach does not go with --keep"),
-        (("run", "--detach", "--screen", "live", "job.py"), "--screen does not go with --detach"),
-        (("run", "--keep", "--keep-warm", "9", "job.py"), "--keep-warm does not go with --keep"),
+        (("run", "--no-python", "-m", "job"), "cannot be combined"),
+        (("bench", "scaling", "--recipe", "-m", "image"), "cannot be combined"),
+        (("env", "--json", "true"), "--json cannot be combined with COMMAND"),
+        (("hosts", "n1", "--json", "--write", "plain"), "--json cannot be combined with --write"),
+        (("setup", "-H", "n1", "--dry-run", "env"), "--dry-run cannot be combined with setup env"),
+        (("setup", "-H", "n1", "--revoke", "--key", "k"), "--key cannot be combined with --revoke"),
+        (("bench", "collectives", "--no-links", "--min-share", "0.5"), "--min-share cannot be"),
+        (("bench", "collectives", "-i", "8", "-f", "2"), "--stepfactor cannot be combined with"),
+        (("run", "--detach", "--keep", "job.py"), "--detach cannot be combined with --keep"),
+        (
+            ("run", "--detach", "--screen", "live", "job.py"),
+            "--screen cannot be combined with --detach",
+        ),
+        (
+            ("run", "--keep", "--keep-warm", "9", "job.py"),
+            "--keep-warm cannot be combined with --keep",
+        ),
         (("run", "--supervisor", "n1", "job.py"), "--supervisor does not apply to a run"),
         (
             ("run", "--keep-results", "9d", "-H", "n1", "x"),
@@ -375,7 +381,7 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ("run", "--detach", "--keep-results", "9d", "-H", "localhost", "job.py"),
-            "--keep-results does not go with a supervisor on this machine",
+            "--keep-results cannot be combined with a supervisor on this machine",
         ),
     ],
 )

@@ -313,7 +313,7 @@ def test_hostile_words_reach_the_job(name: str, tmp_path: Path) -> None:
 @each_case("name", SHELL)
 @each_case("value", ["a\nb", "$(id)", "a;b", "`x`", "a'b"])
 def test_hostile_directives_are_refused(name: str, value: str) -> None:
-    with pytest.raises(SettingError, match="cannot stand in a batch script"):
+    with pytest.raises(SettingError, match="cannot be used in a batch script"):
         render(name, replace(REQUEST, partition=value))
 
 
@@ -364,7 +364,7 @@ def test_no_word_becomes_a_directive(name: str) -> None:
 @each_case("name", BATCHES)
 @each_case("folder", [INJECTED, 'a"b', "a%j", "a$(id)", "a`id`", "a^array_index^"])
 def test_a_hostile_run_directory_is_refused(name: str, folder: str) -> None:
-    with pytest.raises(SettingError, match=r"run directory .* cannot stand in a batch script"):
+    with pytest.raises(SettingError, match=r"run directory .* cannot be used in a batch script"):
         render(name, replace(REQUEST, run_dir=f"/runs/{folder}"))
 
 
@@ -402,14 +402,14 @@ def test_gpus_are_shared_out_and_counted(case: str) -> None:
 @each_case(
     ("asked", "message"),
     [
-        ({"gpus": "5"}, "5 is no equal share for 2 nodes"),
-        ({"gpus": "v100:2,a100:1"}, "no equal share"),
+        ({"gpus": "5"}, "5 cannot be divided equally among 2 nodes"),
+        ({"gpus": "v100:2,a100:1"}, "cannot be divided equally"),
         ({"gpus": "4", "gpus_per_node": "2"}, "--gpus-per-node and --gpus both say"),
         ({"gpus": "4", "gres": "gpu:2"}, "--gres and --gpus both say"),
         ({"gpus_per_node": "v100:many"}, "--gpus-per-node v100:many"),
         ({"gres": "gpu:v100:2:4"}, "--gres v100:2:4"),
-        ({"constraint": "a100\n#SBATCH --uid=0"}, "cannot stand in a batch script"),
-        ({"constraint": "`id`"}, "cannot stand in a batch script"),
+        ({"constraint": "a100\n#SBATCH --uid=0"}, "cannot be used in a batch script"),
+        ({"constraint": "`id`"}, "cannot be used in a batch script"),
         ({"partition": "p --export=ALL"}, "cannot be the value of one option"),
         ({"time": "--output=x"}, "cannot be the value of one option"),
     ],
@@ -589,7 +589,7 @@ def test_secrets_stand_in_the_secret_alone() -> None:
         ({"arguments": ("--qos=debug",)}, "--sbatch-arg --qos=debug cannot be written"),
         ({"constraint": "v100"}, "--constraint v100 cannot be written"),
         ({"gres": "", "gpus_per_node": "a100:2"}, "GPUs a100:2 cannot be written"),
-        ({"time": "tomorrow"}, "--time tomorrow is no time"),
+        ({"time": "tomorrow"}, "--time tomorrow is not a time"),
     ],
 )
 def test_what_a_manifest_cannot_say_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -97,7 +97,7 @@ def test_replicas_are_compared_by_their_checksums(folder: Path) -> None:
         for one in messages:
             texts.append(comparison.add(Event(one["event"], f"n{rank}", rank, 0.0, one)))
     assert [text for text in texts if text] == [
-        "rank 1 on n1 trains another model than the others: middle.bias differs after step 24"
+        "rank 1 on n1 trains a different model from the others: middle.bias differs after step 24"
     ]
 
 

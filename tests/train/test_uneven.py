@@ -110,8 +110,8 @@ def test_what_cannot_be_is_refused(worlds: Any) -> None:
             "--global-batch 1 cannot be shared unevenly among 2 processes",
             "--drop-slow needs --balance auto",
             "balance='quick' cannot be understood",
-            "--balance auto does not go with --shard",
-            "a limit for each host does not go with a sharded model",
+            "--balance auto cannot be combined with --shard",
+            "a limit for each host cannot be combined with a sharded model",
             "no host of this job is called n9",
             "a host computes at least 1 sample at once",
         ]

@@ -60,9 +60,9 @@ PICKLES = {
                      "share too many parts"),
     "one text many times": (
         ENCODE + memo(0) + TEXT + LATIN + pickle.TUPLE2 + memo(1)
-        + (recall(0) + recall(1) + pickle.REDUCE) * 300, "no bytes of an image batch"),
+        + (recall(0) + recall(1) + pickle.REDUCE) * 300, "are not bytes of an image batch"),
     "another encoding": (ENCODE + TEXT + pickle.BINUNICODE + struct.pack("<I", 8) + b"punycode"
-                         + pickle.TUPLE2 + pickle.REDUCE, "no bytes of an image batch"),
+                         + pickle.TUPLE2 + pickle.REDUCE, "are not bytes of an image batch"),
     "many arguments": (pickle.GLOBAL + b"numpy\nndarray\n" + pickle.MARK + pickle.NONE * 99
                        + pickle.TUPLE + pickle.REDUCE, "99 arguments"),
     "a state of a function": (ENCODE + pickle.EMPTY_DICT + pickle.BUILD, "what has none"),
@@ -437,5 +437,5 @@ def test_a_label_of_very_many_digits_is_a_word(tmp_path: Path) -> None:
 
 def test_pairs_of_brackets_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("[" * 200_000)
-    with pytest.raises(DataError, match=r"a.jsonl line 1 is no JSON"):
+    with pytest.raises(DataError, match=r"a.jsonl line 1 is not valid JSON"):
         pairs._read_jsonl(tmp_path / "a.jsonl", None)  # type: ignore[arg-type]

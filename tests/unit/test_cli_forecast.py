@@ -515,7 +515,7 @@ def test_the_fastest_hosts_of_a_forecast_are_taken(tmp_path: Path) -> None:
         ({**TOLD, "ranks": 2, "asked": 2}, {}, "2 ranks on each host"),
         ({**TOLD, "asked": "cpu"}, {"nproc_per_node": Setting("gpu")}, "1 rank on each host"),
         ({**TOLD, "command": ["script", "other.py"]}, {}, "looked at 1"),
-        ("{", {}, "is no forecast"),
+        ("{", {}, "is not a forecast"),
         (TOLD, {"nnodes": Setting(2)}, "Leave out one of the two"),
     ],
 )

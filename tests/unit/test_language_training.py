@@ -148,7 +148,7 @@ def test_data_that_cannot_be_used(
 def test_a_broken_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n{\n')
-    with pytest.raises(DataError, match=r"bad.jsonl line 2 is no JSON"):
+    with pytest.raises(DataError, match=r"bad.jsonl line 2 is not valid JSON"):
         corpus(path)
     with pytest.raises(DataError, match="no such file or folder"):
         corpus(tmp_path / "missing")
@@ -300,7 +300,7 @@ def test_tokens_are_made_once_and_found_again(
 
 def test_options_that_do_not_go_together() -> None:
     for flags, problem in (
-        ({"shard": True}, "--shard does not go with --muon"),
+        ({"shard": True}, "--shard cannot be combined with --muon"),
         ({"model": "big"}, "--model has no effect"),
         ({"vocab_size": 100}, "--vocab-size 100 must be at least 257"),
     ):

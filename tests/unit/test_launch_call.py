@@ -148,9 +148,9 @@ def test_an_unsuitable_call_leaves_no_folder(tmp_path: Path,
     ({"kwargs": [1]}, "kwargs of launch is a list"),
     ({"nproc_per_node": "many"}, "nproc_per_node: 'many'"),
     ({"show": "quiet"}, "show: 'quiet'"),
-    ({"keep_warm": "soon"}, "keep_warm: 'soon' is no length of time"),
-    ({"keep_warm": "-1"}, "keep_warm: '-1' is no length of time"),
-    ({"wait_for_nodes": "ten"}, "wait_for_nodes: 'ten' is no length of time"),
+    ({"keep_warm": "soon"}, "keep_warm: 'soon' is not a length of time"),
+    ({"keep_warm": "-1"}, "keep_warm: '-1' is not a length of time"),
+    ({"wait_for_nodes": "ten"}, "wait_for_nodes: 'ten' is not a length of time"),
 ])  # fmt: skip
 def test_what_means_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                        asked: dict[str, Any], said: str) -> None:  # fmt: skip

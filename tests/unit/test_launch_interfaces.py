@@ -58,7 +58,7 @@ def test_ucx_keeps_its_cards(interface: str, cards: list[Any], devices: str) -> 
         ("UCX_NET_DEVICES", "mlx5_0:1", "n1 has no mlx5_0:1"),
         ("I_MPI_HYDRA_IFACE", "eth7", "n2 has no eth7"),
         ("FI_PROVIDER", "verbs", "n1 has no RDMA card, which verbs needs"),
-        ("FI_PROVIDER", "tpc", "tpc is no provider of libfabric: did you mean tcp?"),
+        ("FI_PROVIDER", "tpc", "tpc is not a provider of libfabric: did you mean tcp?"),
     ],
 )
 def test_what_a_host_does_not_have_is_refused(variable: str, value: str, said: str) -> None:

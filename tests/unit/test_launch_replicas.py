@@ -28,7 +28,10 @@ def test_a_rank_that_differs_is_named_once_with_the_first_parameter() -> None:
     assert comparison.add(report(0, "a", "b", "c", step=16)) == ""
     assert comparison.add(report(1, "a", "x", "y", step=16)) == ""
     text = comparison.add(report(2, "a", "b", "c", step=16))
-    assert text == "rank 1 on n1 trains another model than the others: layer1 differs after step 16"
+    assert (
+        text
+        == "rank 1 on n1 trains a different model from the others: layer1 differs after step 16"
+    )
     for rank in range(3):
         assert comparison.add(report(rank, f"{rank}", step=32)) == ""
 

@@ -256,7 +256,7 @@ def test_an_image_file_starts_no_program(tmp_path: Path, monkeypatch: pytest.Mon
                                        b"%%EndComments\nshowpage\n")  # fmt: skip
     started: list[object] = []
     monkeypatch.setattr("subprocess.Popen", lambda *a, **_: started.append(a))
-    with pytest.raises(DataError, match=r"0\.png is no readable image"):
+    with pytest.raises(DataError, match=r"0\.png is not a readable image"):
         read_all(read(tmp_path))
     assert started == []
 
@@ -431,7 +431,7 @@ def test_the_folder_of_runs_is_no_class(tmp_path: Path) -> None:
     [
         (bad_label, "mnist", "label 40 of image 1; there are 10 classes"),
         (no_labels, "mnist", "no train-labels-idx1-ubyte"),
-        (not_gzip, "mnist", "22 bytes that are no valid gzip data"),
+        (not_gzip, "mnist", "22 bytes that are not valid gzip data"),
         (not_idx, "mnist", "5 bytes that begin with 68 65 6c 6c"),
         (labels_too_short, "mnist", "5 labels, 6 images"),
         (cifar_cut, "cifar10", "data_batch_3.bin is truncated or damaged"),
@@ -439,9 +439,9 @@ def test_the_folder_of_runs_is_no_class(tmp_path: Path) -> None:
         (cifar_pickle_cut, "cifar10", "bytes: it ends too early"),
         (empty_class, "", "holds no images"),
         (no_classes, "", "holds no folders for at least two classes"),
-        (torn_image, "", "1.png is no readable image"),
-        (named_pipe, "", "it is no regular file"),
-        (foreign_class, "", "test/z is no class of the training folder"),
+        (torn_image, "", "1.png is not a readable image"),
+        (named_pipe, "", "it is not a regular file"),
+        (foreign_class, "", "test/z is not a class of the training folder"),
         (nothing_held_out, "", "nothing held out"),
     ],
 )
@@ -458,7 +458,7 @@ def test_torn_pixels_are_named_when_read(tmp_path: Path) -> None:
     path = tmp_path / "a" / "0.png"
     path.write_bytes(path.read_bytes()[:200])
     data = read(tmp_path)
-    with pytest.raises(DataError, match=r"0.png is no readable image"):
+    with pytest.raises(DataError, match=r"0.png is not a readable image"):
         read_all(data)
 
 

@@ -178,7 +178,9 @@ def test_shards_of_photos_that_are_unfit(tmp_path: Path) -> None:
     broken = {"png": png(1)[:200], "cls": 1}
     write_shards(tmp_path / "b", [*samples(9), broken, {"txt": "none", "cls": 0}])
     train = read(tmp_path / "b", test_fraction=0.1).splits["train"]
-    with pytest.raises(DataError, match=r"00000\.tar: 00000000. is no readable|0000000010 is no"):
+    with pytest.raises(
+        DataError, match=r"00000\.tar: 00000000. is not a readable|0000000010 is not"
+    ):
         train.pixels(np.arange(len(train.labels)))
     data = read(tmp_path / "b", skip_damaged=True)
     assert sum(len(part.labels) for part in data.splits.values()) == 9
@@ -207,7 +209,7 @@ def test_texts_in_shards(tmp_path: Path) -> None:
         f"text {number}" for number in range(30)
     )
     write_shards(tmp_path / "bad", [{"json": {}, "cls": 1}])
-    with pytest.raises(DataError, match=r"bad/00000\.tar: 000000000 is no text with a class"):
+    with pytest.raises(DataError, match=r"bad/00000\.tar: 000000000 is not a text with a class"):
         load_texts(TextOptions(data=str(tmp_path / "bad")))
 
 

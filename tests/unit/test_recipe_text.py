@@ -84,7 +84,7 @@ def test_two_dashes_make_no_number(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_named_with_its_line(tmp_path: Path) -> None:
     whole, half = ({"label": "a", "text": text} for text in ("\U0001f6b4", "\ud83d"))
     (tmp_path / "d.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(half)}\n")
-    with pytest.raises(DataError, match=r"d\.jsonl line 2 is no JSON"):
+    with pytest.raises(DataError, match=r"d\.jsonl line 2 is not valid JSON"):
         read(tmp_path / "d.jsonl")
 
 

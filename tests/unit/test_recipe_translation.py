@@ -113,7 +113,7 @@ def test_generated_corpora() -> None:
         (["--heads=3"], "multiple of --heads 3"),
         (["--data=number"], "did you mean --data numbers"),
         (["--target=x"], "has both sides"),
-        (["--source-lang=en"], "belong together"),
+        (["--source-lang=en"], "need each other"),
         (["--dropout=1"], "--dropout"),
         (["--beam=0"], "--beam 0 must be at least 1"),
     ],

@@ -232,7 +232,7 @@ def test_a_quantized_translator_translates(
     assert json.loads(capsys.readouterr().out)["onnx"] == str(path)
     for verb, more in ((translate, ["--beam=3", "a b"]), (benchmark, ["--dtype=bf16"])):
         assert verb.main([f"--run={reverser}", f"--onnx={path}", *more]) == 2
-        assert "does not go with --onnx" in capsys.readouterr().err
+        assert "cannot be combined with --onnx" in capsys.readouterr().err
 
 
 def test_a_file_of_another_model_is_refused(

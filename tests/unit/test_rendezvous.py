@@ -65,7 +65,7 @@ def test_a_key_from_a_file(tmp_path: Path) -> None:
     "text", ["456", "", KEY[:-1], "g" * 32, "0" * 257, "replace this by a key"]
 )
 def test_what_could_be_guessed_is_no_key(text: str) -> None:
-    with pytest.raises(SettingError, match="no key for a rendezvous"):
+    with pytest.raises(SettingError, match="not a key for a rendezvous"):
         endpoints.derive_key(text)
 
 

@@ -124,7 +124,7 @@ def test_messages_of_weight_zero_and_in_prompts_are_not_trained_on() -> None:
         ([USER, ANSWER, {"role": "system", "content": "S"}, ANSWER], "roles out of order"),
         ([USER], "no message of the assistant"),
         ([USER, {"role": "assistant", "content": " \n"}], "message 2: the answer is empty"),
-        ([USER, {"role": "assistant", "content": None}], 'message 2: "content" is no text'),
+        ([USER, {"role": "assistant", "content": None}], 'message 2: "content" is not a text'),
         ([USER, {"role": "narrator", "content": "x"}], "message 2: unknown role 'narrator'"),
         ([USER, "Hello"], "message 2: no message"),
         ([USER, {**ANSWER, "tool_calls": [{}]}], '"tool_calls" cannot be trained on'),
@@ -209,12 +209,12 @@ def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join(lines))
     records = [*read_file(path)]
-    with pytest.raises(DataError, match=r"chat.jsonl line 4 is no JSON object"):
+    with pytest.raises(DataError, match=r"chat.jsonl line 4 is not a JSON object"):
         parse_records(records, skip_damaged=False)
     _, conversations, errors = parse_records(records, skip_damaged=True)
     assert len(conversations) == 69_998
     assert [error.message.split("jsonl ")[1] for error in errors] == [
-        "line 4 is no JSON object", "line 70000 is no JSON"
+        "line 4 is not a JSON object", "line 70000 is not valid JSON"
     ]  # fmt: skip
 
 

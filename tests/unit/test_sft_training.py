@@ -304,7 +304,7 @@ def test_shown_examples_end_the_command(
 @pytest.mark.parametrize(
     ("rows", "flags", "problem"),
     [
-        (["{"], [], "bad.jsonl line 2 is no JSON"),
+        (["{"], [], "bad.jsonl line 2 is not valid JSON"),
         ([{"prompt": "a", "completion": " "}], [], "line 2, message 2: the answer is empty"),
         ([{"prompt": "a" * 300, "completion": "b"}], [], "longer than --max-length 200"),
         ([], ["--chat-template=missing"], "--chat-template missing cannot be read"),

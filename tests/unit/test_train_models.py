@@ -174,7 +174,7 @@ def test_names_are_told_apart(session: train.Session) -> None:
     model = line(session, "one")
     with pytest.raises(ValueError, match="each needs a name"):
         line(session)
-    with pytest.raises(ValueError, match="no identifier"):
+    with pytest.raises(ValueError, match="not an identifier"):
         line(session, "not.one")
     loader = loader_of(session)
     losses = squares(model, SAMPLES[:4])

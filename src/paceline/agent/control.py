@@ -69,5 +69,5 @@ def request(run_id: str, message: Message, timeout_s: float = REPLY_TIMEOUT_S) -
                 raise ValueError("the launcher's answer is cut short or far too long")
     reply = json.loads(received.decode("utf-8", "replace"))
     if not isinstance(reply, dict):
-        raise ValueError("the launcher's answer is no object")
+        raise ValueError("the launcher's answer is not an object")
     return reply

@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as ``8``, ``64K`` or ``128M``. Raises SettingError."""
     match = re.fullmatch(r"(\d+)([kmg]?)(?:i?b)?", text.strip().lower())
     if not match:
-        raise SettingError(f"{text!r} is no size", remedy="Write for example 8, 64K or 128M")
+        raise SettingError(f"{text!r} is not a size", remedy="Write for example 8, 64K or 128M")
     return int(match[1]) * _UNITS[match[2]]
 
 

@@ -232,7 +232,7 @@ def resolve_detach_or_keep(ctx: click.Context) -> None:
     if sources["detach"] == sources["keep"]:
         both = specified_options(ctx, names)
         raise SettingError(
-            f"{both['detach']} does not go with {both['keep']}",
+            f"{both['detach']} cannot be combined with {both['keep']}",
             found="the first returns once the run has started, the second goes on to show it",
             remedy="Leave out one of the two",
         )
@@ -255,7 +255,7 @@ def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
         context = f"paceline {VERBS[verb]}" if verb in MEASURING else str(mode)
         raise SettingError(
             f"{specified_options(ctx, ['nnodes'])['nnodes']} {nodes} is a range,"
-            f" which does not go with {context}",
+            f" which cannot be combined with {context}",
             found=reason,
             remedy=f"--nnodes {nodes.maximum or nodes.minimum}",
         )
@@ -265,7 +265,7 @@ def reject_combination(ctx: click.Context, other: str, names: Iterable[str]) -> 
     """Raises SettingError, with exit status 2, for given options that ``other`` makes useless."""
     for spelled in specified_options(ctx, tuple(names)).values():
         raise SettingError(
-            f"{spelled} does not go with {other}",
+            f"{spelled} cannot be combined with {other}",
             found="it would have no effect",
             remedy="Leave out one of the two",
         )

@@ -65,7 +65,7 @@ def require_recipe_first(option: str, following: Sequence[str], verb: str) -> No
         remaining.remove(recipe)
     raise SettingError(
         f"{option} precedes the name of the recipe",
-        found="it is no option of this command; options of a recipe follow its name",
+        found="it is not an option of this command; options of a recipe follow its name",
         remedy=shell_text(["paceline", verb, recipe, *remaining]),
     )
 

@@ -209,7 +209,7 @@ class Options:
         for flag, is_set in uses_trials.items():
             if is_set and self.shard:
                 raise SettingError(
-                    f"{flag} does not go with --shard",
+                    f"{flag} cannot be combined with --shard",
                     found="a process whose memory is full would leave the others waiting",
                     remedy="leave out one of the two",
                 )
@@ -653,6 +653,6 @@ class TranslationOptions(Options):
             )
         if bool(self.source_lang) != bool(self.target_lang):
             raise SettingError(
-                "--source-lang and --target-lang belong together", remedy="name both, or none"
+                "--source-lang and --target-lang need each other", remedy="name both, or none"
             )
         check_data(self.data, [*GENERATED_PAIRS, *PAIR_SETS])

@@ -136,7 +136,7 @@ def _of_provider(host: str, missing: Sequence[str], facts: Facts) -> str:
     name = missing[0]
     if name in RDMA_PROVIDERS:
         return f"{host} has no RDMA card, which {name} needs"
-    return f"{name} is no provider of libfabric: did you mean {_closest(name)}?"
+    return f"{name} is not a provider of libfabric: did you mean {_closest(name)}?"
 
 
 def _closest(name: str) -> str:

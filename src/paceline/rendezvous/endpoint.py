@@ -113,7 +113,7 @@ def derive_key(text: str) -> bytes:
     digits = re.sub(r"[-\s]", "", text).lower()
     if not re.fullmatch(rf"[0-9a-f]{{{TOKEN_DIGITS},256}}", digits):
         raise SettingError(
-            "that is no key for a rendezvous",
+            "that is not a key for a rendezvous",
             found=f"{len(digits)} characters; it needs {TOKEN_DIGITS} hexadecimal digits or more",
             remedy="As the first node shows it, or made by: openssl rand -hex 16",
         )
@@ -132,7 +132,7 @@ def parse_address(text: str) -> tuple[str, int]:
         host, port = text, str(DEFAULT_PORT)
     host = host.strip("[]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SettingError(f"--rdzv {text} is no address", remedy="--rdzv HOST:PORT")
+        raise SettingError(f"--rdzv {text} is not an address", remedy="--rdzv HOST:PORT")
     return host, int(port)
 
 

@@ -200,7 +200,7 @@ def rendezvous_error(endpoint: Endpoint, reason: str) -> ConnectError:
         remedy = "Type the very same command on each node"
     return ConnectError(
         f"this node did not meet the first node at {endpoint.host}:{endpoint.port}",
-        found=reason or f"{endpoint.host} is no name that this machine knows",
+        found=reason or f"{endpoint.host} is not a name that this machine can resolve",
         remedy=remedy,
     )
 

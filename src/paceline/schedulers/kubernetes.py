@@ -300,7 +300,7 @@ def _seconds(time: str) -> int:
     """Parses a time limit of a batch system: ``90`` minutes, ``1:30:00``, ``2-12:00:00``."""
     match = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", time)
     if match is None:
-        raise SettingError(f"--time {time} is no time", remedy="--time H:MM:SS")
+        raise SettingError(f"--time {time} is not a time", remedy="--time H:MM:SS")
     days, first, second, third = (int(group or 0) for group in match.groups())
     if match[1] or match[4]:  # days or seconds are named: hours come first
         return ((days * 24 + first) * 60 + second) * 60 + third

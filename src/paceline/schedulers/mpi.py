@@ -76,7 +76,7 @@ def find_mpi(requested: str | None) -> Mpi:
         mpi = _read_version(shutil.which(requested) or requested)
         if mpi is None:
             raise SettingError(
-                f"--mpiexec {requested} is no mpiexec that we know",
+                f"--mpiexec {requested} is not an mpiexec that Paceline knows",
                 found="it does not say that it belongs to Intel MPI, MPICH or Open MPI",
                 remedy=f"Try: {requested} --version",
             )

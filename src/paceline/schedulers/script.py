@@ -81,7 +81,7 @@ def check_request(request: BatchRequest) -> None:
     for value in (*single, *request.arguments):
         if re.search(r"[\n\r\0\"'`$\\;&|<>#]", value):
             raise SettingError(
-                f"{value!r} cannot stand in a batch script",
+                f"{value!r} cannot be used in a batch script",
                 found="quotes, dollars, line breaks and the like have no place in a directive",
             )
     for value in single:
@@ -93,12 +93,12 @@ def check_request(request: BatchRequest) -> None:
             )
     if re.search(r"[\x00-\x1f\x7f\"%^$`\\]", request.run_dir):
         raise SettingError(
-            f"the run directory {request.run_dir!r} cannot stand in a batch script",
+            f"the run directory {request.run_dir!r} cannot be used in a batch script",
             remedy="Give a --run-dir of letters, digits, dashes, dots and blanks",
         )
     if not re.fullmatch(r"[\w.:@&|,()\[\]*!+=/-]*", request.constraint, re.ASCII):
         raise SettingError(
-            f"--constraint {request.constraint} cannot stand in a batch script",
+            f"--constraint {request.constraint} cannot be used in a batch script",
             found="names of features, joined by &, |, commas and brackets, can",
         )
     gpus_per_node(request)
@@ -132,7 +132,7 @@ def gpus_per_node(request: BatchRequest) -> list[tuple[str, int]]:
     share = request.nodes if flag == "--gpus" else 1
     if any(number % share for _, number in gpus):
         raise SettingError(
-            f"--gpus {text} is no equal share for {request.nodes} nodes",
+            f"--gpus {text} cannot be divided equally among {request.nodes} nodes",
             remedy="--gpus-per-node says it for each node",
         )
     return [(kind, number // share) for kind, number in gpus]

@@ -37,7 +37,7 @@ def alias_blocks(hosts: Sequence[Host], key: Path | None) -> str:
 def _block(host: Host, key: Path | None) -> str:
     for text in (host.name, host.address, host.user or ""):
         if any(char.isspace() or char in '*?!"#' for char in text):
-            raise SettingError(f"{text!r} cannot stand in an ssh config")
+            raise SettingError(f"{text!r} cannot be used in an ssh config")
     identity = host.identity_file or (str(key) if key else "")
     names = " ".join(dict.fromkeys([host.name, host.address]))
     lines = [f"Host {names}", f"  HostName {host.address}"]
@@ -112,7 +112,7 @@ class Share:
             raise SettingError(f"--at {self.mount_point} is not an absolute path")
         for text in (self.server, self.path, self.mount_point, self.user):
             if "\n" in text or "\0" in text:
-                raise SettingError(f"{text!r} cannot stand in /etc/fstab")
+                raise SettingError(f"{text!r} cannot be used in /etc/fstab")
 
 
 def mount_source(share: Share) -> str:

@@ -76,7 +76,7 @@ class Member:
         """
         if shard and self.comms.mixed:
             raise SettingError(
-                "--shard does not go with ranks on different kinds of devices",
+                "--shard cannot be combined with ranks on different kinds of devices",
                 found="an accelerator and a CPU cannot put one parameter together",
                 remedy="leave --shard out, or --device cpu on all of them",
             )

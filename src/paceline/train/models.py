@@ -49,10 +49,10 @@ class Models:
         """Adds a model, or replaces one of that name (after :meth:`close_exchange`).
 
         Raises:
-            ValueError: The name is no identifier, or only some models have names.
+            ValueError: The name is not an identifier, or only some models have names.
         """
         if name and not name.isidentifier():
-            raise ValueError(f"session.prepare: the name {name!r} is no identifier")
+            raise ValueError(f"session.prepare: the name {name!r} is not an identifier")
         if any(bool(existing) != bool(name) for existing in self._updaters):
             raise ValueError(
                 "session.prepare: of several models each needs a name: name='generator'"

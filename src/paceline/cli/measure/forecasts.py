@@ -78,7 +78,7 @@ class SavedForecast:
         if not is_valid or any(f["seconds"] <= 0 and not f["declined"]
                                for f in content["forecasts"]):  # fmt: skip
             raise SettingError(
-                f"{path} is no forecast", found="it is incomplete or damaged", remedy="Remove it"
+                f"{path} is not a forecast", found="it is incomplete or damaged", remedy="Remove it"
             )
         kind, target, *args = content["command"]
         command, processes = {"kind": kind, "target": target, "args": args}, content.get("asked")

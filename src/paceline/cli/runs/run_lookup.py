@@ -91,7 +91,7 @@ def specified_run(ctx: click.Context) -> str | None:
     """Returns the run that is named as RUN or by the setting ``run-dir``."""
     run, run_dir = ctx.params["run"], ctx.params["run_dir"]
     if run is not None and setting(ctx, "run_dir").source is Source.COMMAND_LINE:
-        raise SettingError("RUN and --run-dir exclude each other")
+        raise SettingError("RUN and --run-dir cannot be combined")
     return str(run or run_dir) if run or run_dir else None
 
 

@@ -37,7 +37,8 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
     """
     if as_json and command_words:
         raise SettingError(
-            "--json does not go with COMMAND", found="the command gets them as its environment",
+            "--json cannot be combined with COMMAND",
+            found="the command gets them as its environment",
             remedy="Leave out one of them",
         )  # fmt: skip
     overrides = {jobenv.MASTER_ADDR: master_addr, jobenv.MASTER_PORT: master_port}

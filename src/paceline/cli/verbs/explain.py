@@ -52,7 +52,7 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
     run: Path | None = None
     if log is not None:
         if ctx.params["run"] is not None:
-            raise SettingError("RUN and --log exclude each other")
+            raise SettingError("RUN and --log cannot be combined")
         evidence = from_log(read_named(log))
     else:
         from paceline.cli.runs.sync import try_sync

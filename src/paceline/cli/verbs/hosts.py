@@ -87,7 +87,7 @@ def command(
 def apply_source(ctx: click.Context, source: str) -> None:
     """Treats SOURCE as ``-H SOURCE``."""
     if setting(ctx, "hosts").source is Source.COMMAND_LINE:
-        raise SettingError("SOURCE and -H exclude each other", remedy=f"paceline hosts {source}")
+        raise SettingError("SOURCE and -H cannot be combined", remedy=f"paceline hosts {source}")
     ctx.params["hosts"] = source
     ctx.set_parameter_source("hosts", ParameterSource.COMMANDLINE)
     use_lab(ctx)

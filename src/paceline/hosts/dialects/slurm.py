@@ -93,7 +93,9 @@ def _gpus(environ: Mapping[str, str], nodes: int) -> tuple[int | None, list[str]
             continue
         total = sum(number for _, number in _read(variable, value, expand_gpus))
         if total % share:
-            return None, [f"{total} GPUs (${variable}) are no equal share for {nodes} nodes"]
+            return None, [
+                f"{total} GPUs (${variable}) cannot be divided equally among {nodes} nodes"
+            ]
         return total // share, [f"GPUs on each node: {total // share} (${variable}={value})"]
     return None, []
 

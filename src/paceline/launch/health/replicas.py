@@ -49,7 +49,7 @@ def describe_difference(reports: Mapping[int, Event]) -> str:
             has_majority = 2 * count > len(by_rank)
             ranks = wrong if has_majority else list(by_rank)
             text = ", ".join(f"rank {rank} on {reports[rank].host}" for rank in ranks)
-            than = "another model than the others" if has_majority else "different models"
+            than = "a different model from the others" if has_majority else "different models"
             verb = "trains" if len(ranks) == 1 else "train"
             return f"{text} {verb} {than}: {name} differs after step {step}"
     return ""

@@ -15,7 +15,7 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
              no_python: bool = False) -> Entry:  # fmt: skip
     """Returns what every rank runs; SettingError if there is no such script."""
     if module and no_python:
-        raise SettingError("--module and --no-python exclude each other")
+        raise SettingError("--module and --no-python cannot be combined")
     if no_python:
         return Entry("binary", script, args)
     if module:

@@ -101,7 +101,7 @@ def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.
         rows = batch[b"data"]
         labels = batch[_CIFAR100_LABELS if _CIFAR100_LABELS in batch else b"labels"]
         if type(labels) is not list or not all(type(label) is int for label in labels):
-            raise ValueError("the labels are no list of numbers")
+            raise ValueError("the labels are not a list of numbers")
         return _rows(rows), np.array(labels, dtype=np.int64)
     except Exception as error:  # a damaged pickle may raise anything
         reason = "it ends too early" if isinstance(error, EOFError) else str(error)[:200]
@@ -116,11 +116,11 @@ def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.
 def _rows(described: Any) -> NDArray[np.uint8]:
     """Returns the pixels of a pickled array, after checks of its type and size."""
     if type(described) is not _Stub or type(described.state) is not tuple:
-        raise ValueError("the data are no array")
+        raise ValueError("the data are not an array")
     _, shape, kind, by_columns, content = described.state
     images, pixels = shape
     if type(kind) is not _Stub or kind.arguments[:1] not in (("u1",), (b"u1",)) or by_columns:
-        raise ValueError("the data are no bytes, row by row")
+        raise ValueError("the data are not bytes, row by row")
     if type(images) is not int or pixels != _IMAGE_BYTES or type(content) is not bytes:
         raise ValueError(f"data of another shape than [n, {_IMAGE_BYTES}] bytes")
     if len(content) != images * _IMAGE_BYTES:
@@ -177,7 +177,7 @@ class _SafeUnpickler(pickle._Unpickler):
     def _encode(self, text: str, encoding: str) -> bytes:
         self._remaining_bytes -= len(text)
         if encoding not in ("latin1", "latin-1") or self._remaining_bytes < 0:
-            raise ValueError("texts that are no bytes of an image batch")
+            raise ValueError("texts that are not bytes of an image batch")
         return text.encode("latin-1")
 
     def _build(self) -> None:

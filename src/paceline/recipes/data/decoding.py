@@ -46,9 +46,9 @@ Box = tuple[float, float, float, float]
 
 
 def _open(file: File) -> Image.Image:
-    """Opens an image file; OSError if it is no regular file: opening a named pipe would block."""
+    """Opens an image file; OSError if it is not a regular file: a named pipe would block."""
     if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return Image.open(file, formats=_FORMATS)
 
 
@@ -185,7 +185,7 @@ def unreadable_error(
                          remedy=remedy)  # fmt: skip
     size = f"{path.stat().st_size} bytes; " if path.exists() else ""
     return DataError(
-        f"{path} is no readable image",
+        f"{path} is not a readable image",
         found=f"{size}{error or type(error).__name__}",
         remedy=remedy,
     )

@@ -146,7 +146,7 @@ def _list_class_folders(folder: Path, classes: tuple[str, ...]) -> tuple[list[Pa
     labels: list[int] = []
     for name in _class_folders(folder):
         if name not in classes:
-            raise DataError(f"{folder / name} is no class of the training folder")
+            raise DataError(f"{folder / name} is not a class of the training folder")
         images = _images(folder / name)
         paths += images
         labels += [classes.index(name)] * len(images)

@@ -126,7 +126,7 @@ def _columns(name: str, features: Mapping[str, Any]) -> tuple[str, str]:
     label = label or ("cls" if "int" in types.get("cls", "") else "")
     if not (image and label):
         raise DataError(
-            f"--data {name} is no data set of images with class labels",
+            f"--data {name} is not a data set of images with class labels",
             found=", ".join(f"{column}: {kind}" for column, kind in kinds.items()),
             remedy="columns of the kinds Image and ClassLabel, or png (bytes) and cls (a number)",
         )

@@ -81,7 +81,7 @@ def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     header = 4 + 4 * dimensions
     if len(content) < header or content[:4] != bytes((0, 0, 8, dimensions)):
         raise DataError(
-            f"{path} is no IDX file of {dimensions} dimension{'s' * (dimensions > 1)}",
+            f"{path} is not an IDX file of {dimensions} dimension{'s' * (dimensions > 1)}",
             found=f"{len(content)} bytes that begin with {content[:4].hex(' ') or 'nothing'},"
             f" expected 00 00 08 0{dimensions}",
             remedy="get the file again",
@@ -115,6 +115,6 @@ def _decompress(path: Path, raw: bytes) -> bytes:
     except zlib.error as error:
         raise DataError(
             f"{path} is damaged",
-            found=f"{len(raw)} bytes that are no valid gzip data: {error}",
+            found=f"{len(raw)} bytes that are not valid gzip data: {error}",
             remedy="get the file again",
         ) from None

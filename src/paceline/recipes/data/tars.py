@@ -73,7 +73,7 @@ class ShardedImages(FileSplit):
 
     def _unreadable(self, number: int, sample: Sample, error: Exception) -> DataError:
         return DataError(
-            f"{self._data.name(int(self._ids[number]), sample)} is no readable image",
+            f"{self._data.name(int(self._ids[number]), sample)} is not a readable image",
             found=str(error) or type(error).__name__,
             remedy="pack the shard again without it, or --skip-damaged",
         )
@@ -172,7 +172,7 @@ def _rows(data: ShardedDataset) -> list[tuple[str, str]]:
                 rows.append((sample["cls"].decode().strip(), sample["txt"].decode()))
             except (KeyError, UnicodeDecodeError) as error:
                 raise DataError(
-                    f"{data.name(number, sample)} is no text with a class",
+                    f"{data.name(number, sample)} is not a text with a class",
                     found=f"{type(error).__name__}: {error}",
                     remedy="pack files KEY.txt (UTF-8) and KEY.cls",
                 ) from None

@@ -174,7 +174,7 @@ def _find_undecodable(content: bytes) -> str:
         text = line.decode("utf-8", "replace")
         if "\ufffd" in text:
             return f"line {number}: {text.strip()[:80]!r}"
-    return "bytes that are no characters"
+    return "bytes that are not text"
 
 
 def _read_file(path: Path, options: TextOptions, is_training: bool = False) -> list[Row]:
@@ -219,9 +219,9 @@ def read_jsonl(path: Path) -> list[Any]:
             if "\\ud" in line.lower():  # reject half of a surrogate pair
                 json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
+            raise DataError(f"{path} line {number} is not valid JSON", found=str(error)) from None
         if not isinstance(row, dict):
-            raise DataError(f"{path} line {number} is no JSON object", found=line[:80])
+            raise DataError(f"{path} line {number} is not a JSON object", found=line[:80])
         rows.append(row)
     return rows
 

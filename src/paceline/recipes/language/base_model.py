@@ -73,8 +73,8 @@ class BaseModel:
         """Loads the model, by default in the precision in which it is saved.
 
         Raises:
-            DataError: It is not found, is no causal language model, names further files to load, or
-                lacks weights that its description needs.
+            DataError: It is not found, is not a causal language model, names further files to load,
+                or lacks weights that its description needs.
         """
         transformers, arguments = self._prepare()
         load, is_gguf = transformers.AutoModelForCausalLM.from_pretrained, "gguf_file" in arguments
@@ -84,7 +84,7 @@ class BaseModel:
         loaded = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
         model, report = (loaded, {"missing_keys": ()}) if is_gguf else loaded
         if not isinstance(model, nn.Module):
-            raise DataError(f"--model {self.name} is no causal language model")
+            raise DataError(f"--model {self.name} is not a causal language model")
         if missing := sorted(report["missing_keys"]):
             raise DataError(
                 f"--model {self.name} lacks {pluralize(len(missing), 'tensor')} of its model",
@@ -115,7 +115,7 @@ class BaseModel:
         return tokenizer
 
     def _config(self) -> Any:
-        """Returns the description of a model that is no GGUF file; DataError if it is refused."""
+        """Returns the description of a model other than a GGUF file; DataError if it is refused."""
         transformers, arguments = self._prepare()
         source, local = arguments["pretrained_model_name_or_path"], arguments["local_files_only"]
         label, find_adapters = f"--model {self.name}", transformers.utils.find_adapter_config_file
@@ -161,7 +161,7 @@ class BaseModel:
         if path.is_file():
             if path.suffix != ".gguf":
                 raise DataError(
-                    f"--model {self.name} is no GGUF file", remedy="the folder of a saved model"
+                    f"--model {self.name} is not a GGUF file", remedy="the folder of a saved model"
                 )
             library("gguf", f"{path.name} is read", INSTALL)
             location |= {"gguf_file": path.name}

@@ -352,7 +352,7 @@ def _text(value: Any, key: str, location: str) -> str:
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
     if not isinstance(value, str):
-        raise DataError(f'{location}: "{key}" is no text', found=repr(value)[:80])
+        raise DataError(f'{location}: "{key}" is not a text', found=repr(value)[:80])
     return value
 
 

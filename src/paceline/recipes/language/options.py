@@ -84,7 +84,7 @@ class LanguageOptions(Options):
         refuse_unused(self, "model", "the model is trained from scratch, with --depth layers")
         if self.shard and self.muon:
             raise SettingError(
-                "--shard does not go with --muon",
+                "--shard cannot be combined with --muon",
                 found="Muon needs whole matrices on every process",
                 remedy="--no-muon",
             )
@@ -192,7 +192,7 @@ class SftOptions(Options):
                 raise SettingError(f"--{name.replace('_', '-')} {value} must be greater than 0")
         if self.shard:
             raise SettingError(
-                "--shard does not go with sft",
+                "--shard cannot be combined with sft",
                 found="every process holds the whole model; only what is trained is exchanged",
                 remedy="leave --shard out",
             )

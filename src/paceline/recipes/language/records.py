@@ -89,14 +89,14 @@ def _parse(line: str, location: str) -> Record:
         if "\\ud" in line.lower():  # reject half of a surrogate pair
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        return location, DataError(f"{location} is no JSON", found=str(error))
+        return location, DataError(f"{location} is not valid JSON", found=str(error))
     return _checked(row, location)
 
 
 def _checked(row: Any, location: str) -> Record:
     if isinstance(row, Mapping):
         return location, row
-    return location, DataError(f"{location} is no JSON object", found=repr(row)[:80])
+    return location, DataError(f"{location} is not a JSON object", found=repr(row)[:80])
 
 
 def _read_json(path: Path) -> Iterator[Record]:
@@ -104,7 +104,7 @@ def _read_json(path: Path) -> Iterator[Record]:
     try:
         content = json.loads("\n".join(read_lines(path)))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON", found=str(error)) from None
+        raise DataError(f"{path} is not valid JSON", found=str(error)) from None
     if isinstance(content, Mapping):
         content = next((value for value in content.values() if isinstance(value, list)), None)
     if not isinstance(content, list):

@@ -64,7 +64,7 @@ def with_onnx_file(model: PortableModel, options: BenchmarkOptions) -> PortableM
     for flag, value in (("--dtype", options.dtype), ("--device", options.device)):
         if value not in ("", "auto", "cpu"):
             raise SettingError(
-                f"{flag} {value} does not go with --onnx",
+                f"{flag} {value} cannot be combined with --onnx",
                 found="the file has its own precision, and is run on the CPU",
                 remedy="leave out one of the two",
             )

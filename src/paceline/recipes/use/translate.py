@@ -59,7 +59,7 @@ def network_of(
     if options.beam > 1 or options.attention:
         flag = f"--beam {options.beam}" if options.beam > 1 else "--attention"
         raise SettingError(
-            f"{flag} does not go with --onnx",
+            f"{flag} cannot be combined with --onnx",
             found="with a file, the likeliest token is taken every time",
             remedy="leave out one of the two",
         )

@@ -32,7 +32,7 @@ def validate(
         )
     if balance == "auto" and sharded:
         raise SettingError(
-            "--balance auto does not go with --shard",
+            "--balance auto cannot be combined with --shard",
             found="in a sharded model ranks wait for each other in every layer, so their speeds"
             " cannot be told apart",
             remedy="a weight for each of your hosts, as in --balance n1=3,n2=1, or leave --shard"
@@ -40,7 +40,7 @@ def validate(
         )
     if balance != "even" and methods.parse_method(communication).name == "local":
         raise SettingError(
-            f"--balance {balance} does not go with --communication {communication}",
+            f"--balance {balance} cannot be combined with --communication {communication}",
             found="with local steps every rank needs the same number of samples",
             remedy="--balance even, or another --communication",
         )
@@ -63,7 +63,7 @@ def parse_weights(balance: str) -> Literal["auto", "even"] | dict[str, float]:
             repeated = f"{name} has a weight already" if name in weights else ""
             raise SettingError(
                 f"--balance {balance}: cannot be understood",
-                found=repeated or f"{item!r} is no host with a weight greater than 0",
+                found=repeated or f"{item!r} is not a host with a weight greater than 0",
                 remedy="auto, even, or a weight for each host: --balance n1=3,n2=1",
             )
         weights[name] = weight

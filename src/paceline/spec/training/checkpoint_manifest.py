@@ -79,7 +79,7 @@ class Manifest:
             try:
                 stats = (folder / name).stat()
                 if not stat.S_ISREG(stats.st_mode):  # reading a pipe would block
-                    raise DamagedCheckpoint(f"{name} is no plain file")
+                    raise DamagedCheckpoint(f"{name} is not a plain file")
                 if stats.st_size != entry.bytes:
                     raise DamagedCheckpoint(
                         f"{name} has {stats.st_size} bytes instead of {entry.bytes}"
@@ -125,7 +125,7 @@ def _invalid_field(manifest: Manifest) -> str:
         return "its field 'about' is not an object"
     for name, entry in manifest.files.items():
         if not _FILE.fullmatch(name):
-            return f"{name!r:.100} is no file of a checkpoint"
+            return f"{name!r:.100} is not a file of a checkpoint"
         if type(entry.bytes) is not int or entry.bytes < 0 or not isinstance(entry.sha256, str):
             return f"{name!r:.100} has no size and hash"
     return ""

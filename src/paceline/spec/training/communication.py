@@ -44,7 +44,7 @@ def parse_method(text: str) -> Method:
     match = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,9}))?", str(text))
     if match is None or match[1] not in METHODS:
         raise SettingError(
-            f"--communication {text}: there is no such way", remedy=f"one of {', '.join(METHODS)}"
+            f"--communication {text}: unknown value", remedy=f"one of {', '.join(METHODS)}"
         )
     name, number = match[1], int(match[2] or 0)
     if match[2] is None:
@@ -132,7 +132,9 @@ def validate(text: str, *, sharded: bool = False, several: bool = False, scaled:
         names, reason, remedy = _CONFLICTS[option]
         if is_set and name in names:
             raise SettingError(
-                f"--communication {text} does not go with {option}", found=reason, remedy=remedy
+                f"--communication {text} cannot be combined with {option}",
+                found=reason,
+                remedy=remedy,
             )
 
 
@@ -150,5 +152,5 @@ def validate_overlap(text: str) -> None:
         )
     if text not in OVERLAP_VALUES:
         raise SettingError(
-            f"--overlap {text}: there is no such way", remedy=f"one of {', '.join(OVERLAP_VALUES)}"
+            f"--overlap {text}: unknown value", remedy=f"one of {', '.join(OVERLAP_VALUES)}"
         )

@@ -251,7 +251,7 @@ def _check_state(state: Any) -> dict[str, Any]:
     for name in ("step", "epoch", "offset", "evaluated"):
         value = state["progress"].get(name, 0 if name == "evaluated" else None)
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ValueError(f"{STATE}: {name} is no position in the data")
+            raise ValueError(f"{STATE}: {name} is not a position in the data")
     return state
 
 

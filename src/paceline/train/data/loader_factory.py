@@ -117,7 +117,7 @@ class LoaderFactory:
         is_sharded = parallel.is_sharded(models.module)
         if is_sharded and not loader.has_common_limit:
             raise SettingError(
-                "a limit for each host does not go with a sharded model",
+                "a limit for each host cannot be combined with a sharded model",
                 found="its ranks meet in every layer, so all have as many passes as the others",
                 remedy="--micro-batch N, the same on all hosts, or leave --shard out",
             )

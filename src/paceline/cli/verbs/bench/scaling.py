@@ -67,7 +67,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             remedy="paceline run --plan, with -p and --nnodes of the layout",
         )
     if recipe and module:
-        raise SettingError("--recipe and --module exclude each other")
+        raise SettingError("--recipe and --module cannot be combined")
     folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
     with contextlib.ExitStack() as stack:
         if recipe:

@@ -36,7 +36,7 @@ GROUPS: dict[str, Registry] = {
     "Understand": {
         "explain": ("explain", "Explain what went wrong in a run, or in any log."),
         "report": ("report", "Show what happened in a run, or compare runs."),
-        "verify": ("verify", "Check that a run's checkpoints are as they were written."),
+        "verify": ("verify", "Check that a run's checkpoints have not been changed."),
         "forecast": ("forecast", "Estimate how long a training takes on more hosts."),
         "bench": ("bench", "Measure scaling and collectives."),
     },
@@ -104,7 +104,7 @@ class Verbs(Registered):
 @click.group(cls=Verbs)
 @click.version_option(paceline.__version__, prog_name="paceline")
 def program() -> None:
-    """Take a PyTorch training job from one machine to all the machines you have."""
+    """Run a PyTorch training job on all the machines you have."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -43,7 +43,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("translation", TranslationOptions,
                "translate: an encoder-decoder transformer from scratch on a parallel corpus"),
         Recipe("language", LanguageOptions,
-               "train a language model from scratch on texts, by one dial: --depth",
+               "train a language model from scratch on texts; --depth sets its size",
                f"{__name__}.language"),
         Recipe("sft", SftOptions,
                "fine-tune a language model on conversations or texts, by default with LoRA",

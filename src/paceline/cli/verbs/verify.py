@@ -1,4 +1,4 @@
-"""``paceline verify``: whether a run's checkpoints are as they were written."""
+"""``paceline verify``: whether a run's checkpoints have been changed."""
 
 from __future__ import annotations
 

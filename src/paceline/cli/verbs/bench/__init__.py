@@ -12,13 +12,13 @@ from paceline.cli.verb import Registered
 class Benches(Registered):
     registry: ClassVar = {
         "collectives": (
-            "collectives", "Bandwidth of collectives, checked, against the links' own rate.",
+            "collectives", "Measure and check collectives; name slow hosts and links.",
         ),
-        "scaling": ("scaling", "How a command speeds up from 1 process to all."),
+        "scaling": ("scaling", "Measure how a command scales from one process to all."),
     }  # fmt: skip
     package = __name__
 
 
 @click.group("bench", cls=Benches)
 def command() -> None:
-    """Measure jobs, networks and start-up."""
+    """Measure how jobs scale, and how fast collectives are."""

@@ -148,7 +148,7 @@ def test_bad_conversations_are_refused_with_their_line(turns: Any, problem: str)
         ({"prompt": "a", "completion": None}, '"completion" is missing'),
         (
             {"messages": [{**USER, "content": [{"type": "image_url", "text": "a"}]}, ANSWER]},
-            '"content" is no text',
+            '"content" is not a text',
         ),
     ],
 )

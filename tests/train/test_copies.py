@@ -189,7 +189,7 @@ def test_files_stay_inside(tmp_path: Path, taker: Receiver) -> None:
         with socket.create_connection(taker.address, 5) as connection:
             talk = CopyChannel.connect(connection, KEY)
             talk.send(name="10", manifest=raw, token=1)
-            with pytest.raises(CopyRefused, match="no file of a checkpoint"):
+            with pytest.raises(CopyRefused, match="is not a file of a checkpoint"):
                 talk.receive()
 
 

@@ -11,13 +11,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from background import eventually
 from paceline.agent import challenge
+from paceline.agent.ranks import tunnels as rank_tunnels
 from paceline.agent.supervision import relay
 from paceline.agent.supervision.encryption import Encryption
 from paceline.agent.supervision.job import NodeJob
@@ -439,6 +441,33 @@ def test_agents_listen_at_addresses_of_ranks_only(tunnels: Tunnels, address: str
         tunnels.open_way((address, 5000), ("10.0.0.2", 6000))
     with pytest.raises(ValueError, match=r"127\.70\.3\.1"):
         tunnels.open_way(("127.70.3.1", 70000), ("10.0.0.2", 6000))
+
+
+def test_ranks_listen_elsewhere_if_a_program_of_another_host_has_the_port(
+    tunnels: Tunnels,
+) -> None:
+    """The agent of rank 0 would have to listen where a program of its host does."""
+    torch_distributed = pytest.importorskip("torch.distributed")
+    loopback, gateway, gateway_port, agent = tunnels.description.split()
+    places = [rank_tunnels.Tunnels(loopback, gateway, int(gateway_port), agent),
+              rank_tunnels.Tunnels("127.70.3.1", "10.0.0.2", 6000, agent)]  # fmt: skip
+    store = torch_distributed.HashStore()
+
+    def meet(ports: Sequence[int], attempt: int) -> list[bool]:
+        def one(rank: int) -> bool:
+            return rank_tunnels.meet(places[rank], store, rank, 2, ports[rank], attempt)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, (0, 1)))
+
+    with socket.create_server(("", 0)) as program:
+        taken = program.getsockname()[1]
+        assert meet((taken, taken), 0) == [False, False]
+        with pytest.raises(OSError, match=rf"rank 0: port {taken}, .* is in use here"):
+            meet((taken, taken), rank_tunnels.MAX_ATTEMPTS - 1)
+        with socket.create_server(("127.70.3.1", 0)) as listener:
+            free = listener.getsockname()[1]
+        assert meet((taken, free), 1) == [True, True]
 
 
 # --- the store of a node --------------------------------------------------------------------------

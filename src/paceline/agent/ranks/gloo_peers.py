@@ -277,9 +277,11 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
         if hosts is None or not isinstance(timeout, timedelta):  # the caller has made devices
             original(self, store, rank, size, *args, **kwargs)
             return
-        options, devices = gloo_filter.make_options(timeout, hosts, ways.address if ways else "")
-        if ways:
-            tunnels.meet(ways, store, rank, size, devices[0].port)
+        for attempt in range(tunnels.MAX_ATTEMPTS):
+            address = ways.address if ways else ""
+            options, devices = gloo_filter.make_options(timeout, hosts, address)
+            if not ways or tunnels.meet(ways, store, rank, size, devices[0].port, attempt):
+                break
         original(self, store, rank, size, options)
         gloo_filter.verify(devices, hosts, size)
 

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Tuple
 
-from ..ranks import peer_filters
+from ..ranks import peer_filters, tunnels
 from ..reconnection import peer_uid
 from ..surveys import facts, probe
 from . import processes
@@ -146,8 +146,9 @@ class Tunnels:
             with socket.create_server(target, backlog=128) as new:
                 self._ways[target] = self._relay.listen(new, route), gateway
         except OSError as error:
-            raise OSError("port %d, on which a rank of another host listens, is in use here (%s)"
-                          % (target[1], error.strerror)) from None  # fmt: skip
+            taken = tunnels.PORT_TAKEN if error.errno == errno.EADDRINUSE else ""
+            raise OSError("%sport %d, on which a rank of another host listens, is in use here (%s)"
+                          % (taken, target[1], error.strerror)) from None  # fmt: skip
         if len(self._ways) > MAX_WAYS:
             self._relay.end_listening(self._ways.pop(next(iter(self._ways)))[0])
 

@@ -91,16 +91,22 @@ def wait_for(store: dist.Store, key: str, former: bytes = b"") -> bytes:
 
 
 def connect(listener: socket.socket, published: dict[int, bytes]) -> dict[int, socket.socket]:
-    """The two ranks, each of which takes us for the other; gloo greets by a rank's number."""
+    """The two ranks, each of which takes us for the other; gloo greets by a rank's number.
+
+    A rank that has noticed us and ended is missing.
+    """
     found: dict[int, socket.socket] = {}
     while len(found) < 2 and select.select([listener], [], [], 1.0)[0]:
         connection, _ = listener.accept()
-        found[int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")] = connection
+        greeting = connection.recv(8, socket.MSG_WAITALL)
+        if len(greeting) == 8:
+            found[int.from_bytes(greeting, "little")] = connection
     for number in {0, 1} - {*found}:
         (port,) = struct.unpack_from(">H", published[number], place(published[number]))
-        there = socket.create_connection(("127.0.0.1", port), 10, (STRANGER, 0))
-        there.sendall((1 - number).to_bytes(8, "little"))
-        found[number] = there
+        with contextlib.suppress(ConnectionError):
+            there = socket.create_connection(("127.0.0.1", port), 10, (STRANGER, 0))
+            there.sendall((1 - number).to_bytes(8, "little"))
+            found[number] = there
     return found
 
 
@@ -128,7 +134,9 @@ def main() -> None:
         published[1] = wait_for(store, KEYS[1], ours)
         between = connect(listener, published)
         pumps = [
-            threading.Thread(target=relay, args=(between[one], between[1 - one])) for one in (0, 1)
+            threading.Thread(target=relay, args=(between[one], between[1 - one]))
+            for one in (0, 1)
+            if len(between) == 2
         ]
         for pump in pumps:
             pump.start()

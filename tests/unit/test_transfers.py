@@ -399,6 +399,9 @@ def test_results_that_do_not_fit_stay_on_their_host(
         collector.set_first_node(node)
         await collector.fetch(fleet_of(node))
         assert any("n1 keeps its files for a month" in note for note in notes) == is_full
+        lacking = collector.missing_results(fleet_of(node))
+        problem = "could not fetch the results of n1: the results on n1 do not fit on this disk"
+        assert (lacking is not None and lacking.headline == problem) is is_full
         await collector.discard_run_folders(fleet_of(node))
         await served.ask("bye")
 

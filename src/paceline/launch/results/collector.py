@@ -55,6 +55,7 @@ class ResultCollector:
         self._overflow_models: list[tuple[Node, str]] = []  # saved where there was room
         self._unfetched_model: _Model | None = None  # the newest, if not in a shared folder
         self._return_files: dict[int, tuple[Node, int]] = {}  # by rank: node and size in bytes
+        self._unfetched = ""  # why a host that answers keeps its results, for example a full disk
 
     def set_first_node(self, first: Node) -> None:
         """Sets the node that saves checkpoints; it may share the run directory."""
@@ -111,6 +112,7 @@ class ResultCollector:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
         await asyncio.gather(*self._signing, return_exceptions=True)
         silent: list[Node] = []
+        self._unfetched = ""
         for node in sorted(fleet.nodes, key=lambda node: node is not self.first):
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer
                 continue
@@ -120,7 +122,9 @@ class ResultCollector:
                 silent.append(node)
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
             except (PacelineError, ConnectionError, OSError) as error:
-                self._note(f"paceline: could not fetch the results of {node.name}: {error}")
+                problem = f"could not fetch the results of {node.name}: {error}"
+                self._unfetched = self._unfetched or problem.partition("\n")[0]
+                self._note(f"paceline: {problem}")
                 await self._keep_on_node(node)
         self._outputs.store.note_kept_out()
         await self._fetch_model([node for node in fleet.nodes if node not in silent])
@@ -163,7 +167,8 @@ class ResultCollector:
     def missing_results(self, fleet: Fleet) -> Failure | None:
         """Notes which lost hosts still hold results of a run that otherwise went well.
 
-        Returns a failure if rank 0's results or the model are missing, else ``None``.
+        Returns a failure if rank 0's results, the model or those of a host that is not lost are
+        missing, else ``None``.
         """
         lost_nodes = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
         for node in lost_nodes:
@@ -171,6 +176,9 @@ class ResultCollector:
         first = self.first
         if self._unfetched_model is not None and not self._has_model:
             return self._missing_model(self._unfetched_model)
+        if self._unfetched:
+            return Failure("record", LAUNCHER_HOST, None, time.monotonic(),
+                           headline=self._unfetched)  # fmt: skip
         if first is None or first not in lost_nodes or self._is_complete:
             return None
         return Failure("lost", first.name, None, first.lost_at, headline=first.loss_reason)

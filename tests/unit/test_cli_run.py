@@ -71,7 +71,7 @@ def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatc
     assert forwarded == {"T_MINE": "of mine"}
 
 
-@pytest.mark.parametrize("given", ["", "=x", "A\0=1"])
+@pytest.mark.parametrize("given", ["", "=x", "A\0=1", "A B=1"])
 def test_what_names_no_variable(given: str) -> None:
     with pytest.raises(SettingError, match="--env"):
         job_options.parse_env((given,))

@@ -516,6 +516,8 @@ def test_code_that_is_too_large_is_not_called_equal() -> None:
     assert planner.code_notes(job(ship=never), Supplies(TREE)) == []
     (note,) = planner.code_notes(job(), Supplies(replace(TREE, empty_submodules=["a dep"])))
     assert "git submodule update --init 'a dep'" in note
+    both = Supplies(Tree(TREE.root, [], empty_submodules=["dep"]))
+    assert len(planner.code_notes(job(ship=never), both)) == 2
 
 
 @pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])

@@ -41,7 +41,7 @@ from paceline.spec.rundir import frozen_file, parse_version
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import checkpoints, files, results
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
-from paceline.transfer.results import Fetcher, write_error
+from paceline.transfer.results import Fetcher, copy_command, write_error
 from paceline.transfer.tree import Tree, cache_files, read_parts
 
 BLOCK = 512
@@ -304,10 +304,13 @@ def test_what_is_not_what_was_read_there_does_not_come(
     assert below(home) == {}
 
 
-def test_a_folder_name_of_a_host_is_quoted_in_what_is_to_be_typed() -> None:
-    channel = cast(Channel, SimpleNamespace(host=Host("n1")))
+def test_what_is_to_be_typed_to_copy_files_by_hand() -> None:
+    channel = cast(Channel, SimpleNamespace(host=Host("n1"), ssh_config=None))
     error = write_error(channel, "/x/$(touch here)", Path("/run"), OSError(5, "no", "/run/a"))
     assert error.remedy.endswith("by hand: scp -r 'n1:/x/$(touch here)' .")
+    there = Host("n1", address="fd00::1", user="ada", port=2222, identity_file="/k")
+    channel = cast(Channel, SimpleNamespace(host=there, ssh_config=Path("/lab/ssh")))
+    assert copy_command(channel, "/x") == "scp -F /lab/ssh -i /k -P 2222 -r 'ada@[fd00::1]:/x' ."
 
 
 # --- the trained model, when rank 0 is on another host by now than when it was written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def parse_env(assignments: tuple[str, ...]) -> tuple[dict[str, str], dict[str, s
     forwarded: dict[str, str] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
-        if not name or "\0" in assignment:
+        if not re.fullmatch(r"\S+", name) or "\0" in assignment:
             raise SettingError(f"--env {assignment!r} names no variable", remedy="--env NAME=VALUE")
         reject_reserved("--env", name)
         if equals:

@@ -241,4 +241,11 @@ def write_error(channel: Channel, root: str, folder: Path, problem: OSError) -> 
 
 def copy_command(channel: Channel, root: str) -> str:
     """The command that copies a node's folder, whose name the node has chosen."""
-    return shell_text(["scp", "-r", f"{channel.host.address}:{root}", "."])
+    host, config = channel.host, channel.ssh_config
+    if host.local:
+        return shell_text(["cp", "-r", root, "."])
+    address = f"[{host.address}]" if ":" in host.address else host.address
+    login = f"{host.user}@{address}" if host.user else address
+    options = {"-F": config, "-i": host.identity_file, "-P": host.port}
+    words = [text for name, value in options.items() if value for text in (name, str(value))]
+    return shell_text(["scp", *words, "-r", f"{login}:{root}", "."])

@@ -538,14 +538,14 @@ def _check_links(job: Job, tree: Tree) -> None:
 
 
 def code_notes(job: Job, supplies: Supplies) -> list[str]:
-    """Returns a note on code that was too large to be compared, or on submodules without files."""
-    if supplies.code is not None and supplies.code.empty_submodules:
-        names = shell_text(supplies.code.empty_submodules[:5])
-        command = f"git submodule update --init {names}"
-        return [f"submodules of git are empty here. To get their files: {command}"]
-    if supplies.code is None or supplies.code.manifest or job.ship.value != "never":
-        return []
-    return [f"the code in {supplies.code.root} is too large to compare with that of the hosts"]
+    """Returns notes on submodules without files, and on code that was too large to be compared."""
+    code, notes = supplies.code, list[str]()
+    if code is not None and code.empty_submodules:
+        command = f"git submodule update --init {shell_text(code.empty_submodules[:5])}"
+        notes.append(f"submodules of git are empty here. To get their files: {command}")
+    if code is not None and not code.manifest and job.ship.value == "never":
+        notes.append(f"the code in {code.root} is too large to compare with that of the hosts")
+    return notes
 
 
 def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> list[str]:

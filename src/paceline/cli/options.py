@@ -282,7 +282,7 @@ VIA_OPTIONS = [
                       " resume."),
     click.option("--array", metavar="RANGE", help="Batch: job array, one run per index."),
     click.option("--detach", is_flag=True,
-                 help="Start the run and return; it then needs neither this command nor this"
+                 help="Start the run and return. The run then needs neither this command nor this"
                       " machine. A batch job is only submitted."),
     click.option("--keep", is_flag=True,
                  help="Like --detach, but watch the run here. A closed terminal or Ctrl-Z does not"

@@ -53,13 +53,13 @@ def command(
     n1,n2:4,me@n3   a list of hosts; also node[01-04]
     lab             the lab that is up (lab:NAME if there are several)
     slurm, pbs, mpi, torchrun, kubernetes
-                    the hosts that it lists; auto detects which one
+                    the hosts of this environment; auto tries them in turn
     local           this machine
 
-    Without SOURCE, the hosts come from PACELINE_OPT_HOSTS, else from [run] hosts of
-    ./paceline.toml, else from the allocation, else from the [hosts.NAME] tables of ./paceline.toml,
-    else they are this machine. These tables also override any other description of a host. Files
-    are only read.
+    Without SOURCE, the command takes the hosts from the first of these that exists:
+    PACELINE_OPT_HOSTS, [run] hosts of ./paceline.toml, the allocation in which it runs, the
+    [hosts.NAME] tables of ./paceline.toml, this machine. These tables also override any other
+    description of a host. No file is changed.
 
     Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
     pbs, ssh-config, accelerate, toml. Some can be read but not written: inventory (ansible, json,

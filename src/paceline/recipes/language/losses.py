@@ -53,7 +53,7 @@ def preference_losses(
         losses: Those of :func:`example_losses`, the chosen and the rejected answer in turn, shape
             ``[2 n]``: negative logarithms of the answers' probabilities.
         references: The same of the model before the training, shape ``[n, 2]``.
-        beta: How much a departure from that model costs.
+        beta: How strongly the model is kept close to that model.
 
     Returns:
         The losses, and for each pair the margin between the rewards of both answers, and whether

@@ -49,7 +49,7 @@ class LanguageOptions(Options):
     micro_batch: str = "0"
     """Largest number of rows that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as have 8192 tokens together."""
+    fits into its memory). 0: as many rows as have 8192 tokens together."""
     lr: float = 0.0
     """Highest learning rate of the schedule. 0: chosen by the size of the model and the length of
     the training."""
@@ -68,8 +68,8 @@ class LanguageOptions(Options):
     clip_norm: float = 1.0
     """Largest norm of the whole gradient (0: no limit)."""
     evaluate_every: int = 0
-    """Evaluate every N steps, in addition to the end of each epoch. 0: as often as takes a
-    twentieth of the training time."""
+    """Evaluate every N steps, in addition to the end of each epoch. 0: so often that
+    evaluations take a twentieth of the training time."""
     stop_at: float = 0.0
     """Stop as soon as an evaluation reaches at most this number of bits per byte (0: never)."""
 
@@ -112,7 +112,8 @@ class SftOptions(Options):
     """What is learnt: to write the answers of the data (sft), or to prefer one of two answers
     (dpo)."""
     dpo_beta: float = 0.1
-    """With --objective dpo: how much a departure from the model before the training costs."""
+    """With --objective dpo: how strongly the training keeps the model close to the initial
+    one."""
     lora_rank: int = 16
     """Rank of the adapters."""
     lora_alpha: float = 32.0
@@ -157,8 +158,7 @@ class SftOptions(Options):
     micro_batch: str = "0"
     """Largest number of examples that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many as would have 8192 tokens
-    together if each were as long as the longest."""
+    fits into its memory). 0: 8192 tokens divided by the length of the longest example."""
     lr: float = 0.0
     """Highest learning rate of the schedule. 0: 2e-4 for adapters, and 2e-5 for --method full; with
     --objective dpo 5e-6 and 5e-7."""

@@ -23,7 +23,10 @@ from paceline.spec.hosts import Host
 @click.option("--folder", default="~/.local/share/paceline/env", show_default=True,
               help="Folder of the environment on every host.")  # fmt: skip
 @click.option(
-    "--python", default="python3", show_default=True, help="Python that makes it, on every host."
+    "--python",
+    default="python3",
+    show_default=True,
+    help="Python that creates the environment, on every host.",
 )
 @click.option("--offline", is_flag=True, help="Send the wheels from this machine.")
 @click.option("--activate", default="", metavar="LINE",

@@ -227,7 +227,7 @@ def _options(options: list[str]) -> dict[str, str]:
             raise UnreadableError(_expected_after_host(option))
         field = key.lower().replace("-", "_")
         if field not in KEYS and not field.startswith("ansible_"):
-            raise UnreadableError(f"for the key `{key}` {suggest(key, _DOCUMENTED_KEYS)}")
+            raise UnreadableError(f"the key `{key}` to be {suggest(key, _DOCUMENTED_KEYS)}")
         meaning = KEYS.get(field) or field
         if meaning in settings:
             raise UnreadableError(f"`{key}` once on a line, and one host a line")

@@ -133,7 +133,7 @@ def _integer(
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         number, line = _line_of(reading.text, key)
-        raise line_error(reading.label, number, line, f"for {key} a whole number from {minimum}")
+        raise line_error(reading.label, number, line, f"{key} to be a whole number from {minimum}")
     return value
 
 

@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(worlds: Any) -> None:
             "there is no weight for n2",
             "--global-batch 1 cannot be shared unevenly among 2 processes",
             "--drop-slow needs --balance auto",
-            "balance='quick' cannot be understood",
+            "balance='quick' is not valid",
             "--balance auto cannot be combined with --shard",
             "a limit for each host cannot be combined with a sharded model",
             "no host of this job is called n9",

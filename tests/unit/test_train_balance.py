@@ -364,7 +364,7 @@ def test_a_script_says_weights_as_a_mapping_or_as_they_are_typed() -> None:
         == parse_balance({"n1": 3.0, "n2": 1.0})
     )
     assert parse_balance("auto") == "auto"
-    with pytest.raises(SettingError, match="balance='Auto' cannot be understood"):
+    with pytest.raises(SettingError, match="balance='Auto' is not valid"):
         parse_balance("Auto")
 
 

@@ -326,7 +326,7 @@ def test_shares_and_limits_that_cannot_be_are_refused(
     session: train.Session, how: dict[str, Any]
 ) -> None:
     data = TensorDataset(torch.zeros(8, 1))
-    with pytest.raises(SettingError, match="cannot be understood"):
+    with pytest.raises(SettingError, match="is not valid"):
         session.loader(data, 4, **how)
 
 

@@ -337,7 +337,7 @@ def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
                 check_values(options_class, values, context)
             except SettingError as error:
                 raise SettingError(
-                    f"{context} {key} = {json.dumps(table[key], default=str)} cannot be understood",
+                    f"{context} {key} = {json.dumps(table[key], default=str)} is not valid",
                     found=error.message,
                     remedy=f"paceline train {name} --help-all lists all options with their values",
                 ) from None

@@ -191,7 +191,7 @@ class Options:
             )
         if not _CADENCE.fullmatch(self.checkpoint_every):
             raise SettingError(
-                f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
+                f"--checkpoint-every {self.checkpoint_every} is not valid",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
         parse_copies(self.checkpoint_copies)
@@ -270,7 +270,7 @@ def parse_micro_batch(micro_batch: str) -> Literal["auto"] | int | dict[str, int
         if not name or not number.isdecimal() or not int(number) or name in limits:
             duplicate = f"{name} has a limit already" if name in limits else ""
             raise SettingError(
-                f"--micro-batch {micro_batch}: cannot be understood",
+                f"--micro-batch {micro_batch} is not valid",
                 found=duplicate or f"{entry!r} is no number of samples, and no host with one",
                 remedy="auto, a number (0: no limit), or one for some hosts: --micro-batch n2=8",
             )

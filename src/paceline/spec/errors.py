@@ -4,7 +4,7 @@
 
     PacelineError              handled: printed without traceback, exit status ``exit_code``
     ├── SettingError           an option, a file or a variable has an unusable value
-    ├── HostsError             a host file or host list cannot be understood (line and number)
+    ├── HostsError             a host file or host list cannot be parsed (line and number)
     ├── ConnectError           hosts cannot be reached or refuse the login
     │   └── PermanentConnectError  … and trying again in this run cannot help
     ├── NodeError              a node cannot do what the plan needs (Python, torch, disk, port …)

@@ -62,7 +62,7 @@ def parse_weights(balance: str) -> Literal["auto", "even"] | dict[str, float]:
         if not name or not 0 < weight <= MAX_WEIGHT or name in weights:
             repeated = f"{name} has a weight already" if name in weights else ""
             raise SettingError(
-                f"--balance {balance}: cannot be understood",
+                f"--balance {balance} is not valid",
                 found=repeated or f"{item!r} is not a host with a weight greater than 0",
                 remedy="auto, even, or a weight for each host: --balance n1=3,n2=1",
             )

@@ -73,7 +73,7 @@ def parse_policy(text: str) -> SavePolicy:
             epochs = True
         elif text.strip() != "never":
             raise SettingError(
-                f"--checkpoint-every, or every=, {text}: cannot be understood",
+                f"every={text!r} (--checkpoint-every) is not valid",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
     return SavePolicy(steps, seconds, epochs)

@@ -49,7 +49,7 @@ def parse_balance(balance_option: str | Mapping[str, float]) -> BalanceMode:
         return balance.parse_weights(balance_option)
     except SettingError as error:
         raise SettingError(
-            f"balance={balance_option!r} cannot be understood",
+            f"balance={balance_option!r} is not valid",
             found=error.found,
             remedy='balance="auto", "even", or a weight for each host: "n1=3,n2=1"',
         ) from None
@@ -100,7 +100,7 @@ class BatchDivision:
         """
         if mode not in ("auto", "even") if isinstance(mode, str) else not _is_weight_mapping(mode):
             raise SettingError(
-                f"balance={mode!r} cannot be understood",
+                f"balance={mode!r} is not valid",
                 remedy='balance="auto", "even", or a weight for each host: {"n1": 3, "n2": 1}',
             )
         balance.validate(_format_balance(mode), drop_slow=drop_slow)

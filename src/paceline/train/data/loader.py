@@ -153,7 +153,7 @@ def check_limit(limit: object) -> None:
     negative = isinstance(limit, Integral) and limit < 0
     if negative or not all(isinstance(value, Integral) for value in limits):
         raise SettingError(
-            f"limit={limit!r} cannot be understood",
+            f"limit={limit!r} is not valid",
             remedy='give samples that a rank computes at once, or 0, or some by host: {"n2": 8}',
         )
 

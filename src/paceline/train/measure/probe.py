@@ -82,7 +82,7 @@ def probe_request(environ: Mapping[str, str]) -> ProbeRequest | None:
         return ProbeRequest(batches, fractions, float(request["seconds"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise SettingError(
-            f"{jobenv.PROBE} cannot be understood",
+            f"{jobenv.PROBE} is not valid",
             found=text[:200],
             remedy=f"unset {jobenv.PROBE}; paceline forecast sets it for its own runs",
         ) from None

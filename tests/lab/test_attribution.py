@@ -1,4 +1,4 @@
-"""Whatever dies or stands still: the right one is named, quickly, and for a true reason."""
+"""Whatever dies or hangs: the right one is named, quickly, and for a true reason."""
 
 from __future__ import annotations
 

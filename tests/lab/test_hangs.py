@@ -22,17 +22,16 @@ pytestmark = pytest.mark.lab
 
 WAITS = r" while rank 0 on n1, rank 2 on n3 wait for it in the backward pass \(hang\.py, line \d+"
 LINE = r"hang\.py, line \d+"
-STILL = rf"stands still at {LINE}, in hang"
+STILL = rf"is stuck at {LINE}, in hang"
 # what is said of rank 1, by way
 SAID = {
-    "sleep": rf"rank 1 on n2 stands still at {LINE}, in hang \(it sleeps\)" + WAITS,
-    "pipe": rf"rank 1 on n2 stands still at {LINE}, in hang \(it writes to a full pipe that nobody "
+    "sleep": rf"rank 1 on n2 is stuck at {LINE}, in hang \(it sleeps\)" + WAITS,
+    "pipe": rf"rank 1 on n2 is stuck at {LINE}, in hang \(it writes to a full pipe that nobody "
     rf"else could read\)" + WAITS,
-    "child": rf"rank 1 on n2 stands still at {LINE}, in hang \(its child, process \d+ \(yes\), "
+    "child": rf"rank 1 on n2 is stuck at {LINE}, in hang \(its child, process \d+ \(yes\), "
     r"writes to a full pipe that only rank 1 on n2 could read\)" + WAITS,
     "worker": rf"rank 1 on n2 waits for its data at {LINE}, in \w+: its data loader's worker, "
-    rf"process \d+, stands still at {LINE}, in __getitem__ \(it waits for a lock or a thread\)"
-    + WAITS,
+    rf"process \d+, is stuck at {LINE}, in __getitem__ \(it waits for a lock or a thread\)" + WAITS,
     "extra": rf"rank 1 on n2 waits in all_reduce \({LINE}, in hang\), its call \d+ was all_reduce "
     rf"of \[7\] while rank 0 on n1, rank 2 on n3 wait in barrier \({LINE}, in misbehave\)",
 }
@@ -105,7 +104,7 @@ def test_each_hang_is_named_with_its_line_and_its_reason(site: Site) -> None:
                 where = [(one["host"], one["phase"]) for one in now["ranks"]]
                 assert where == [("n1", "train"), ("n2", "train"), ("n3", "train")]
                 assert all(one["step"] <= 40 and one["silent_s"] > 5 for one in now["ranks"])
-                assert "rank 1 on n2 stands still" in now["hang"]
+                assert "rank 1 on n2 is stuck" in now["hang"]
             for kind, launch in hung:
                 (launch.directory / way).touch()
                 times = WAYS[kind].index(way) + 1

@@ -98,7 +98,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_sleeps_before_it_joins_is_told_of_once_and_then_ended() -> None:
     scene = Scene([SLEEPS])
     asyncio.run(scene.play(100))
-    assert scene.told == scene.over == ["stands still at train.py, line 14 (it sleeps)"]
+    assert scene.told == scene.over == ["is stuck at train.py, line 14 (it sleeps)"]
 
 
 @pytest.mark.parametrize(

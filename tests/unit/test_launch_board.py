@@ -113,7 +113,7 @@ def test_the_file_says_all_of_it() -> None:
     told(board, "straggler", "n1", 0, straggler=1, its_host="n2", cause="cpu", part=0.3, text="x")
     told(board, "rank frozen", "n2", 1, how="stopped", seconds=3.0, on="", pid=5)
     board.add_vitals("n2", {"time": 1.0, "cpu": [1, 2], "memory": [4, 1], "links": {}, "gpus": []})
-    board.hang = "rank 1 on n2 stands still"
+    board.hang = "rank 1 on n2 is stuck"
     board.waiting = NodeWait("1 node of at least 2: waiting for n2", 1990.0, 2590.0)
     said = json.loads(json.dumps(board.to_json(7.0, 2000.0)))
     other = RunState()

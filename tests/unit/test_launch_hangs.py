@@ -66,7 +66,7 @@ def test_one_that_stands_still_while_others_wait(wait: tuple[Frame, ...]) -> Non
     found = judged(looks, looks)
     assert found is not None
     assert (found.host, found.rank) == ("n2", 1)
-    assert found.text.startswith("rank 1 on n2 stands still at train.py, line 21, in fetch while")
+    assert found.text.startswith("rank 1 on n2 is stuck at train.py, line 21, in fetch while")
     assert "rank 0 on n1 waits for it in" in found.text
 
 
@@ -85,7 +85,7 @@ def test_code_below_a_folder_of_the_products_name_is_the_scripts(folder: str) ->
     looks = [look(0, waits), look(1, (Frame(f"{folder}/hang.py", 3, "load_batch"),))]
     found = judged(looks, looks)
     assert found is not None
-    assert found.text.startswith("rank 1 on n2 stands still at hang.py, line 3, in load_batch")
+    assert found.text.startswith("rank 1 on n2 is stuck at hang.py, line 3, in load_batch")
     assert "all_reduce (hang.py, line 40, in step)" in found.text
 
 
@@ -179,7 +179,7 @@ def test_where_several_stand_still_all_are_named() -> None:
     looks = [look(0, ALL_REDUCE), look(1, ASLEEP), look(2, (at(30, "load"),))]
     found = judged(looks, looks)
     assert found is not None
-    assert found.text.endswith("; rank 2 on n3 stands still, too, at train.py, line 30, in load")
+    assert found.text.endswith("; rank 2 on n3 is stuck, too, at train.py, line 30, in load")
 
 
 def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
@@ -237,7 +237,7 @@ def test_what_it_waits_for_is_said() -> None:
          "(it waits for a lock on /nfs/a.lock) while"),
         ((loop, at(30)), BlockingCall("poll"), (idle, stuck),
          "waits for its data at train.py, line 30: "
-         "its data loader's worker, process 79, stands still at train.py, line 5, in __getitem__ "
+         "its data loader's worker, process 79, is stuck at train.py, line 5, in __getitem__ "
          "(it waits for a lock or a thread) while"),
     ]  # fmt: skip
     for frames, call, children, words in cases:
@@ -296,7 +296,7 @@ def test_the_rank_that_has_not_launched_what_a_gpu_waits_for(cpu_s: float) -> No
     assert found is not None
     assert (found.rank, found.kind) == (1, "still")
     assert found.text == (
-        "rank 1 on n2 stands still at train.py, line 21, in fetch while rank 0 on n1 waits for it "
+        "rank 1 on n2 is stuck at train.py, line 21, in fetch while rank 0 on n1 waits for it "
         "at train.py, line 44, in log until its GPU has completed all_reduce of [8], call 47 of "
         "group 0, which rank 1 on n2 has not launched"
     )
@@ -347,7 +347,7 @@ def test_lines_that_are_no_collectives_are_ignored(call: str) -> None:
         snaps = [snap(0, calls[0], good), snap(1, calls[1], call)]
         found = judged(snaps, snaps, detailed=snaps)
         assert found is not None
-        assert found.text.startswith("rank 1 on n1 stands still")
+        assert found.text.startswith("rank 1 on n1 is stuck")
     assert first_difference({0: (call,), 1: (good,)}) is None
 
 
@@ -483,7 +483,7 @@ def test_the_last_one_that_stands_still_is_told_of() -> None:
     ended = [("n1", 0), ("n3", 2)]
     hang = judged(*both, ended=ended)
     assert hang is not None
-    assert hang.text.startswith("rank 1 on n2 stands still at train.py, line 21")
+    assert hang.text.startswith("rank 1 on n2 is stuck at train.py, line 21")
     assert hang.text.endswith(", and all others have ended")
     assert (hang.kind, hang.is_replaceable, persists(hang, both[1])) == ("last", False, True)
     assert judged(*both) is None  # nobody has ended: it may be a pause of its own
@@ -582,7 +582,7 @@ class Scene:
     """Two ranks of a script that tells no steps: one waits for the other.
 
     Attributes:
-        line: Where the other stands still.
+        line: Where the other is stuck.
         call: The collective that both have begun last; 0 where they do not tell.
         active_at: When a rank used a CPU.
         answers: Whether the node does.
@@ -739,7 +739,7 @@ def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
 
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:
-    hang = Event("hang", "n2", 1, fields={"text": "rank 1 on n2 stands still"})
+    hang = Event("hang", "n2", 1, fields={"text": "rank 1 on n2 is stuck"})
     evidence = Evidence(events=(hang,), result=Result(130, interrupted=2))
     assert "the job hung: rank 1 on n2" in conclude(evidence, load_all()).text
     over = Evidence(events=(hang, Event("hang over")), result=Result(130, interrupted=2))

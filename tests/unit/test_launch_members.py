@@ -403,7 +403,7 @@ def test_a_newcomer_that_joins_and_makes_no_step_is_left_out_as_one_that_does_no
     for step, wait_s in enumerate([*NEWCOMER_DELAYS_S[1:], 60.0], 10):
         job.members.record_step(step)
         job.join(1)
-        job.members.set_hung(1, "hung for longer than 30 s: stands still")
+        job.members.set_hung(1, "hung for longer than 30 s: is stuck")
         assert job.decide() == [Kill("n2", (1,))]
         job.kill(1)
         (group,) = job.decide()
@@ -1169,14 +1169,14 @@ def test_a_rank_that_lives_on_is_ended_again() -> None:
 
 def test_a_rank_that_hangs_is_ended_and_replaced_with_the_reason() -> None:
     job = Job()
-    job.members.set_hung(1, "hung for longer than 30 s: stands still")
+    job.members.set_hung(1, "hung for longer than 30 s: is stuck")
     assert job.decide() == [Kill("n2", (1,))]
     job.kill(1)
     job.decide()
     job.settle()
     (told,) = job.decide()
     assert isinstance(told, Recovered)
-    assert told.losses[0].headline == "hung for longer than 30 s: stands still"
+    assert told.losses[0].headline == "hung for longer than 30 s: is stuck"
 
 
 def test_a_survivor_that_is_not_freed_is_ended_and_the_others_meet_without_it() -> None:

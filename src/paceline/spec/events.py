@@ -88,7 +88,7 @@ FIELDS: dict[str, Schema] = {
     "home": text(),  # folder on the launching machine that ``copy`` is a copy of
     "hooked": boolean,  # the script shows its exceptions itself
     "hosts": list_of(text(255)),
-    "how": SHORT_TEXT,  # why a rank stands still: see agent/supervision/stalls.py
+    "how": SHORT_TEXT,  # why a rank is stuck: see agent/supervision/stalls.py
     "in_children": boolean,  # its child processes have done most of the work
     "its_host": text(255),  # host of the rank that the event concerns
     "largest_call": SIZE,  # elements of the largest tensor in a collective

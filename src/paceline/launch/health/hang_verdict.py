@@ -31,7 +31,7 @@ _FETCHES = f"{_LOADER}dataloader.py"
 _IDLE_FILES = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
 
 # "frozen": a signal or a disk holds it; "still": it waits for something else; "busy": it works;
-# "ended": it has left; "last": it alone has not, and stands still; "apart": ranks wait in different
+# "ended": it has left; "last": it alone has not, and is stuck; "apart": ranks wait in different
 # collectives; "deaf": in the same one
 Kind = Literal["frozen", "still", "busy", "ended", "last", "apart", "deaf"]
 
@@ -235,7 +235,7 @@ def _classify(first: RankSnapshot, second: RankSnapshot, between_s: float) -> st
 
 
 def describe_stall(first: RankSnapshot, second: RankSnapshot, between_s: float) -> str:
-    """Describes how a rank stands still between two snapshots; empty if it works or has moved."""
+    """Describes how a rank is stuck between two snapshots; empty if it works or has moved."""
     is_moved = first.stack.script_frame != second.stack.script_frame
     if is_moved or first.is_stopped != second.is_stopped or _is_working(first, second, between_s):
         return ""
@@ -316,7 +316,7 @@ def _describe_unlaunched(waiting: RankSnapshot, blocked: RankSnapshot) -> str:
 
 def _remaining_ranks_hang(blocked: Sequence[RankSnapshot], ended: Sequence[tuple[str, int]],
                           is_certain: bool) -> Hang | None:  # fmt: skip
-    """Returns the hang of ranks that stand still although all others have ended."""
+    """Returns the hang of ranks that are stuck although all others have ended."""
     remaining = {(snap.stack.host, snap.stack.rank) for snap in blocked}
     if not blocked or remaining.issuperset(ended):
         return None
@@ -331,9 +331,9 @@ def _hang_of(snap: RankSnapshot, text: str, kind: Kind, is_certain: bool) -> Han
 
 
 def _describe_also(blocked: Sequence[RankSnapshot]) -> str:
-    places = [(snap.stack.label, "held up from outside" if snap.is_stopped
+    places = [(snap.stack.label, "stopped from outside" if snap.is_stopped
                else describe_position(snap.stack)) for snap in blocked[:3]]  # fmt: skip
-    return "".join(f"; {label} stands still, too, {place}" for label, place in places)
+    return "".join(f"; {label} is stuck, too, {place}" for label, place in places)
 
 
 def _deadlock(waiting: Sequence[RankSnapshot]) -> Hang:
@@ -405,7 +405,7 @@ def _describe_block(snap: RankSnapshot) -> str:
     if any(_FETCHES in frame.file for frame in stack.frames):
         return f"waits for its data {position}{_describe_workers(snap.children)}"
     cause = describe_cause(snap)
-    return f"stands still {position}{cause and f' ({cause})'}"
+    return f"is stuck {position}{cause and f' ({cause})'}"
 
 
 def _describe_workers(children: Sequence[Child]) -> str:
@@ -415,7 +415,7 @@ def _describe_workers(children: Sequence[Child]) -> str:
         is_worker = any(_LOADER in frame.file for frame in child.frames)
         if is_worker and frame is not None and not child.frames[0].file.endswith(_IDLE_FILES):
             cause = _describe_call(child.blocking_call, child.pid)
-            return (f": its data loader's worker, process {child.pid}, stands still at"
+            return (f": its data loader's worker, process {child.pid}, is stuck at"
                     f" {describe_frame(frame)}{cause and f' ({cause})'}")  # fmt: skip
     for child in children:
         if child.blocking_call.call:

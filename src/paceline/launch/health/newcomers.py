@@ -73,7 +73,7 @@ class NewcomerWatch:
 
     Args:
         starting: The newcomers that cannot join yet.
-        on_stall: Called with a newcomer that stands still: slot, host, seconds since its start,
+        on_stall: Called with a newcomer that is stuck: slot, host, seconds since its start,
             and its position.
         on_timeout: Called with the same for a newcomer that exceeds the limit; it must be ended.
         limit_s: Seconds that a start may take; ``None`` to measure them; 0 for no limit.

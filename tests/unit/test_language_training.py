@@ -120,6 +120,17 @@ def test_a_code_folder_with_tests_is_all_for_training(tmp_path: Path) -> None:
     assert corpus(tmp_path).splits == ("train", "val")
 
 
+def test_shards_of_held_out_parts_are_not_trained_on(tmp_path: Path) -> None:
+    for name in ("book.txt", "valid_1.txt", "more-test.jsonl", "a.py", "test_a.py", "testing.md"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    parts = {part: "".join(found) for part, found in texts(corpus(tmp_path)).items()}
+    assert list(parts) == ["train", "val", "test"]
+    assert [name for name in ("valid_1.txt", "more-test.jsonl") if name in parts["train"]] == []
+    assert all(name in parts["train"] for name in ("book.txt", "a.py", "test_a.py", "testing.md"))
+    (tmp_path / "book.txt").rename(tmp_path / "train0.txt")
+    assert texts(corpus(tmp_path))["train"] == ['{"text": "book.txt"}']
+
+
 def test_a_held_out_file(data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("other")

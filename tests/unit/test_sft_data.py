@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tiny_language_model import CHATML, chats, make_tokenizer, write_jsonl
 
 from each_case import each_case
+from paceline.recipes.data import splits_in_name
 from paceline.recipes.language.chat_templates import (
     Example,
     encode,
@@ -195,11 +196,27 @@ def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path) -> None:
 def test_folders_have_parts_by_name(tmp_path: Path) -> None:
     for name, count in (("train", 3), ("valid", 2), ("test", 1)):
         write_jsonl(tmp_path / f"{name}.jsonl", chats(count))
+    for form in ("{}", "{}-00001-of-00002", "{}_1", "{}.1", "chat-{}", "chat_{}2"):
+        for path in [*tmp_path.iterdir()]:
+            (split,) = splits_in_name(path.stem)
+            path.rename(path.with_stem(form.format(split)))
+        parts = read_splits(str(tmp_path), "", "", True)
+        sizes = {name: len(rows) for name, rows in parts.items()}
+        assert sizes == {"train": 3, "val": 2, "test": 1}
+
+
+def test_no_part_is_trained_on_by_mistake(tmp_path: Path) -> None:
+    for name, count in (("chat", 3), ("evaluation-0", 2), ("test-0", 1)):
+        write_jsonl(tmp_path / f"{name}.jsonl", chats(count))
     parts = read_splits(str(tmp_path), "", "", True)
-    assert {name: len(rows) for name, rows in parts.items()} == {"train": 3, "val": 2, "test": 1}
-    for path in tmp_path.iterdir():
-        path.rename(path.with_stem(f"part-{path.stem}"))
-    assert len(read_splits(str(tmp_path), "", "", True)["train"]) == 6
+    assert {name: len(rows) for name, rows in parts.items()} == {"train": 3, "test": 3}
+    (tmp_path / "chat.jsonl").rename(tmp_path / "train-test.jsonl")
+    with pytest.raises(DataError, match=r"train-test.jsonl may be of train or test"):
+        read_splits(str(tmp_path), "", "", True)
+    (tmp_path / "train-test.jsonl").unlink()
+    with pytest.raises(DataError, match="has no file to train on") as caught:
+        read_splits(str(tmp_path), "", "", True)
+    assert caught.value.found.endswith("evaluation-0.jsonl, test-0.jsonl")
 
 
 def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path) -> None:

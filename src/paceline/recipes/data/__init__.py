@@ -203,6 +203,12 @@ def is_path(data: str) -> bool:
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
+    "test": ("test", "testing", "eval", "evaluation"),
 }
 """Names of the parts in files, in folders and on the hub."""
+
+
+def splits_in_name(name: str) -> list[str]:
+    """Returns the parts that words of a file's name name: ``test`` for ``test-00000-of-00002``."""
+    words = re.split(r"[\W\d_]+", name.lower())
+    return [split for split, names in SPLIT_NAMES.items() if not {*names}.isdisjoint(words)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id
+from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.records import read_file
@@ -117,7 +118,11 @@ class Corpus:
         return found
 
     def _find_files(self, folder: Path) -> dict[str, list[_Source]]:
-        """Returns the files of each part; all are for training if none is named so."""
+        """Returns the files of each part.
+
+        If none is named for training, all but shards of other parts are: a folder of code may have
+        tests.
+        """
         files = []
         for path in sorted(folder.rglob("*")):
             is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
@@ -129,7 +134,11 @@ class Corpus:
         for path in texts:
             parts.setdefault(_part(path.relative_to(folder)), []).append(path)
         if "train" not in parts:
-            return {"train": [*texts]}
+            parts = {}
+            for path in texts:
+                parts.setdefault(_shard_part(path) or "train", []).append(path)
+            if "train" not in parts:
+                return {"train": [*texts]}
         return {part: parts[part] for part in SPLIT_NAMES if part in parts}
 
     def _documents(self, sources: Iterable[_Source]) -> Iterator[str]:
@@ -177,7 +186,14 @@ def _part(path: Path) -> str:
         for part, spellings in SPLIT_NAMES.items():
             if name in spellings:
                 return part
-    return ""
+    return _shard_part(path)
+
+
+def _shard_part(path: Path) -> str:
+    """Returns the part that a table's name names, or that of a text like ``test_1.txt``."""
+    is_shard = path.suffix in TABLES or re.fullmatch(r"[a-z]+([-_.]?\d.*)?\.txt", path.name)
+    names = splits_in_name(path.stem) if is_shard else []
+    return names[0] if len(names) == 1 else ""
 
 
 def _is_text(path: Path) -> bool:

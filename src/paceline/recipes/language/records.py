@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.program import library
-from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id
+from paceline.recipes.data import find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.texts import parse_rows, read_lines
 from paceline.spec.errors import DataError
@@ -46,16 +46,30 @@ def read_splits(name: str, data_dir: str, config: str, offline: bool) -> dict[st
 
 
 def _split_files(folder: Path) -> dict[str, list[Path]]:
-    """Returns the files of each part by their names; all are for training if no name tells."""
+    """Returns the files of each part by their names; without ``train``, all others are for it.
+
+    Raises:
+        DataError: A name has several parts, or no file is for training.
+    """
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
-    splits = {
-        split: [path for path in files if path.stem in names]
-        for split, names in SPLIT_NAMES.items()
-    }
-    if not splits["train"]:
-        held_out = {path for paths in splits.values() for path in paths}
-        splits["train"] = [path for path in files if path not in held_out]
-    return {split: paths for split, paths in splits.items() if paths}
+    splits: dict[str, list[Path]] = {}
+    for path in files:
+        names = splits_in_name(path.stem)
+        if len(names) > 1:
+            raise DataError(
+                f"--data {folder}: {path.name} may be of {' or '.join(names)}",
+                remedy="rename it, or name the files: --data FILE --test-data FILE",
+            )
+        splits.setdefault(names[0] if names else "", []).append(path)
+    others = splits.pop("", [])
+    if splits and not splits.setdefault("train", others):
+        held_out = [path.name for paths in splits.values() for path in paths]
+        raise DataError(
+            f"--data {folder} has no file to train on",
+            found=f"by their names, these are held out: {', '.join(held_out[:5])}",
+            remedy=f"--data {folder / held_out[0]} trains on that file",
+        )
+    return splits or ({"train": others} if others else {})
 
 
 def read_file(path: Path) -> Iterator[Record]:

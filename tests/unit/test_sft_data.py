@@ -398,7 +398,7 @@ def simple(length: int, targets: Sequence[int]) -> Example:
 def test_rows_restart_positions_and_label_targets_only() -> None:
     rows = make_rows([simple(3, [2]), simple(2, [1]), simple(4, [1, 3])], [[0, 1], [2]], pad=7)
     assert rows.tokens.tolist() == [[10, 11, 12, 10, 11], [10, 11, 12, 13, 7]]
-    assert rows.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert rows.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     none = IGNORED
     assert rows.labels.tolist() == [[none, none, 12, none, 11], [none, 11, none, 13, none]]
     assert rows.examples.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, 2, 0]]

@@ -87,12 +87,16 @@ def test_losses_of_training_and_evaluation_equal_a_recount(place: Path, tmp_path
         assert abs(other - trained["loss"]) > 1e-6
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("GPTNeoX", 1e-12), ("Llama", 1e-6)])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("GPTNeoX", 1e-12), ("GPT2", 1e-12), ("Llama", 1e-6)]
+)
 def test_packed_examples_have_the_losses_of_single_ones(kind: str, precision: float) -> None:
     examples = encoded(tiny_language_model.chats(9))
-    model = tiny_language_model.make_model(kind=kind).double()
+    model = tiny_language_model.make_model(kind=kind).double().eval()
     single = torch.stack([losses.sum() for losses in token_losses(model, examples)])
+    # The last layout has more padding than GPT-2 has positions.
     layouts = [[[n] for n in range(9)], pack(examples.lengths(), 200), [[*range(9)]]]
+    layouts.append([[*range(8)], [8]])
     for layout in layouts:
         rows = make_rows(examples.examples, layout, pad=1)
         logits = TrainedPart(model)(rows.tokens, rows.positions)
@@ -103,7 +107,7 @@ def test_packed_examples_have_the_losses_of_single_ones(kind: str, precision: fl
 def test_models_that_mix_the_examples_of_a_row_are_found(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind in ("Llama", "GPTNeoX"):
+    for kind in ("Llama", "GPTNeoX", "GPT2"):
         network = TrainedPart(tiny_language_model.make_model(kind=kind))
         assert keeps_apart(network, encoded(tiny_language_model.chats(2)))
     flags = (UNCHANGED, "--epochs=1")
@@ -377,6 +381,12 @@ def test_answers_are_generated_at_each_evaluation(place: Path, tmp_path: Path) -
     found = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [list(one) for one in found] == [["prompt", "expected", "generated"]] * 2
     assert all(one["prompt"].endswith("<|start|>assistant\n") for one in found)
+
+
+def test_no_more_tokens_are_generated_than_the_model_can_read() -> None:
+    model = tiny_language_model.make_model(kind="GPT2").eval()
+    tokenizer = tiny_language_model.make_tokenizer()
+    assert len(tokenizer(continue_tokens(model, tokenizer, [5] * 250, 64))["input_ids"]) <= 6
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")

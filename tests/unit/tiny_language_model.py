@@ -38,7 +38,9 @@ def make_tokenizer(template: str | None = CHATML) -> Any:
 
 
 def make_model(num_tokens: int = 258, kind: str = "Llama", width: int = 16) -> Any:
-    """Makes a model: ``Llama``, whose norms are in float32, or ``GPTNeoX``, all in one dtype."""
+    """Makes a model: ``Llama``, whose norms are in float32; ``GPTNeoX``, all in one dtype; or
+    ``GPT2``, whose positions are learnt.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
@@ -53,7 +55,7 @@ def make_model(num_tokens: int = 258, kind: str = "Llama", width: int = 16) -> A
         bos_token_id=None,
         tie_word_embeddings=True,
     )
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def save(

@@ -72,10 +72,12 @@ def make_rows(examples: Sequence[Example], layout: Sequence[Sequence[int]], pad:
 
     Args:
         layout: Numbers of the examples in each row.
-        pad: Token that fills rows up. It follows the last example of a row as a part of it, which
-            no token before it sees.
+        pad: Token that fills rows up. It follows the last example of a row, and no token before it
+            sees it. Positions start anew once they would exceed those of the longest example, which
+            a model with learnt positions would not have.
     """
     length = max(sum(len(examples[number]) for number in row) for row in layout)
+    longest = max(len(examples[number]) for row in layout for number in row)
     shape = len(layout), length
     tokens, positions = np.full(shape, pad), np.zeros(shape, dtype=np.int64)
     labels, owners = np.full(shape, IGNORED), np.zeros(shape, dtype=np.int64)
@@ -87,6 +89,6 @@ def make_rows(examples: Sequence[Example], layout: Sequence[Sequence[int]], pad:
             tokens[index, start:stop] = example.tokens
             labels[index, start:stop] = np.where(example.targets, example.tokens, IGNORED)
             owners[index, start:stop] = number
-            positions[index, start:] = np.arange(length - start)
+            positions[index, start:] = np.arange(length - start) % longest
             start = stop
     return Rows(*map(torch.from_numpy, (tokens, positions, labels, owners)))

@@ -498,7 +498,7 @@ def answer(
     size, rank = session.world.size, session.world.rank
     answers = [
         generate(network.whole_model, tokenizer, prompt.tokens, max_tokens)
-        if n % size == rank
+        if n % size == rank and num_free(network.whole_model, prompt.tokens) > 0
         else ""
         for n, prompt in enumerate(prompts)
     ]
@@ -520,6 +520,12 @@ def answer(
         session.say("\n".join(lines))
 
 
+def num_free(model: Any, prompt: Sequence[int]) -> int:
+    """Returns how many tokens a model can read after a prompt."""
+    window = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    return window - len(prompt)
+
+
 def generate(
     model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, **options: Any
 ) -> str:
@@ -533,7 +539,7 @@ def generate(
     output = model.generate(
         input_ids=tokens,
         attention_mask=torch.ones_like(tokens),
-        max_new_tokens=max_tokens,
+        max_new_tokens=min(max_tokens, num_free(model, prompt)),
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         **{**greedy, **options},
     )

@@ -18,6 +18,7 @@ from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.language.base_model import INSTALL
 from paceline.recipes.language.conversations import Message
 from paceline.recipes.language.sft import generate as continue_tokens
+from paceline.recipes.language.sft import num_free
 from paceline.recipes.use import GenerateOptions
 from paceline.recipes.use.evaluate import local_session, module_of
 from paceline.recipes.use.language_models import Generator
@@ -85,11 +86,10 @@ def write(generator: Generator, tokens: Sequence[int], options: GenerateOptions)
     Raises:
         DataError: The model cannot read so many tokens.
     """
-    window = getattr(generator.model.config, "max_position_embeddings", None) or sys.maxsize
-    if len(tokens) >= window:
+    if (num_more := num_free(generator.model, tokens)) < 1:
         raise DataError(
             f"the text has {len(tokens):,} tokens, which leave no room for more",
-            found=f"the model can read {window:,}",
+            found=f"the model can read {num_more + len(tokens):,}",
             remedy="a shorter text",
         )
     transformers = library("transformers", "text is generated", INSTALL)
@@ -102,7 +102,7 @@ def write(generator: Generator, tokens: Sequence[int], options: GenerateOptions)
         generator.model,
         generator.tokenizer,
         tokens,
-        min(options.max_tokens, window - len(tokens)),
+        options.max_tokens,
         streamer=streamer,
         **(choice if options.temperature else {}),
     )

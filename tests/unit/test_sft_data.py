@@ -193,6 +193,16 @@ def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_json_file_has_one_list_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"languages": ["en", "it"], "data": chats(2)}))
+    assert [row for _, row in read_file(path)] == chats(2)
+    path.write_text(json.dumps({"train": chats(3), "test": chats(1)}))
+    with pytest.raises(DataError, match=r"a.json holds several lists") as caught:
+        read_file(path)
+    assert caught.value.found == "train with 3 items, test with 1 items"
+
+
 def test_folders_have_parts_by_name(tmp_path: Path) -> None:
     for name, count in (("train", 3), ("valid", 2), ("test", 1)):
         write_jsonl(tmp_path / f"{name}.jsonl", chats(count))

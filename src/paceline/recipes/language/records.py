@@ -107,20 +107,32 @@ def _parse(line: str, location: str) -> Record:
     return _checked(row, location)
 
 
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
 def _checked(row: Any, location: str) -> Record:
-    if isinstance(row, Mapping):
+    if _is_object(row):
         return location, row
     return location, DataError(f"{location} is not a JSON object", found=repr(row)[:80])
 
 
 def _read_json(path: Path) -> Iterator[Record]:
-    """Yields the rows of a file with one list, which may be in an object under any name."""
+    """Yields the rows of a file with one list of objects, which may be in one under any name."""
     try:
         content = json.loads("\n".join(read_lines(path)))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON", found=str(error)) from None
     if isinstance(content, Mapping):
-        content = next((value for value in content.values() if isinstance(value, list)), None)
+        lists = {key: value for key, value in content.items() if isinstance(value, list)}
+        tables = {key: rows for key, rows in lists.items() if any(map(_is_object, rows))} or lists
+        if len(tables) > 1:
+            raise DataError(
+                f"{path} holds several lists",
+                found=", ".join(f"{key} with {len(rows):,} items" for key, rows in tables.items()),
+                remedy="a file for each list; --test-data FILE names one to hold out",
+            )
+        content = next(iter(tables.values()), None)
     if not isinstance(content, list):
         raise DataError(f"{path} holds no list of examples", remedy="one object a line: .jsonl")
     return (_checked(row, f"{path} item {number}") for number, row in enumerate(content, 1))

@@ -245,6 +245,17 @@ def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_half_a_character_is_named_by_its_row(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    rows = [json.dumps({"prompt": text, "completion": "b"}) for text in ("\U0001f600", "\ud83d")]
+    path.write_text(f"[{','.join(rows)}]" if suffix == "json" else "\n".join(rows))
+    records = [*read_file(path)]
+    with pytest.raises(DataError, match=r"(item|line) 2 has half of a character"):
+        parse_records(records, skip_damaged=False)
+    assert len(parse_records(records, skip_damaged=True)[1]) == 1
+
+
 def test_data_without_a_single_usable_row_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n[]\n")
     with pytest.raises(DataError, match="line 1: the format is not known"):

@@ -14,6 +14,7 @@ from paceline.recipes.data.texts import parse_rows, read_lines
 from paceline.spec.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+_SURROGATE = "\\ud"  # begins the escape of half a character, in lower case
 Record = tuple[str, "Mapping[str, Any] | DataError"]
 """File and line, and the row there, or why it cannot be read."""
 
@@ -100,27 +101,36 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 def _parse(line: str, location: str) -> Record:
     try:
         row = json.loads(line)
-        if "\\ud" in line.lower():  # reject half of a surrogate pair
-            json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         return location, DataError(f"{location} is not valid JSON", found=str(error))
-    return _checked(row, location)
+    return _checked(row, location, has_escapes=_SURROGATE in line.lower())
 
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _checked(row: Any, location: str) -> Record:
+def _checked(row: Any, location: str, *, has_escapes: bool = False) -> Record:
+    """Returns a row, or the error that it is not an object or has half of a surrogate pair."""
     if _is_object(row):
+        try:
+            if has_escapes:
+                json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            return location, DataError(
+                f"{location} has half of a character",
+                found=str(error),
+                remedy="write the character itself in UTF-8, or both of its escapes",
+            )
         return location, row
     return location, DataError(f"{location} is not a JSON object", found=repr(row)[:80])
 
 
 def _read_json(path: Path) -> Iterator[Record]:
     """Yields the rows of a file with one list of objects, which may be in one under any name."""
+    text = "\n".join(read_lines(path))
     try:
-        content = json.loads("\n".join(read_lines(path)))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON", found=str(error)) from None
     if isinstance(content, Mapping):
@@ -135,7 +145,11 @@ def _read_json(path: Path) -> Iterator[Record]:
         content = next(iter(tables.values()), None)
     if not isinstance(content, list):
         raise DataError(f"{path} holds no list of examples", remedy="one object a line: .jsonl")
-    return (_checked(row, f"{path} item {number}") for number, row in enumerate(content, 1))
+    has_escapes = _SURROGATE in text.lower()
+    return (
+        _checked(row, f"{path} item {number}", has_escapes=has_escapes)
+        for number, row in enumerate(content, 1)
+    )
 
 
 def _read_table(path: Path) -> Iterator[Record]:

@@ -203,6 +203,22 @@ def test_a_json_file_has_one_list_of_rows(tmp_path: Path) -> None:
     assert caught.value.found == "train with 3 items, test with 1 items"
 
 
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ('prompt,completion\na,b\n"c,d\ne,f\n', "line 3 cannot be read as a table"),
+        ('prompt,completion\na,"b\n"c",d\n', "line 2 cannot be read as a table"),
+        ("prompt,completion,Prompt,,\na,b,c,,\n", "line 1 names two columns prompt"),
+    ],
+)
+def test_tables_that_would_lose_something_are_refused(
+    table: str, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(table)
+    with pytest.raises(DataError, match=rf"a\.csv {problem}"):
+        [*read_file(tmp_path / "a.csv")]
+
+
 def test_folders_have_parts_by_name(tmp_path: Path) -> None:
     for name, count in (("train", 3), ("valid", 2), ("test", 1)):
         write_jsonl(tmp_path / f"{name}.jsonl", chats(count))

@@ -236,6 +236,7 @@ def _read_table(path: Path, options: TextOptions) -> list[Any]:
     lower = {cell.lower() for cell in header}
     are_named = options.label_column or options.text_column
     if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*TEXT_COLUMNS}):
+        check_header(path, header)
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
 
@@ -247,16 +248,37 @@ def cell_delimiter(path: Path, given: str) -> str:
 
 
 def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
-    """Returns the non-empty rows of a table; DataError if it is malformed."""
-    table = csv.reader(lines, delimiter=delimiter)
+    """Returns the non-empty rows of a table.
+
+    Raises:
+        DataError: It is malformed; a quotation mark that is not closed would swallow later rows.
+    """
+    table, rows, first = csv.reader(lines, delimiter=delimiter, strict=True), [], 1
     try:
-        return [row for row in table if any(row)]
+        for row in table:
+            first = table.line_num + 1
+            if any(row):
+                rows.append(row)
     except csv.Error as error:
         raise DataError(
-            f"{path} line {table.line_num} cannot be read as a table",
-            found=f"{error}",
-            remedy="look for a quotation mark that is not closed; longer texts: a .jsonl file",
+            f"{path} line {first} cannot be read as a table",
+            found=f"{error}, at line {table.line_num}",
+            remedy="look for a quotation mark that is not closed; one inside of a cell is written"
+            " twice; longer texts: a .jsonl file",
         ) from None
+    return rows
+
+
+def check_header(path: Path, header: Sequence[str]) -> None:
+    """Raises DataError if two columns have the same name, of which one would be ignored."""
+    names = [name for name in header if name]
+    if len({*names}) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise DataError(
+            f"{path} line 1 names two columns {repeated}",
+            found=", ".join(header)[:80],
+            remedy="rename or remove one of them",
+        )
 
 
 def _select_columns(

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.program import library
 from paceline.recipes.data import find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import parse_rows, read_lines
+from paceline.recipes.data.texts import check_header, parse_rows, read_lines
 from paceline.spec.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -158,6 +158,7 @@ def _read_table(path: Path) -> Iterator[Record]:
     if not rows:
         return
     header = [cell.strip().lower() for cell in rows[0]]
+    check_header(path, header)
     for number, row in enumerate(rows[1:], 2):
         location = f"{path} row {number}"
         if len(row) == len(header):

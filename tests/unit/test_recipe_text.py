@@ -104,6 +104,7 @@ def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> No
     [
         ([], {}, "is empty"),
         ([("label", "text", "text"), (1, "a", "b")], {}, "line 1 names two columns text"),
+        ([("label", "text"), (1, "a", "b")], {}, "row 2 has more columns than the header"),
         ([("one column",)], {}, "row 1 has one column only"),
         ([("a", "x"), ("a", "y")], {}, "has 1 classes"),
         (ROWS, {"label_column": "label"}, "no column label"),

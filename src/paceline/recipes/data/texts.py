@@ -237,6 +237,13 @@ def _read_table(path: Path, options: TextOptions) -> list[Any]:
     are_named = options.label_column or options.text_column
     if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*TEXT_COLUMNS}):
         check_header(path, header)
+        for number, row in enumerate(rows[1:], 2):
+            if len(header) > 1 and any(row[len(header) :]):
+                raise DataError(
+                    f"{path} row {number} has more columns than the header",
+                    found=f"{len(row)} columns, {len(header)} in the header",
+                    remedy="a cell with a delimiter in it needs quotes",
+                )
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
 

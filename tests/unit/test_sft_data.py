@@ -296,6 +296,12 @@ def test_answers_have_the_context_of_their_use_if_later_ones_change_it() -> None
     assert trained_texts(THINKING, *turns[:2]) == [[last.format("b")]]
 
 
+def test_templates_may_leave_out_thoughts_and_white_space() -> None:
+    trims = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+    turns = [("user", " a  b\n"), ("assistant", "<think>\nSo\n</think>\n\nc")]
+    assert trained_texts(trims, *turns, *turns) == [["c<|end|>\n"] * 2]
+
+
 def test_what_a_request_for_an_answer_adds_may_be_removed_from_answers() -> None:
     turns = [("user", "a"), ("assistant", "b")]
     assert trained_texts(ENDS_PROMPT_WITH_THOUGHT, *turns) == [["b<|end|>\n"]]
@@ -305,6 +311,16 @@ def test_templates_that_lose_something_are_refused() -> None:
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b")]
     with pytest.raises(DataError, match="f line 1: the chat template drops the system message"):
         trained_texts(NO_SYSTEM, *turns)
+    for condition, number in (
+        ("m.role != 'user'", 2),
+        ("m.role != 'assistant'", 3),
+        ("m.role != 'user' or loop.revindex < 3", 2),
+    ):
+        loses = CHATML.replace("{{ m.content }}", f"{{{{ m.content if {condition} }}}}")
+        longer = [("user", "A longer question"), ("assistant", "Yes, so"), *turns[1:]]
+        problem = f"f line 1, message {number}: the chat template drops or changes the message"
+        with pytest.raises(DataError, match=problem):
+            trained_texts(loses, turns[0], *longer)
     with pytest.raises(DataError, match="f line 1: the chat template refuses") as caught:
         trained_texts(REFUSES_SYSTEM, *turns)
     assert caught.value.found == "No system"

@@ -66,8 +66,8 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
     those do that leave out earlier thoughts: each answer then has the context that it has in use.
 
     Raises:
-        DataError: The template refuses the messages, drops the system message, or has no beginning
-            of the conversation as the beginning of its text.
+        DataError: The template refuses the messages, drops one of them, or has no beginning of the
+            conversation as the beginning of its text.
     """
     location, messages = conversation.location, conversation.messages
     if not messages:
@@ -85,14 +85,42 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
         spans = [_answer_span(messages, number, whole, render) for number in answers]
         found = [span for span in spans if span is not None]
         if len(found) == len(answers):
+            check_complete(messages, whole, location)
             return [Rendered(whole, tuple(found))]
-        return [_render_answer(messages[: number + 1], location, render) for number in answers]
+        rendered = []
+        for number in answers:
+            rendered.append(_render_answer(messages[: number + 1], location, render))
+            check_complete(messages[: number + 1], rendered[-1].text, location)
+        return rendered
     except ValueError as error:
         raise DataError(
             f"{location}: the chat template refuses the conversation",
             found=" ".join(str(error).split())[:200],
             remedy="--system merge if it knows no system message, or --chat-template FILE",
         ) from None
+
+
+def check_complete(messages: Sequence[Message], text: str, location: str) -> None:
+    """Raises DataError if the text lacks a message of the user or the assistant.
+
+    White space may differ, and templates may leave out an answer's thoughts (``<think>``).
+    """
+    compact, position = "".join(text.split()), 0
+    for number, message in enumerate(messages, 1):
+        if message.role == "system":
+            continue
+        content = message.content
+        if message.role == "assistant":
+            content = content.rpartition("</think>")[2]
+        content = "".join(content.split())
+        start = compact.find(content, position)
+        if start < 0:
+            raise DataError(
+                f"{location}, message {number}: the chat template drops or changes the message",
+                found=f"{message.role}: {message.content[:60]!r}",
+                remedy="--chat-template FILE with another template",
+            )
+        position = start + len(content)
 
 
 def _render_answer(messages: Sequence[Message], location: str, render: Render) -> Rendered:

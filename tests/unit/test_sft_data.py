@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from paceline.recipes.language.conversations import (
     place_system,
 )
 from paceline.recipes.language.examples import Encoder, parse_records, show_example
+from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.records import read_file, read_splits
 from paceline.recipes.language.rows import IGNORED, make_rows, pack
+from paceline.recipes.language.sft import encode_parts, load_conversations
 from paceline.spec.errors import DataError
 
 AS = resource.RLIMIT_AS
@@ -279,6 +282,23 @@ def test_data_without_a_single_usable_row_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(DataError, match="no examples"):
         parse_records([*read_file(tmp_path / "b.jsonl")], skip_damaged=True)
+
+
+def test_too_few_rows_are_refused_by_part(tmp_path: Path) -> None:
+    one = write_jsonl(tmp_path / "one.jsonl", chats(1))
+    none = write_jsonl(tmp_path / "none.jsonl", [])
+    options = SftOptions(model="m", data=str(one))
+    with pytest.raises(DataError, match=r"one.jsonl has a single example") as caught:
+        encode_parts(encoder(200), load_conversations(options), options)
+    assert "--test-data" in caught.value.remedy
+    with pytest.raises(DataError, match=r"none.jsonl has no rows for test"):
+        load_conversations(replace(options, test_data=str(none)))
+    with pytest.raises(DataError, match=r"none.jsonl has no rows for train"):
+        load_conversations(replace(options, data=str(none)))
+    alone = encode_parts(
+        encoder(200), load_conversations(replace(options, test_data=str(one))), options
+    )
+    assert [len(part) for part in alone] == [1, 1]
 
 
 # -- templates and masks -------------------------------------------------------------------

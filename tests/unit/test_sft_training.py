@@ -204,6 +204,11 @@ def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
     assert (figures["split"], figures["samples"]) == ("val", 2)
     # nearly every token is a byte; the ends of turns, which are none, add to the loss
     assert 1 < figures["bits_per_byte"] / (figures["loss"] / math.log(2)) < 1.5
+    one = tiny_language_model.write_jsonl(tmp_path / "one.jsonl", tiny_language_model.chats(1))
+    other = [f"--run={tmp_path}", f"--data={one}", "--device=cpu"]
+    assert evaluate.main(other) == 1
+    assert "--split train" in capsys.readouterr().err
+    assert evaluate.main([*other, "--split=train"]) == 0
     assert predict.main(["text", f"--run={tmp_path}"]) == 2
     assert "paceline generate" in capsys.readouterr().err
 

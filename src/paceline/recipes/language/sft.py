@@ -215,6 +215,10 @@ def load_conversations(options: SftOptions) -> ChatData:
     parts = read_splits(name, options.data_dir, options.data_config, options.offline)
     if options.test_data:
         parts["test"] = [*read_file(find_data(options.test_data, options.data_dir))]
+    for part, records in parts.items():
+        if not records:
+            source = options.test_data if part == "test" else ""
+            raise DataError(f"{source or name} has no rows for {part}", remedy="add at least one")
     parse: Any = parse_preferences if options.objective == "dpo" else parse_records
     parsed = {
         part: parse(records, skip_damaged=options.skip_damaged) for part, records in parts.items()
@@ -226,12 +230,6 @@ def load_conversations(options: SftOptions) -> ChatData:
         fraction, seed = options.val_fraction, options.seed
         splits = split_seeded(splits["train"], fraction, seed)
         split_info = {"method": "seeded", "seed": seed, "val_fraction": fraction}
-        if not splits["train"]:
-            raise DataError(
-                f"--data {name} has a single example",
-                found="one is needed to train on, and one to hold out",
-                remedy="--test-data FILE",
-            )
     return ChatData(name, parsed["train"][0], splits, errors, split_info)
 
 
@@ -271,8 +269,15 @@ def encode_parts(
     """Returns the examples for training, and those for evaluation.
 
     Raises:
-        DataError: The model has no chat template, or an example cannot be trained on.
+        DataError: No example is held out, the model has no chat template, or an example cannot be
+            trained on.
     """
+    if not data.splits[data.held_out]:
+        raise DataError(
+            f"--data {data.source} has a single example",
+            found="it is trained on, and none is left to hold out",
+            remedy="add a second one, or --test-data FILE names examples to hold out",
+        )
     row = data.splits["train"][0]
     first = row.chosen if isinstance(row, Preference) else row
     if first.messages and encoder.has_template and not encoder.tokenizer.chat_template:

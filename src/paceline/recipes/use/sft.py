@@ -144,6 +144,12 @@ def evaluate_run(options: EvaluateOptions) -> None:
     encoder = make_encoder(tokenizer, settings)
 
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
+        if not data.splits[split]:
+            raise DataError(
+                f"{data.source} has no example for {split}",
+                found="a single one, which is in the train part",
+                remedy="--split train",
+            )
         examples = encode_conversations(encoder, data, split, settings)
         assert isinstance(network, TrainedPart)
         reference = model.reference(session, network)

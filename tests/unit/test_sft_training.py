@@ -255,6 +255,17 @@ def test_a_conversation_goes_on_with_all_earlier_messages(
     assert answers[-1] == answers[0]
     assert generate.main([*flags, "--no-chat", "One?"]) == 0
     assert prompts[-1] == "One?"
+    for prompt, problem in (("", "the prompt is empty"), ("a\udcff", "a prompt is not in UTF-8")):
+        assert generate.main([*flags, "--no-chat", prompt]) == 1
+        assert problem in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    assert generate.main(flags) == 1
+    assert "a prompt is not in UTF-8" in capsys.readouterr().err
+    described = json.loads((tmp_path / "model/config.json").read_text())
+    described["system"] = "drop"
+    monkeypatch.setattr("paceline.train.load_config", lambda folder: described)
+    assert generate.main([*flags, "--system=Be brief.", "One?"]) == 1
+    assert "it leaves out the message of --system" in capsys.readouterr().err
 
 
 def test_whole_models_are_saved_for_transformers(place: Path, tmp_path: Path) -> None:

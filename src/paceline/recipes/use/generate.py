@@ -6,7 +6,7 @@ Standard output gets the new text as it is written, and nothing else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def generate(options: GenerateOptions) -> None:
             return
         if options.system:
             raise SettingError("--system has no effect without --chat", remedy="leave it out")
-        for text in options.prompts or [sys.stdin.read()]:
+        for text in valid_texts(options.prompts or (read() for read in [sys.stdin.read])):
             write(generator, generator.encode(text), options)
 
 
@@ -59,14 +59,28 @@ def converse(generator: Generator, options: GenerateOptions) -> None:
             found="it was trained on texts",
             remedy="--no-chat continues a text",
         )
-    messages = [Message("system", options.system)] if options.system else []
-    for text in options.prompts or lines():
+    messages = [Message("system", text) for text in valid_texts([options.system]) if text]
+    for text in valid_texts(options.prompts or lines()):
         messages.append(Message("user", text))
         try:
             tokens = generator.encode_chat(messages)
         except ValueError as error:
             raise DataError("the chat template refuses a message", found=str(error)) from None
         messages.append(Message("assistant", write(generator, tokens, options)))
+
+
+def valid_texts(texts: Iterable[str]) -> Iterator[str]:
+    """Yields texts as they are read; DataError for one that is not in UTF-8."""
+    try:
+        for text in texts:
+            text.encode()
+            yield text
+    except UnicodeError as error:
+        raise DataError(
+            "a prompt is not in UTF-8",
+            found=str(error),
+            remedy="convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW",
+        ) from None
 
 
 def lines() -> Iterator[str]:
@@ -84,8 +98,10 @@ def write(generator: Generator, tokens: Sequence[int], options: GenerateOptions)
     """Continues tokens, prints the new text as it comes, and returns it.
 
     Raises:
-        DataError: The model cannot read so many tokens.
+        DataError: There are no tokens, or more than the model can read.
     """
+    if not tokens:
+        raise DataError("the prompt is empty", remedy="type how the text begins")
     if (num_more := num_free(generator.model, tokens)) < 1:
         raise DataError(
             f"the text has {len(tokens):,} tokens, which leave no room for more",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from paceline import train
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, place
 from paceline.recipes.language.base_model import BaseModel, content_hash
 from paceline.recipes.language.base_quantization import quantize_base
-from paceline.recipes.language.conversations import TEXT_FORMATS
+from paceline.recipes.language.conversations import TEXT_FORMATS, Message
 from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.sft import (
@@ -125,11 +126,18 @@ def load_generator(run: str, session: train.Session) -> Generator:
     tokenizer = BaseModel(str(trained.folder / rundir.MODEL)).load_tokenizer()
     encoder = make_encoder(tokenizer, settings)
     has_template = encoder.has_template and bool(tokenizer.chat_template)
+
+    def encode_chat(messages: Sequence[Message]) -> list[int]:
+        prompt, tokens = encoder.encode_prompt(messages)
+        if messages[0].role == "system" and messages[0].content.strip() not in prompt:
+            raise ValueError("it leaves out the message of --system")
+        return tokens
+
     return Generator(
         model,
         tokenizer,
         encode=lambda text: list(tokenizer(text)["input_ids"]),
-        encode_chat=(lambda messages: encoder.encode_prompt(messages)[1]) if has_template else None,
+        encode_chat=encode_chat if has_template else None,
         is_chat=is_chat and has_template,
     )
 

@@ -381,6 +381,21 @@ def test_the_end_is_learnt_even_if_the_template_has_none() -> None:
     assert decoded(encode(plain, "f", tokenizer, is_plain=True)) == "nce<|end|>"  # nothing before O
 
 
+def test_the_ends_of_answers_are_those_of_the_template() -> None:
+    cases = {
+        CHATML: [1],
+        CHATML.replace("{{ m.content }}<|end|>", "{{ m.content }}<|start|>"): [0, 1],
+        CHATML + "{% if not add_generation_prompt %}<|start|>{% endif %}": [0, 1],
+        REFUSES_SYSTEM.replace("'system'", "'user'"): [1],
+        ENDS_PROMPT_WITH_THOUGHT: [1],
+    }
+    for template, ends in cases.items():
+        tokenizer = make_tokenizer(template)
+        made = Encoder(tokenizer, template_render(tokenizer), True, "keep", 99, "refuse")
+        assert made.end_tokens() == ends
+    assert replace(made, has_template=False).end_tokens() == [1]
+
+
 def test_prompt_and_completion_can_be_joined_as_they_are() -> None:
     pair = conversation(("user", "1, 2, "), ("assistant", "3"))
     (rendered,) = render_conversation(pair, plain_render)

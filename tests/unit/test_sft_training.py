@@ -25,8 +25,8 @@ from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
 from paceline.recipes.language.losses import example_losses
 from paceline.recipes.language.rows import make_rows, pack
+from paceline.recipes.language.sft import add_end_tokens, keeps_apart, main
 from paceline.recipes.language.sft import generate as continue_tokens
-from paceline.recipes.language.sft import keeps_apart, main
 from paceline.recipes.use import evaluate, export, generate, predict
 from paceline.spec.terminal import clean
 
@@ -403,6 +403,23 @@ def test_no_more_tokens_are_generated_than_the_model_can_read() -> None:
     model = tiny_language_model.make_model(kind="GPT2").eval()
     tokenizer = tiny_language_model.make_tokenizer()
     assert len(tokenizer(continue_tokens(model, tokenizer, [5] * 250, 64))["input_ids"]) <= 6
+
+
+def test_of_the_settings_for_generation_only_ends_are_used() -> None:
+    model, tokenizer = tiny_language_model.make_model().eval(), tiny_language_model.make_tokenizer()
+    prompt = tokenizer("Sure? ")["input_ids"]
+    plain = continue_tokens(model, tokenizer, prompt, 5)
+    first = tokenizer(plain)["input_ids"][0]
+    own = model.generation_config
+    own.repetition_penalty, own.suppress_tokens, own.max_length = 5.0, [first], 7
+    for choice in ({}, {"do_sample": True, "top_k": 1}):
+        assert continue_tokens(model, tokenizer, prompt, 5, **choice) == plain
+    add_end_tokens(model, [first])
+    assert own.eos_token_id == sorted([first, 1])
+    assert continue_tokens(model, tokenizer, prompt, 5) == tokenizer.decode([first])
+    adapted = add_adapters(model, "lora", 2, 4.0)
+    assert continue_tokens(adapted, tokenizer, prompt, 5) == tokenizer.decode([first])
+    assert model.generation_config is own
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")

@@ -244,7 +244,11 @@ def _ends_turn(
         return True
     end = len(text.rstrip())
     visible = tokens[offsets[:, 0] < end] if end else tokens
-    special = {*tokenizer.all_special_ids}
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special |= {number for number, token in added.items() if token.special}
+    special = special_tokens(tokenizer)
     return any(len(ids) and int(ids[-1]) in special for ids in (tokens, visible))
+
+
+def special_tokens(tokenizer: Any) -> set[int]:
+    """Returns the tokens that stand for no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(n for n, token in added.items() if token.special)}

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.language.chat_templates import Example, Render, encode, render_conversation
+from paceline.recipes.language.chat_templates import (
+    Example,
+    Render,
+    encode,
+    render_conversation,
+    special_tokens,
+)
 from paceline.recipes.language.conversations import (
     Conversation,
     Format,
@@ -236,6 +243,21 @@ class Encoder:
         prompt = self.render(place_system(messages, self.system), True)
         tokens = self.tokenizer(prompt, add_special_tokens=not self.has_template)["input_ids"]
         return prompt, list(tokens)
+
+    def end_tokens(self) -> list[int]:
+        """Returns the tokens that end an answer in this chat template, and a text."""
+        ends, eos = set[int](), self.tokenizer.eos_token_id
+        messages = Message("user", "Hi"), Message("assistant", "Hello", is_target=True)
+        if self.has_template and self.tokenizer.chat_template:
+            with suppress(DataError):  # the template may refuse such a conversation
+                (example,) = self.encode_one(Conversation("the chat template", messages))
+                special = special_tokens(self.tokenizer)
+                for token in reversed(example.tokens[example.targets].tolist()):
+                    if token in special:
+                        ends.add(token)
+                    elif self.tokenizer.decode([token]).strip():
+                        break
+        return sorted(ends if eos is None else {*ends, eos})
 
     def _fit(self, example: Example) -> Example | None:
         """Returns the example within the limit; ``None`` if it is dropped."""

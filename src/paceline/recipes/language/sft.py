@@ -103,6 +103,7 @@ def train_sft(options: SftOptions) -> None:
         check_memory(session, needs, memory_changes(session, options, needs, model))
         if model.device.type == "meta":
             model = session.together(base.load)
+        add_end_tokens(model, encoder.end_tokens())
         base_hash, base_settings = content_hash(model), settings_hash(model)
         session.agree("the content of the base model", base_hash)
         session.agree("the settings of the base model", base_settings)
@@ -531,23 +532,45 @@ def num_free(model: Any, prompt: Sequence[int]) -> int:
     return window - len(prompt)
 
 
+def add_end_tokens(model: Any, ends: Sequence[int]) -> None:
+    """Lets a model also stop at these tokens, here and in what is saved of it."""
+    config = model.generation_config
+    known = config.eos_token_id
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    config.eos_token_id = sorted({*known, *ends}) or None
+
+
 def generate(
-    model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, **options: Any
-) -> str:
+    model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, streamer: Any = None,
+    **choice: Any,
+) -> str:  # fmt: skip
     """Returns a continuation of a prompt: the most probable token at each place.
 
+    Of the model's own settings for it, only the tokens at which it stops are used.
+
     Args:
-        options: Other ways to choose, and a streamer, as ``generate`` of transformers takes them.
+        streamer: Gets the tokens as they are written, as ``generate`` of transformers takes it.
+        choice: Other ways to choose, as ``GenerationConfig`` of transformers takes them.
     """
     tokens = torch.tensor([[*prompt]], device=model.device)
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    output = model.generate(
-        input_ids=tokens,
-        attention_mask=torch.ones_like(tokens),
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    own = base.generation_config
+    # What a given configuration leaves open, transformers takes from the model's.
+    base.generation_config = type(own)(
         max_new_tokens=min(max_tokens, num_free(model, prompt)),
+        eos_token_id=own.eos_token_id,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        **{**greedy, **options},
+        **choice,
     )
+    try:
+        output = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=base.generation_config,
+            streamer=streamer,
+        )
+    finally:
+        base.generation_config = own
     generated: str = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
     return generated
 

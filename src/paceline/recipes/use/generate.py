@@ -113,14 +113,14 @@ def write(generator: Generator, tokens: Sequence[int], options: GenerateOptions)
         generator.tokenizer, skip_prompt=True, skip_special_tokens=True
     )
     streamer.on_finalized_text = show
-    choice = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    choice = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     return continue_tokens(
         generator.model,
         generator.tokenizer,
         tokens,
         options.max_tokens,
         streamer=streamer,
-        **(choice if options.temperature else {}),
+        **({"do_sample": True, **choice} if options.temperature else {}),
     )
 
 

@@ -22,6 +22,7 @@ from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.sft import (
     EVALUATION_BATCH,
     ChatData,
+    add_end_tokens,
     encode_conversations,
     evaluate,
     load_conversations,
@@ -125,6 +126,7 @@ def load_generator(run: str, session: train.Session) -> Generator:
         settings = trained.options(EvaluateOptions())
     tokenizer = BaseModel(str(trained.folder / rundir.MODEL)).load_tokenizer()
     encoder = make_encoder(tokenizer, settings)
+    add_end_tokens(model, encoder.end_tokens())
     has_template = encoder.has_template and bool(tokenizer.chat_template)
 
     def encode_chat(messages: Sequence[Message]) -> list[int]:

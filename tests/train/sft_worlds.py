@@ -42,7 +42,7 @@ def run(name: str, *flags: str) -> None:
 
 if __name__ == "__main__":
     forking.run_ok(1, make_files)
-    for size in (1, 2, 3):
+    for size in (1, 2, 3, 4):
         forking.run_ok(size, partial(run, f"world{size}"))
     forking.run_ok(1, partial(run, "single_rows", "--no-pack", "--micro-batch=0"))
     forking.run_ok(2, partial(run, "recomputed", "--gradient-checkpointing"))
@@ -50,5 +50,5 @@ if __name__ == "__main__":
     statuses = forking.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
     assert statuses[0] == -signal.SIGKILL, statuses
     forking.run_ok(2, partial(run, "killed", *every))
-    names = ("world1", "world2", "world3", "single_rows", "recomputed", "killed")
+    names = ("world1", "world2", "world3", "world4", "single_rows", "recomputed", "killed")
     print(json.dumps({name: result(FOLDER / name) for name in names}))

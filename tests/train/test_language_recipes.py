@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 needs_peft = pytest.mark.skipif(lacks_peft, reason="peft is not installed")
 SFT, DPO = (pytest.param(name, marks=needs_peft) for name in ("sft", "dpo"))
 WORLDS = {
-    "sft": ("world2", "world3", "single_rows", "recomputed", "killed"),
-    "dpo": ("world2", "world3", "whole_batches", "killed"),
-    "language": ("world2", "world3", "killed"),
+    "sft": ("world2", "world3", "world4", "single_rows", "recomputed", "killed"),
+    "dpo": ("world2", "world3", "world4", "whole_batches", "killed"),
+    "language": ("world2", "world3", "world4", "killed"),
 }
 
 

@@ -206,6 +206,16 @@ def test_a_json_file_has_one_list_of_rows(tmp_path: Path) -> None:
     assert caught.value.found == "train with 3 items, test with 1 items"
 
 
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    row = '{"prompt": "a", "completion": "b", "prompt": "c"}'
+    (tmp_path / "a.jsonl").write_text(row)
+    (tmp_path / "a.json").write_text(f"[{row}]")
+    for name in ("a.jsonl line 1", "a.json"):
+        with pytest.raises(DataError, match=rf"{name} is not valid JSON") as caught:
+            parse_records([*read_file(tmp_path / name.split()[0])], skip_damaged=False)
+        assert "the key 'prompt' is there twice" in caught.value.found
+
+
 @pytest.mark.parametrize(
     ("table", "problem"),
     [

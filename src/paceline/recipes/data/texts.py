@@ -210,12 +210,26 @@ def _refuse_header(path: Path, first: Sequence[str], labels: Sequence[str]) -> N
     )
 
 
+def parse_json(text: str) -> Any:
+    """Parses JSON; ValueError also for an object with the same key twice: one would be lost."""
+    return json.loads(text, object_pairs_hook=_unique_keys)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} is there twice: {[*pairs]}"[:200])
+    return values
+
+
 def read_jsonl(path: Path) -> list[Any]:
     """Reads one JSON object a line; DataError names the line that is none."""
     rows = []
     for number, line in enumerate(read_lines(path), 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if "\\ud" in line.lower():  # reject half of a surrogate pair
                 json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:

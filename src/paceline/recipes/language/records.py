@@ -10,7 +10,7 @@ from typing import Any
 from paceline.program import library
 from paceline.recipes.data import find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import check_header, parse_rows, read_lines
+from paceline.recipes.data.texts import check_header, parse_json, parse_rows, read_lines
 from paceline.spec.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -100,7 +100,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 def _parse(line: str, location: str) -> Record:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except (ValueError, RecursionError) as error:
         return location, DataError(f"{location} is not valid JSON", found=str(error))
     return _checked(row, location, has_escapes=_SURROGATE in line.lower())
@@ -130,7 +130,7 @@ def _read_json(path: Path) -> Iterator[Record]:
     """Yields the rows of a file with one list of objects, which may be in one under any name."""
     text = "\n".join(read_lines(path))
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON", found=str(error)) from None
     if isinstance(content, Mapping):

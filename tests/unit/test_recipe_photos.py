@@ -161,7 +161,7 @@ def test_photos_in_shards(tmp_path: Path) -> None:
 def test_parts_of_shards_by_their_names(tmp_path: Path) -> None:
     write_shards(tmp_path / "a/train", samples(8))
     write_shards(tmp_path / "a/val", samples(4))
-    for number, name in enumerate(("train-0", "test_0")):
+    for number, name in enumerate(("train-0", "test_0", "eval-0")):
         write_shards(tmp_path / f"b{number}", samples(4 + number))
         (tmp_path / "b").mkdir(exist_ok=True)
         (tmp_path / f"b{number}/00000.tar").rename(tmp_path / f"b/{name}.tar")

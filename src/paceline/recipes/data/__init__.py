@@ -205,7 +205,7 @@ SPLIT_NAMES = {
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Names of the parts in files, in folders and on the hub."""
+"""Names of the parts in files, in folders and on the hub; the first that is there counts."""
 
 
 def splits_in_name(name: str) -> list[str]:

@@ -56,7 +56,7 @@ def load_rows(name: str, config: str = "", offline: bool = False) -> dict[str, A
     splits = {
         split: parts[spelling]
         for split, spellings in SPLIT_NAMES.items()
-        for spelling in spellings
+        for spelling in reversed(spellings)
         if spelling in parts
     }
     if "train" not in splits:

@@ -110,7 +110,7 @@ def _read_folder(folder: Path, options: TranslationOptions) -> dict[str, list[Pa
     """Reads ``train.tsv``, or ``train.en`` and ``train.it``; the same for val and test."""
     splits = {}
     for split, names in SPLIT_NAMES.items():
-        for name in names:
+        for name in reversed(names):
             file = next((p for s in _READERS if (p := folder / f"{name}{s}").is_file()), None)
             if file is not None:
                 splits[split] = _read_file(file, options)

@@ -44,7 +44,7 @@ def find_shards(folder: Path) -> dict[str, tuple[Path, str]]:
         return {}
     parts: dict[str, tuple[Path, str]] = {}
     for split, names in SPLIT_NAMES.items():
-        for name in names:
+        for name in reversed(names):
             if any((folder / name).glob("[!.]*.tar")):
                 parts[split] = folder / name, "*.tar"
             elif any(folder.glob(f"{name}[-_.]*.tar")):

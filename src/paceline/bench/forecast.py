@@ -243,8 +243,8 @@ def conclusion(results: Sequence[Forecast]) -> str:
     text = f"fastest: {pluralize(best.hosts, 'host')}, {format_duration(best.total)} of training"
     if largest.hosts != best.hosts:
         text += (
-            f"; most hosts that are at least {MIN_EFFICIENCY:.0%} efficient: {largest.hosts}"
-            f" ({format_duration(largest.total)})"
+            f"; largest number of hosts with an efficiency of at least {MIN_EFFICIENCY:.0%}:"
+            f" {largest.hosts} ({format_duration(largest.total)})"
         )
     faster = [(r.with_it * r.steps, r) for r in usable if r.with_it is not None]
     if faster:

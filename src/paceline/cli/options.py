@@ -309,8 +309,9 @@ RUN = [
     click.option("--verify/--no-verify", default=True,
                  help="Warn if the ranks' parameters in SCRIPT's DistributedDataParallel differ."),
     click.option("--pass-local-rank", is_flag=True,
-                 help="Pass SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it"
-                      " spells it), as DeepSpeed and torch.distributed.launch do."),
+                 help="Pass SCRIPT its local rank as --local_rank=N, or as --local-rank=N if SCRIPT"
+                      " uses only that spelling. DeepSpeed and torch.distributed.launch do the"
+                      " same."),
     click.option("--any-world", is_flag=True,
                  help="Accept a world size other than the planned one."),
     click.option("--rejoin", type=click.Choice(["after-save", "now", "never"]),

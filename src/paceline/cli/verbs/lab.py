@@ -138,7 +138,7 @@ def down(name: str, everything: bool) -> None:
 
 @command.command("status", cls=Verb)
 @click.option("--name", envvar="PACELINE_LAB", help="Show only this lab.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, by lab.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with a key per lab.")
 def status(name: str | None, as_json: bool) -> None:
     """Show hosts, processes and faults of the labs that are up."""
     statuses = {name: _read_status(name)} if name else _read_statuses()

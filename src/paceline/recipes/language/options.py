@@ -49,7 +49,7 @@ class LanguageOptions(Options):
     micro_batch: str = "0"
     """Largest number of rows that a process computes at once. If it has more, gradients are
     accumulated. A number, a number for some hosts, such as n2=8, or auto (each process tries what
-    fits into its memory). 0: as many rows as have 8192 tokens together."""
+    fits into its memory). 0: as many rows as fit into 8192 tokens."""
     lr: float = 0.0
     """Highest learning rate of the schedule. 0: chosen by the size of the model and the length of
     the training."""

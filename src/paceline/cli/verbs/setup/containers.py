@@ -43,7 +43,7 @@ from paceline.spec.errors import SettingError
               help="Port of the rendezvous store on the machine of rank 0.")  # fmt: skip
 @click.option("--tag", default="paceline-mpi:1", help="Name of the image to build.")
 @click.option("--port", type=click.IntRange(1024, 65000), default=FIRST_PORT,
-              help="Port of the first worker's sshd; the others follow.")  # fmt: skip
+              help="Port of the first worker's sshd; the others get the next ports.")  # fmt: skip
 @click.option("--shm-size", default="8g", help="Size of /dev/shm.")
 @click.option("--iface", default="", help="Network interface for MPI's and torch's traffic.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),

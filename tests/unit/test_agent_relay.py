@@ -45,6 +45,7 @@ class Hosts:
         self.gateway_listener = self.listen()
         self.gateway = self.relay(self.gateway_listener, self.store, KEY, is_gateway=True)
         self.num_served = 0
+        self.store_callers: list[tuple[str, int]] = []
         self.spawn(self._serve)
         self.closing.callback(self.store.shutdown, socket.SHUT_RDWR)  # wakes it
 
@@ -550,8 +551,10 @@ import encodings.idna, os, socket, sys
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
+address, port, *source = sys.argv[1:]
 try:
-    with socket.create_connection((sys.argv[1], int(sys.argv[2])), 1) as calling:
+    source = (source[0], int(source[1])) if source else None
+    with socket.create_connection((address, int(port)), 1, source) as calling:
         calling.sendall(b"hello")
         print(len(calling.recv(5)))
 except OSError as error:
@@ -572,7 +575,9 @@ def guarded(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
     def serve() -> None:
         with contextlib.suppress(OSError):
             while True:
-                hosts.spawn(hosts._echo, inner.accept()[0])
+                served, caller = inner.accept()
+                hosts.store_callers.append(caller)
+                hosts.spawn(hosts._echo, served)
 
     hosts.spawn(serve)
     return local, inner
@@ -604,14 +609,22 @@ def test_a_local_gateway_is_closed_to_other_users(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_gets_nothing_from_the_store(
-    guarded: tuple[socket.socket, socket.socket],
+    hosts: Hosts, guarded: tuple[socket.socket, socket.socket]
 ) -> None:
-    found = [
-        subprocess.run(
-            [sys.executable, "-I", "-c", _TRY, *map(str, sock.getsockname())],
-            capture_output=True, text=True, check=True,
-        ).stdout.strip()
-        for sock in guarded
-    ]  # fmt: skip
-    assert found[0] in ("0", "ConnectionResetError", "BrokenPipeError")
-    assert found[1] == "TimeoutError"
+    """Nor from the number of a gateway's port, at another address or after its end."""
+    local, inner = guarded
+
+    def is_closed_to_others(target: socket.socket, *source: object) -> bool:
+        argv = [sys.executable, "-I", "-c", _TRY, *map(str, (*target.getsockname(), *source))]
+        result = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+        return result in ("0", "ConnectionResetError", "BrokenPipeError", "TimeoutError")
+
+    calling = hosts.dial(local)
+    assert answered(calling, b"one")
+    ((address, port),) = hosts.store_callers
+    for source in (), (LOCAL, port):
+        assert is_closed_to_others(local, *source)
+        assert is_closed_to_others(inner, *source)
+    assert answered(calling, b"end")
+    assert is_closed(calling)
+    assert is_closed_to_others(inner, address, port)

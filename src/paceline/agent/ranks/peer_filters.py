@@ -258,20 +258,37 @@ class PeerFilter:
 
 
 class PortFilter:
-    """Restricts a listening socket to callers that this process has bound to a port.
+    """Restricts a listening socket to callers that this process has bound to its address.
 
-    No other user of the host can send from such a port.
+    No other user of the host can send from such a caller's port.
+
+    Args:
+        listener: Of IPv4.
     """
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener.dup()
+        self._address = int(ipaddress.ip_address(listener.getsockname()[0]))
         self._ports: Deque[int] = deque(maxlen=MAX_PORTS)  # newest first
         self.is_attached = attach_filter(listener, NO_HOSTS)
 
     def admit(self, caller: socket.socket) -> None:
         """Lets a bound socket connect; connections that exist stay."""
         self._ports.appendleft(caller.getsockname()[1])
-        program = [_instruction(_LOAD_HALF, 0)]  # the source port begins the packet
+        self._update()
+
+    def release(self, caller: socket.socket) -> None:
+        """Forgets a caller that is about to be closed: another user could get its port."""
+        with contextlib.suppress(OSError, ValueError):  # it is not one of the newest
+            self._ports.remove(caller.getsockname()[1])
+            self._update()
+
+    def _update(self) -> None:
+        program = [
+            _instruction(_LOAD, _SOURCE_4), _instruction(_EQUAL, self._address, jump_if_false=1),
+            _instruction(_JUMP, 1), _instruction(_RETURN, 0),
+            _instruction(_LOAD_HALF, 0),  # the source port begins the packet
+        ]  # fmt: skip
         for port in self._ports:
             program.append(_instruction(_EQUAL, port, jump_if_false=1))
             program.append(_instruction(_RETURN, WHOLE_PACKET))

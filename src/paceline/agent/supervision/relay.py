@@ -388,6 +388,8 @@ class Relay:
         self._unproven.pop(link, None)
         self._dialing.pop(link, None)
         del self._links[link]
+        if link.inner is not None and link.route.port_filter is not None:
+            link.route.port_filter.release(link.inner)
         for side in link.sides:
             self._close_side(side)
 

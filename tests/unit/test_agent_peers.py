@@ -131,6 +131,33 @@ def test_a_filter_of_very_many_hosts_stays_small_and_lets_all_of_them_in() -> No
     assert "10.0.0.1" not in hosts
 
 
+def test_a_second_socket_is_enough_where_only_root_may_filter_packets(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = peer_filters._attach
+
+    def refuse_filters(listener: socket.socket, option: int, program: bytes) -> None:
+        if option == peer_filters.SO_ATTACH_FILTER:
+            raise PermissionError
+        attach(listener, option, program)
+
+    monkeypatch.setattr(peer_filters, "_attach", refuse_filters)
+    peer_filter = PeerFilter(listener, of(OURS))
+    assert peer_filter.is_attached
+    assert peer_filter.reject_socket is not None
+    for reported in OTHER, "":
+        with call(listener, OTHER):
+            wait_at(peer_filter.reject_socket)
+            assert peer_filter.accept_rejected() == reported
+    peer_filter.block(listener)  # then, too, a rank that comes early is not rejected
+    with call(listener, OURS), listener.accept()[0]:
+        pass
+    peer_filter.admit(listener, of(OTHER))
+    with call(listener, OTHER), listener.accept()[0]:
+        pass
+    peer_filter.close()
+
+
 def test_a_sandbox_that_takes_no_filter_is_no_obstacle(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

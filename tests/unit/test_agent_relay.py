@@ -19,6 +19,7 @@ import pytest
 
 from background import eventually
 from paceline.agent import challenge
+from paceline.agent.ranks import peer_filters
 from paceline.agent.ranks import tunnels as rank_tunnels
 from paceline.agent.supervision import relay
 from paceline.agent.supervision.encryption import Encryption
@@ -562,9 +563,16 @@ except OSError as error:
 """
 
 
-@pytest.fixture
-def guarded(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
-    """The local gateway in a job on one host, and the socket of the store, which echoes."""
+@pytest.fixture(params=["filter", "no filter"])
+def guarded(
+    hosts: Hosts, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[socket.socket, socket.socket]:
+    """The local gateway in a job on one host, and the socket of the store, which echoes.
+
+    Also on a kernel that lets no user filter packets.
+    """
+    if request.param == "no filter":
+        monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
     node, local = Store(), hosts.closing.enter_context(probe.listen(LOCAL))
     hosts.closing.callback(node.end)
     inner = node.open_gateway(closed_store(local), local)
@@ -593,9 +601,16 @@ def test_ranks_reach_the_store_through_the_local_gateway_only(
     mapped.settimeout(PATIENCE_S)
     mapped.connect((f"::ffff:{LOCAL}", local.getsockname()[1]))
     assert answered(mapped, b"two")
-    with pytest.raises(TimeoutError):
-        socket.create_connection(inner.getsockname(), 0.3)
     assert answered(hosts.dial(local), b"three")
+
+
+@pytest.mark.parametrize("guarded", ["filter"], indirect=True)
+def test_the_store_takes_no_connections_but_the_gateways(
+    guarded: tuple[socket.socket, socket.socket],
+) -> None:
+    """Not even of this user: without a filter, they lead to the gateway."""
+    with pytest.raises(TimeoutError):
+        socket.create_connection(guarded[1].getsockname(), 0.3)
 
 
 def test_a_local_gateway_is_closed_to_other_users(

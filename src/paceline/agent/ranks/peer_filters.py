@@ -1,8 +1,9 @@
 """Restricts listening sockets of a job to the job's hosts.
 
-The store and gloo's devices trust whoever connects. So the kernel drops other addresses at the
-socket (``SO_ATTACH_FILTER``, no privileges needed), and directs their connections to a second
-socket on the same port (``SO_ATTACH_REUSEPORT_CBPF``), which learns the address and closes them.
+The store and gloo's devices trust whoever connects. So the kernel directs the connections of other
+addresses to a second socket on the same port (``SO_ATTACH_REUSEPORT_CBPF``, no privileges needed),
+which learns the address and closes them. It also drops what these addresses send to the first
+socket (``SO_ATTACH_FILTER``); Linux 6.18.44 lets only processes with CAP_NET_ADMIN filter TCP.
 """
 
 from __future__ import annotations
@@ -105,10 +106,13 @@ def job_hosts() -> Optional[HostSet]:
 # --- programs for the kernel: linux/filter.h, linux/bpf_common.h --------------------------------
 
 _INSTRUCTION = struct.Struct("=HBBI")
-_LOAD_HALF = 0x28
+_LOAD_HALF, _LOAD_BYTE = 0x28, 0x30
 _LOAD, _AND, _EQUAL, _JUMP, _RETURN = 0x20, 0x54, 0x15, 0x05, 0x06
 _PROTOCOL = -0x1000  # SKF_AD_OFF + SKF_AD_PROTOCOL: of a packet
-_SOURCE_4, _SOURCE_6 = -0x100000 + 12, -0x100000 + 8  # SKF_NET_OFF: in its network header
+_NETWORK_HEADER = -0x100000  # SKF_NET_OFF
+_SOURCE_4, _SOURCE_6 = _NETWORK_HEADER + 12, _NETWORK_HEADER + 8
+_IPV4_HEADER_BYTES = 20
+_IPV4_WITHOUT_OPTIONS = 0x45  # version, and length of the header in words
 _IPV6 = 0x86DD
 
 
@@ -151,6 +155,14 @@ def _instruction(code: int, value: int, jump_if_false: int = 0) -> bytes:
     return _INSTRUCTION.pack(code, 0, jump_if_false, value & 0xFFFFFFFF)
 
 
+def _require(load: int, offset: int, value: int, other_result: int) -> bytes:
+    """Returns classic BPF that returns ``other_result`` unless a field has the value."""
+    return b"".join([
+        _instruction(load, offset), _instruction(_EQUAL, value, jump_if_false=1),
+        _instruction(_JUMP, 1), _instruction(_RETURN, other_result),
+    ])  # fmt: skip
+
+
 def _attach(listener: socket.socket, option: int, program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     filter_program = struct.pack("HL", len(program) // _INSTRUCTION.size, ctypes.addressof(code))
@@ -166,6 +178,30 @@ def attach_filter(listener: socket.socket, hosts: HostSet) -> bool:
     return True
 
 
+def open_reject_socket(listener: socket.socket, program: bytes) -> socket.socket:
+    """Opens a second socket on a listening socket's port, and has a program choose between both.
+
+    ``program``: returns :data:`LISTENER_INDEX` or :data:`REJECT_INDEX`. Raises OSError if the
+    kernel is too old, or a sandbox refuses it.
+    """
+    reject_socket = socket.socket(listener.family, socket.SOCK_STREAM)
+    try:
+        if listener.family == socket.AF_INET6:
+            ipv6_only = listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+            reject_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, ipv6_only)
+        reject_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for sock in (listener, reject_socket):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reject_socket.bind(listener.getsockname())
+        reject_socket.listen(REJECT_BACKLOG)
+        reject_socket.setblocking(False)
+        _attach(listener, SO_ATTACH_REUSEPORT_CBPF, program)
+    except OSError:
+        reject_socket.close()
+        raise
+    return reject_socket
+
+
 def detach_filter(connection: socket.socket) -> None:
     """Removes from an accepted connection the filter that it has of its listening socket."""
     with contextlib.suppress(OSError):  # it has none
@@ -176,58 +212,47 @@ class PeerFilter:
     """Restricts a listening socket to some hosts and learns which other addresses try.
 
     Attributes:
-        is_attached: Whether the kernel drops all other connections.
+        is_attached: Whether the kernel keeps all other connections from the socket.
         reject_socket: Takes refused connections; ``None`` when there is none.
     """
 
     def __init__(self, listener: socket.socket, hosts: HostSet) -> None:
-        self.is_attached = attach_filter(listener, hosts)
         self.reject_socket: Optional[socket.socket] = None
         self._hosts = hosts
         self._rejected: List[str] = []
-        if self.is_attached:
-            with contextlib.suppress(OSError):  # an old kernel
-                self._open_reject_socket(listener)
+        self._has_filter = attach_filter(listener, hosts)
+        with contextlib.suppress(OSError):
+            self.reject_socket = open_reject_socket(listener, self._selection)
 
-    def _open_reject_socket(self, listener: socket.socket) -> None:
-        reject_socket = socket.socket(listener.family, socket.SOCK_STREAM)
-        try:
-            if listener.family == socket.AF_INET6:
-                ipv6_only = listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-                reject_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, ipv6_only)
-            reject_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for sock in (listener, reject_socket):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reject_socket.bind(listener.getsockname())
-            reject_socket.listen(REJECT_BACKLOG)
-            reject_socket.setblocking(False)
-            self._select_socket(listener)
-        except OSError:
-            reject_socket.close()
-            raise
-        self.reject_socket = reject_socket
+    @property
+    def is_attached(self) -> bool:
+        return self._has_filter or self.reject_socket is not None
+
+    @property
+    def _selection(self) -> bytes:
+        """Program that hands connections of other hosts to the reject socket."""
+        return self._hosts.program(LISTENER_INDEX, REJECT_INDEX)
 
     def admit(self, listener: socket.socket, hosts: HostSet) -> None:
         """Accepts the connections of ``hosts`` instead of the former ones."""
         self._hosts = hosts
-        self.is_attached = attach_filter(listener, hosts)
+        self._has_filter = attach_filter(listener, hosts)
         if self.reject_socket is not None:
             with contextlib.suppress(OSError):
-                self._select_socket(listener)
-
-    def _select_socket(self, listener: socket.socket) -> None:
-        """Makes the kernel hand connections of other hosts to the reject socket."""
-        program = self._hosts.program(LISTENER_INDEX, REJECT_INDEX)
-        _attach(listener, SO_ATTACH_REUSEPORT_CBPF, program)
+                _attach(listener, SO_ATTACH_REUSEPORT_CBPF, self._selection)
 
     def block(self, listener: socket.socket) -> None:
-        """Drops connections until :meth:`admit`: the kernel repeats those that came too early."""
-        self.is_attached = attach_filter(listener, NO_HOSTS)
+        """Drops connections until :meth:`admit`: the kernel repeats those that came too early.
+
+        Without packet filters it does nothing: a rank that came too early would be rejected.
+        """
+        self._has_filter = attach_filter(listener, NO_HOSTS)
 
     def accept_rejected(self) -> str:
         """Closes one refused connection; returns its address the first time it is seen, else "".
 
-        The kernel drops what that address sends from then on: a flood costs nothing.
+        If the kernel takes packet filters, it drops what that address sends from then on: a flood
+        costs nothing.
         """
         if self.reject_socket is None:
             return ""
@@ -240,7 +265,7 @@ class PeerFilter:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         connection.close()
         address = str(parse_address(str(address)))
-        if address in self._rejected:
+        if address in self._rejected or len(self._rejected) >= MAX_REPORTED:
             return ""
         self._rejected.append(address)
         rejected_hosts = HostSet(map(ipaddress.ip_network, self._rejected))
@@ -260,17 +285,30 @@ class PeerFilter:
 class PortFilter:
     """Restricts a listening socket to callers that this process has bound to its address.
 
-    No other user of the host can send from such a caller's port.
+    No other user of the host can send from such a caller's port. If the kernel takes no packet
+    filters, it directs other connections to the reject socket.
 
     Args:
         listener: Of IPv4.
+
+    Attributes:
+        reject_socket: ``None`` if there is a packet filter, or the kernel takes neither.
     """
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener.dup()
         self._address = int(ipaddress.ip_address(listener.getsockname()[0]))
         self._ports: Deque[int] = deque(maxlen=MAX_PORTS)  # newest first
-        self.is_attached = attach_filter(listener, NO_HOSTS)
+        self.reject_socket: Optional[socket.socket] = None
+        self._has_filter = attach_filter(listener, NO_HOSTS)
+        if not self._has_filter:
+            with contextlib.suppress(OSError):
+                self.reject_socket = open_reject_socket(listener, self._selection())
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the kernel keeps all other connections from the socket."""
+        return self._has_filter or self.reject_socket is not None
 
     def admit(self, caller: socket.socket) -> None:
         """Lets a bound socket connect; connections that exist stay."""
@@ -284,19 +322,34 @@ class PortFilter:
             self._update()
 
     def _update(self) -> None:
-        program = [
-            _instruction(_LOAD, _SOURCE_4), _instruction(_EQUAL, self._address, jump_if_false=1),
-            _instruction(_JUMP, 1), _instruction(_RETURN, 0),
-            _instruction(_LOAD_HALF, 0),  # the source port begins the packet
-        ]  # fmt: skip
+        if self._has_filter:
+            load_port = _instruction(_LOAD_HALF, 0)  # it begins the packet
+            program = self._caller_match(load_port, WHOLE_PACKET, 0)
+            _attach(self._listener, SO_ATTACH_FILTER, program)
+        elif self.reject_socket is not None:
+            _attach(self._listener, SO_ATTACH_REUSEPORT_CBPF, self._selection())
+
+    def _selection(self) -> bytes:
+        """Makes a program that hands other connections to the reject socket.
+
+        It does not see where the TCP header begins, so it accepts no options before it.
+        """
+        has_no_options = _require(_LOAD_BYTE, _NETWORK_HEADER, _IPV4_WITHOUT_OPTIONS, REJECT_INDEX)
+        load_port = _instruction(_LOAD_HALF, _NETWORK_HEADER + _IPV4_HEADER_BYTES)
+        return has_no_options + self._caller_match(load_port, LISTENER_INDEX, REJECT_INDEX)
+
+    def _caller_match(self, load_port: bytes, member_result: int, other_result: int) -> bytes:
+        program = [_require(_LOAD, _SOURCE_4, self._address, other_result), load_port]
         for port in self._ports:
             program.append(_instruction(_EQUAL, port, jump_if_false=1))
-            program.append(_instruction(_RETURN, WHOLE_PACKET))
-        _attach(self._listener, SO_ATTACH_FILTER, b"".join([*program, _instruction(_RETURN, 0)]))
+            program.append(_instruction(_RETURN, member_result))
+        return b"".join([*program, _instruction(_RETURN, other_result)])
 
     def close(self) -> None:
-        """Closes this process's copy of the listening socket."""
+        """Closes the reject socket, and this process's copy of the listening socket."""
         self._listener.close()
+        if self.reject_socket is not None:
+            self.reject_socket.close()
 
 
 class RejectWatcher:

@@ -74,7 +74,10 @@ class Store:
                 target, has_local_gateway = inner.getsockname()[:2], True
             routes = [(listener, Route(target, key, True, self._port_filter))] * is_gateway
             if has_local_gateway:
-                routes.append((local, Route(target, None, False, self._port_filter)))
+                local_route = Route(target, None, False, self._port_filter)
+                routes.append((local, local_route))
+                if self._port_filter is not None and self._port_filter.reject_socket is not None:
+                    routes.append((self._port_filter.reject_socket, local_route))
             self._relay = Relay(self.encryption)
             for accepting, route in routes:
                 self._relay.listen(accepting, route)

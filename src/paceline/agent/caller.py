@@ -304,6 +304,20 @@ def read_available(fd: int) -> Optional[bytes]:
         return b""
 
 
+def close_listeners() -> None:
+    """Closes listening sockets that the starter has left open in this process.
+
+    Intel MPI and MPICH pass on those of their own programs, and anybody can connect to them until
+    every process has closed them. What else they pass on shows them whether this process lives.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(int(name))) as inherited:
+                listens = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens:
+                os.close(int(name))
+
+
 def become_agent(config: Dict[str, Any], key: bytes) -> int:
     """Connects twice, for frames and standard error; relays the agent's streams until its end.
 
@@ -412,6 +426,7 @@ def dismiss(agent: "subprocess.Popen[bytes]") -> None:
 def main(text: str) -> None:
     """Runs the caller. ``text``: a JSON object, made by ``caller_config`` of the launcher."""
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))
+    close_listeners()
     try:
         sys.exit(become_agent(json.loads(text), key))
     except (OSError, CallRefused) as error:

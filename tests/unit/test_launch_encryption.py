@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,12 +46,18 @@ def test_what_cannot_be_encrypted_is_refused(found: str) -> None:
     encryption.check(job(**fields, encrypt=Setting(False)), closes_store, gpus)
 
 
-def test_ranks_of_another_launcher_are_refused() -> None:
+def test_ranks_of_another_launcher_are_refused(tmp_path: Path) -> None:
     """``mpirun … paceline env`` has no agents that could encrypt."""
-    environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", env.ENCRYPT: "1"}
+    environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert env.read_place(environ, 1, tmp_path)["RANK"] == "0"
     with pytest.raises(SettingError, match="cannot be encrypted"):
-        env.read_place(environ, 1)
-    assert env.read_place({**environ, env.ENCRYPT: "0"}, 1)["RANK"] == "0"
+        env.read_place({**environ, env.ENCRYPT: "1"}, 1, tmp_path)
+    (tmp_path / "paceline.toml").write_text("[run]\nencrypt = true\n")
+    with pytest.raises(SettingError, match="cannot be encrypted") as refused:
+        env.read_place(environ, 1, tmp_path)
+    assert "encrypt in [run] of paceline.toml is set" in refused.value.found
+    # the environment comes before the file
+    assert env.read_place({**environ, env.ENCRYPT: "0"}, 1, tmp_path)["RANK"] == "0"
 
 
 def test_gloo_on_cpus_is_encrypted() -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
+from paceline.cli.settings_file import read_settings_file
+from paceline.cli.variables import RUN_TABLE
 from paceline.cli.verb import Verb
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.launchers import DIALECTS, torchrun_variables
+from paceline.spec.settings import TOML_NAME
 
 ENCRYPT = "PACELINE_OPT_ENCRYPT"  # of other verbs: this one has no such option
 NAMES = (
@@ -43,7 +48,7 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
         )  # fmt: skip
     overrides = {jobenv.MASTER_ADDR: master_addr, jobenv.MASTER_PORT: master_port}
     environ = {**os.environ, **{name: str(value) for name, value in overrides.items() if value}}
-    variables = read_place(environ, os.getppid())
+    variables = read_place(environ, os.getppid(), Path.cwd())
     if command_words:
         exec_command(command_words, {**environ, **variables})
     if as_json:
@@ -53,17 +58,19 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
         click.echo(f"export {shell_text([f'{name}={value}'])}")
 
 
-def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
+def read_place(environ: dict[str, str], parent: int, cwd: Path) -> dict[str, str]:
     """Returns the variables.
 
     SettingError if this process was not launched as one of several, or if the job is to be
     encrypted, which needs agents.
+
+    ``cwd``: folder whose paceline.toml applies.
     """
-    if environ.get(ENCRYPT, "").lower() not in ("", "0", "false", "no", "off", "n", "f"):
+    if setting := encrypt_setting(environ, cwd):
         raise SettingError(
             "the connections of these processes cannot be encrypted",
-            found=f"{ENCRYPT} is set, and another launcher has started them",
-            remedy="paceline run --via mpi --encrypt SCRIPT, or unset the variable",
+            found=f"{setting} is set, and another launcher has started them",
+            remedy="paceline run --via mpi --encrypt SCRIPT, or remove the setting",
         )
     variables = torchrun_variables(environ, parent)
     if not variables:
@@ -73,6 +80,14 @@ def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
             remedy="mpirun -n 4 paceline env python train.py",
         )
     return {name: variables[name] for name in NAMES if name in variables}
+
+
+def encrypt_setting(environ: Mapping[str, str], cwd: Path) -> str:
+    """Returns the setting that asks for encryption; empty if there is none."""
+    if value := environ.get(ENCRYPT, "").lower():
+        return "" if value in ("0", "false", "no", "off", "n", "f") else ENCRYPT
+    table = read_settings_file(cwd).get(RUN_TABLE, {})
+    return f"encrypt in [{RUN_TABLE}] of {TOML_NAME}" if table.get("encrypt") else ""
 
 
 def exec_command(argv: tuple[str, ...], environ: dict[str, str]) -> None:

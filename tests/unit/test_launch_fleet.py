@@ -756,6 +756,7 @@ def test_a_node_that_was_asked_to_end_is_let_go() -> None:
     fleet = asyncio.run(scene())
     assert [node.name for node in fleet.nodes] == ["n1"]
     assert "bye" in fleet.former[0].channel.asked  # type: ignore[attr-defined]
+    assert fleet.former[0].loss_reason.startswith("asked to end")
 
 
 def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
@@ -1031,7 +1032,7 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
             return [failure.kind for failure in failed]
 
         assert await asked(fleet.nodes[1]) == []
-        assert fleet.nodes[1].lost
+        assert fleet.nodes[1].loss_reason == "asked to end"
         assert recovery.departing_nodes == [fleet.nodes[1]]
         for host, lost in (("n3", "n2"), ("n4", "n3")):
             fleet.replace_node(fleet.add(Agent(host)), lost)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from paceline.spec.failure import LAUNCHER_HOST, OUT_OF_MEMORY, Failure, Kind, d
 _DISK_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full"
 )
+ASKED_TO_END = "asked to end by SIGTERM, by the scheduler or somebody's kill"
 FAILURE_DELAY_S = 0.5  # to wait for reports of earlier failures
 ECHO_DELAY_S = 2.5  # the same while all known failures are secondary
 
@@ -41,8 +42,7 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
     if event.kind == "fork server died":
         return failed("forkserver", describe_fork_server_end(event))
     if event.kind == "asked to end":
-        return failed("signal", "asked to end by SIGTERM, by the scheduler or somebody's kill",
-                      signal=int(signal.SIGTERM))  # fmt: skip
+        return failed("signal", ASKED_TO_END, signal=int(signal.SIGTERM))
     if event.kind == "leaving" and event["reason"] == "lease":
         return failed("lease", f"heard nothing of this launcher and ended its ranks "
                                f"(lease {lease_s:g} s)")  # fmt: skip

@@ -21,7 +21,7 @@ from paceline.launch.elastic.retry_policy import (
     StartupTracker,
     is_by_chance,
 )
-from paceline.launch.failure_analysis import is_full_disk
+from paceline.launch.failure_analysis import ASKED_TO_END, is_full_disk
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.connect import HostDialer, Reconnector
@@ -365,7 +365,7 @@ class ElasticDriver:
         """Whether the attempt failed because nodes were lost or asked to leave."""
         fleet = self._nodes
         if departing and len(departing) < len(fleet.nodes):
-            await asyncio.gather(*(fleet.dismiss(node) for node in departing))
+            await asyncio.gather(*(fleet.dismiss(node, ASKED_TO_END) for node in departing))
             return not self._is_program_failure(failure)
         may_follow_loss = failure.is_secondary or failure.was_requested
         if fleet.is_complete and may_follow_loss:  # the loss may not be known yet

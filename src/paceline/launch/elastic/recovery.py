@@ -434,7 +434,7 @@ class RecoveryController:
             self._fail(replace(lost, kind=notice.kind))
         elif not node.lost:
             node.running = False
-            await self._fleet.dismiss(node)
+            await self._fleet.dismiss(node, notice.headline)
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -486,7 +486,7 @@ class RecoveryController:
             self._dialling[action.host] = self._spawn(self._restore_host(action))
         elif isinstance(action, ExcludeHost):
             self.report.announce(describe_exclusion(action, self._reconnector.redials))
-            self._spawn(self._dismiss(action.host))
+            self._spawn(self._dismiss(action.host, action.reason))
         elif isinstance(action, Fail):
             self.no_restart_reason = action.reason or self.no_restart_reason
             for failure in action.failures:
@@ -582,10 +582,10 @@ class RecoveryController:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _dismiss(self, host: str) -> None:
+    async def _dismiss(self, host: str, reason: str) -> None:
         if (node := self._commands.node(host)) is not None and not node.lost:
             node.running = False
-            await self._fleet.dismiss(node)
+            await self._fleet.dismiss(node, reason)
 
     async def _restore_host(self, action: Dial) -> None:
         """Fills the place of a lost host with a spare, or with the host itself once it is back."""

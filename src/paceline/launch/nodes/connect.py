@@ -243,7 +243,7 @@ class Reconnector:
     def redial(self, node: Node) -> None:
         """Starts reconnecting the host of a lost node unless that is under way."""
         if self.redials and node.name not in self._tasks:
-            self.follow(self._dial(node.host, 0.0 if node.loss_reason else RELEASED_REDIAL_S))
+            self.follow(self._dial(node.host, RELEASED_REDIAL_S if node.was_dismissed else 0.0))
 
     def _dial(self, host: Host, delay_s: float) -> HostDialer:
         python = planner.python_of(self._request.job, host)
@@ -264,7 +264,7 @@ class Reconnector:
                 except (PacelineError, OSError) as error:  # a file to be sent may have gone, too
                     text = str(error) or type(error).__name__
                     reason = node.loss_reason if node.lost else text.splitlines()[0]
-                    await self._fleet.dismiss(node)
+                    await self._fleet.dismiss(node, reason)
                     if reason != reported:
                         self._note(f"paceline: {name} cannot take part yet: {reason}")
                     reported, pause_s = reason, PAUSES_S[min(number, len(PAUSES_S) - 1)]

@@ -71,6 +71,7 @@ class Node:
         running: True between the start of its ranks and the end of the last.
         lost: True after the connection has ended or fallen silent.
         loss_reason: Why it is lost; empty while it is not.
+        was_dismissed: Whether it is lost because the launcher did without it.
         lost_at: When that became known, on the monotonic clock.
         is_loss_recovered: Whether the other ranks have recovered from its loss.
         common_silence_s: Seconds of silence if all others were silent, too, which points to the
@@ -93,6 +94,7 @@ class Node:
     running: bool = False
     lost: bool = False
     loss_reason: str = ""
+    was_dismissed: bool = False
     lost_at: float = 0.0
     is_loss_recovered: bool = False
     common_silence_s: float = 0.0
@@ -421,12 +423,12 @@ class Fleet:
         self.nodes[place] = node
         self.spares = [spare for spare in self.spares if spare is not node]
 
-    async def dismiss(self, node: Node) -> None:
+    async def dismiss(self, node: Node, reason: str) -> None:
         """Dismisses a node; it counts as lost, without a report."""
         self.spares = [spare for spare in self.spares if spare is not node]
         node.channel.on_event = lambda event: None
         if not node.lost:
-            node.lost = True
+            node.lost, node.loss_reason, node.was_dismissed = True, reason, True
             await try_request(node, "bye")
         await node.channel.close(GOODBYE_S)
 

@@ -6,7 +6,7 @@ import contextlib
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launches import Site
@@ -22,15 +22,18 @@ MARKS = {
 
 
 @contextlib.contextmanager
-def captured(site: Site, path: Path) -> Iterator[None]:
-    """Writes all that n2 sends to other hosts and receives from them to a file."""
+def captured(site: Site, path: Path) -> Iterator[Callable[[], None]]:
+    """Writes all that n2 sends to other hosts and receives from them to a file.
+
+    Yields a function that ends it earlier.
+    """
     argv = [sys.executable, "capture.py", str(path)]
     capture = site.lab.popen("n2", argv, cwd=site.project, stdout=subprocess.PIPE)
     with capture:
         assert capture.stdout is not None
         capture.stdout.readline()
         try:
-            yield
+            yield capture.kill
         finally:
             capture.kill()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
+from pathlib import Path
 
 from captures import MARKS, captured, readable
-from launches import PATIENCE_S, Ended
+from intruders import check_intruders
+from launches import PATIENCE_S, Ended, eventually
 from transports import Transport, contents, largest_difference, reference, said_in_logs
 
 # what a batch system adds to a run directory
@@ -56,16 +59,30 @@ class EveryTransport:
         assert ("the agent was killed" in one["why"]) is self.redials
         assert "rank 1 on n2 is back after" in both(ended), both(ended)
 
-    def test_what_ranks_send_is_readable_only_without_encryption(
-        self, transport: Transport
-    ) -> None:
-        packets = transport.site.project / "packets"
-        for options, seen in ((), set(MARKS)), (("--encrypt",), set[str]()):
-            with captured(transport.site, packets):
-                ended = transport.run(*options, "-p", "1", "marked.py", "30")
-            assert ended.code == 0, both(ended)
-            assert both(ended).count("weights as before") == 2
-            assert readable(packets) == seen, options
+    def test_what_encrypted_ranks_send_is_not_readable(self, transport: Transport) -> None:
+        packets = transport.site.project.parent / "packets"
+        with captured(transport.site, packets):
+            ended = transport.run("--encrypt", "-p", "1", "marked.py", "30")
+        assert ended.code == 0, both(ended)
+        assert both(ended).count("weights as before") == 2
+        assert readable(packets) == set()
+
+    def test_strangers_and_other_users_get_nothing(self, transport: Transport) -> None:
+        """Only those who see all packets can read what ranks send without encryption."""
+        site, since = transport.site, time.time()
+        packets = site.project.parent / "packets"
+        with (
+            captured(site, packets) as end_capture,
+            transport.started("-p", "1", "marked.py", "100000") as (child, directory),
+        ):
+            saved = checkpoints_saved(directory)
+            end_capture()
+            assert check_intruders(site, "n3", packets, since)
+            checkpoints_saved(directory, saved)
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=PATIENCE_S)
+        assert child.returncode == 128 + signal.SIGINT, out + err
+        assert readable(packets) == set(MARKS)
 
     def test_interrupted(self, transport: Transport) -> None:
         """Ranks that do not listen."""
@@ -85,6 +102,17 @@ class EveryTransport:
             _, err = child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 128 + signal.SIGTERM, err
         assert said_in_logs(directory, "saved") == 2
+
+
+def checkpoints_saved(directory: Path, more_than: int = 0) -> int:
+    """Waits until more checkpoints than that are saved; returns their number."""
+    events = directory / "events.jsonl"
+
+    def count() -> int:
+        return events.read_text().count('"event": "checkpoint",') if events.exists() else 0
+
+    assert eventually(lambda: count() > more_than)
+    return count()
 
 
 def both(ended: Ended) -> str:

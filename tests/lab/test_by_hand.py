@@ -24,7 +24,7 @@ MEETING = ("--rdzv", "n1:29431", "--nnodes", "2")
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return site_in(new_lab, tmp_path_factory.mktemp("hand"))
+    return site_in(new_lab, tmp_path_factory.mktemp("hand"), hosts=3)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def cluster(
     new_lab: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Site, Docker]]:
     folder = tmp_path_factory.mktemp("docker")
-    site = site_in(new_lab, folder)
+    site = site_in(new_lab, folder, hosts=3)
     with docker_on(site.lab, folder / "docker") as docker:
         yield site, docker
 

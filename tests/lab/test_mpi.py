@@ -61,6 +61,10 @@ class TestMpi(EveryTransport):
         super().test_a_rank_is_killed(transport)
 
     @one_hydra
+    def test_strangers_and_other_users_get_nothing(self, transport: Transport) -> None:
+        super().test_strangers_and_other_users_get_nothing(transport)
+
+    @one_hydra
     def test_interrupted(self, transport: Transport) -> None:
         super().test_interrupted(transport)
 

@@ -77,6 +77,7 @@ class TestSrun(EveryTransport):
     """In an allocation."""
 
     test_same_parameters_and_files_as_over_ssh = None  # a batch trains in its allocation, too
+    test_strangers_and_other_users_get_nothing = None  # as in a batch
 
     @pytest.fixture
     def transport(self, inside: Transport) -> Transport:

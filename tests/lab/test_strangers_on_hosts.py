@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from typing import Any
 
 import pytest
-from launches import Launch, Site, shared_site
+from captures import captured
+from intruders import check_intruders
+from launches import Launch, Site, eventually, shared_site
+from transports import Transport, site_in
 
 pytestmark = pytest.mark.lab
 
@@ -18,6 +22,13 @@ STRANGER = "n3"
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     return shared_site(new_lab, tmp_path_factory.mktemp("strangers"), hosts=3)
+
+
+@pytest.fixture(scope="module")
+def transport(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Transport:
+    """SSH, typed on one of the hosts, which see one run directory."""
+    site = site_in(new_lab, tmp_path_factory.mktemp("left"), hosts=3)
+    return Transport(site, ("-H", "n1,n2"))
 
 
 def events(launch: Launch, kind: str) -> list[Any]:
@@ -32,22 +43,17 @@ def until(launch: Launch, kind: str, more_than: int = 0) -> int:
     return len(events(launch, kind))
 
 
-def besieged(site: Site) -> dict[str, int]:
-    """How many connections a stranger keeps to each port of the job that is not on loopback."""
-    places = [place for host in ("n1", "n2") for place in site.lab.listeners(host)]
-    outside = [place for place in places if not place.startswith(("127.", "[::1]"))]
-    argv = [sys.executable, "besiege.py", *outside]
-    done = site.lab.exec(STRANGER, argv, cwd=site.project, timeout=100, check=True)
-    return dict(json.loads(done.stdout))
-
-
 def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> None:
-    address = site.lab.address(STRANGER)
-    with site.start("--nnodes", "2", "--check", "none", "steps.py") as launch:
+    address, packets, since = site.lab.address(STRANGER), site.project / "packets", time.time()
+    options = ("--nnodes", "2", "--check", "none")
+    with (
+        captured(site, packets) as end_capture,
+        site.start(*options, "steps.py") as launch,
+    ):
         copied = until(launch, "checkpoint copied")
-        held = besieged(site)
-        assert len(held) >= 3  # the store, gloo, and what takes checkpoints
-        assert set(held.values()) == {0}
+        end_capture()
+        # the store, gloo, and what takes checkpoints
+        assert len(check_intruders(site, STRANGER, packets, since)) >= 3
         until(launch, "checkpoint copied", copied)
         launch.signal(signal.SIGINT)
         ended = launch.end()
@@ -61,6 +67,35 @@ def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> No
     assert "refused a connection" in warned[0]
     assert "is not one of this job's hosts" in warned[0]
     assert not ended.events("checkpoint copy failed")
+
+
+def test_nor_after_the_command_has_left_a_training(transport: Transport) -> None:
+    site, since = transport.site, time.time()
+    packets = site.project.parent / "packets"
+    with captured(site, packets):
+        ended = transport.run("--detach", "-p", "1", "image", "--epochs", "1000", verb="train")
+        assert ended.code == 0, ended.err
+        metrics = ended.directory / "metrics.jsonl"
+        assert eventually(metrics.exists)
+    # besides gloo's, the supervisor's
+    assert len(check_intruders(site, STRANGER, packets, since)) >= 3
+    size = metrics.stat().st_size
+    assert eventually(lambda: metrics.stat().st_size > size)
+    transport.verb("stop", str(ended.directory))
+    assert site.leftovers() == ""
+
+
+def test_nor_in_hosts_that_are_kept_warm(transport: Transport) -> None:
+    site, since = transport.site, time.time()
+    packets = site.project.parent / "packets"
+    with captured(site, packets):
+        ended = transport.run("--keep-warm", "5m", "--no-torch", "-p", "1", "tell.py")
+    assert ended.code == 0, ended.err
+    assert check_intruders(site, STRANGER, packets, since) == []
+    again = transport.run("--no-torch", "-p", "1", "tell.py")
+    assert again.code == 0, again.err
+    transport.verb("warm", "down")
+    assert site.leftovers() == ""
 
 
 KNOCK = """

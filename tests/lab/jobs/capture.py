@@ -1,9 +1,11 @@
 """Writes all packets of this host's networks to FILE until it is ended: ``capture.py FILE``."""
 
+import os
 import socket
 import sys
 from pathlib import Path
 
+os.umask(0o077)
 with (
     socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as every,
     Path(sys.argv[1]).open("wb", buffering=0) as file,

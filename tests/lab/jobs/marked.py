@@ -20,12 +20,11 @@ model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
 loader = session.loader(data, global_batch=2)  # one sample each: gradients are not rounded
 session.checkpoints(every="10")
 dist.distributed_c10d._get_default_store().set("mark", "paceline's message")
+dist.broadcast(torch.frombuffer(bytearray(b"a whole message"), dtype=torch.uint8), 0)
 for _ in session.epochs(loader, steps=int(sys.argv[1])):
     for (x,) in loader:
         session.step(model(x).sum(1) * GRADIENT)
         time.sleep(0.05)
-message = torch.frombuffer(bytearray(b"a whole message"), dtype=torch.uint8)
-dist.broadcast(message, 0)
 assert bool((network.weight == WEIGHT).all())
 print("weights as before", flush=True)
 session.close()

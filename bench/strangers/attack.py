@@ -14,7 +14,7 @@ import sys
 import time
 
 HELD, PAUSE_S = 60, 0.001
-counts = {"frames": 0, "half open": 0}
+counts = {"frames sent": 0, "frames refused": 0, "half open": 0}
 
 
 def end(*_: object) -> None:
@@ -27,16 +27,23 @@ os.nice(19)
 places = [(place.rpartition(":")[0], int(place.rpartition(":")[2])) for place in sys.argv[1:]]
 held: list[socket.socket] = []
 while True:
+    pending: dict[socket.socket, bytes] = {}
     for place in places:
         for frame in (b"", os.urandom(2000), b"\0" * 2000, b"\x16\x03\x01" + os.urandom(300)):
             calling = socket.socket()
             calling.setblocking(False)
             calling.connect_ex(place)
-            with contextlib.suppress(OSError):
-                if frame and select.select([], [calling], [], 0.01)[1]:
-                    calling.send(frame)
-            counts["frames" if frame else "half open"] += 1
             held.append(calling)
+            if frame:
+                pending[calling] = frame
+            else:
+                counts["half open"] += 1
             time.sleep(PAUSE_S)
+    for calling in select.select([], list(pending), [], 0)[1]:
+        with contextlib.suppress(OSError):
+            calling.send(pending[calling])
+            del pending[calling]
+            counts["frames sent"] += 1
+    counts["frames refused"] += len(pending)  # not connected, or closed before it could be sent
     while len(held) > HELD * len(places):
         held.pop(0).close()

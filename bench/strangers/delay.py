@@ -1,6 +1,6 @@
 """How much a stranger on the network slows a job down: step times with and without an attack.
 
-    sudo python bench/strangers/delay.py [--repeats 3]     # about 4 minutes
+    sudo python bench/strangers/delay.py [--repeats 3] [--steps 150]     # about 4 minutes
 
 Two hosts of a lab train (``bench/encryption/steps.py``); the third attacks every port of theirs
 that is not on loopback, all the time (``attack.py``). Without and with attack take turns.
@@ -26,7 +26,7 @@ from paceline.lab import Lab, LabOptions
 
 HERE = Path(__file__).resolve().parent
 SOURCE, SCRIPT = HERE.parents[1] / "src", HERE.parent / "encryption" / "steps.py"
-STEPS, COMPUTING_S = 150, 0.05
+COMPUTING_S = 0.05
 LIMIT_S = 60.0
 
 
@@ -35,13 +35,15 @@ def outside(lab: Lab) -> list[str]:
     return sorted({place for place in places if not place.startswith(("127.", "[::1]"))})
 
 
-def train(lab: Lab, folder: Path, *words: str, attacks: bool) -> tuple[list[float], str]:
+def train(
+    lab: Lab, folder: Path, steps: int, *words: str, attacks: bool
+) -> tuple[list[float], str]:
     """Returns the seconds of each step, and what the stranger has done."""
     argv = [
         sys.executable, "-m", "paceline", "run", "-H", str(lab.hostfile), "--nnodes", "2",
         "--ssh-config", str(lab.ssh_config), "--run-dir", str(folder / os.urandom(4).hex()),
         "--check", "none", "--no-report", "--no-measure", *words,
-        str(SCRIPT), "train", str(STEPS), str(COMPUTING_S),
+        str(SCRIPT), "train", str(steps), str(COMPUTING_S),
     ]  # fmt: skip
     env, pipes = {**os.environ, "PYTHONPATH": str(SOURCE)}, {"stdout": -1, "stderr": -2}
     job = subprocess.Popen(argv, env=env, cwd=folder, text=True, **pipes)
@@ -66,6 +68,7 @@ def train(lab: Lab, folder: Path, *words: str, attacks: bool) -> tuple[list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150, help="of each training")
     options = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n")
     print("| job | step, ms | under attack, ms | ratio | the stranger |\n|---|--:|--:|--:|---|")
@@ -78,7 +81,7 @@ def main() -> None:
             deeds = []
             for _ in range(options.repeats):
                 for attacks, values in found.items():
-                    seconds, done = train(lab, Path(name), *words, attacks=attacks)
+                    seconds, done = train(lab, Path(name), options.steps, *words, attacks=attacks)
                     values += seconds
                     deeds += [done] if done else []
             quiet, attacked = (1000 * statistics.median(values) for values in found.values())

@@ -49,7 +49,10 @@ def again(site: Site, directory: Path, *words: str) -> Launch:
 
 
 def test_the_copy_is_there_when_nothing_else_is(site: Site) -> None:
-    """Rank 0's host, the launcher and what it had brought home are gone."""
+    """Rank 0's host, the launcher and what it had brought home are gone.
+
+    Then a rank is replaced, and its host gets copies as before.
+    """
     with site.start(*TRAIN, "steps.py") as launch:
         launch.until(lambda: bool(events(launch.directory, "checkpoint copied")))
         copied = events(launch.directory, "checkpoint copied")[0]
@@ -58,9 +61,13 @@ def test_the_copy_is_there_when_nothing_else_is(site: Site) -> None:
         site.lab.fault("power-off", "n1")
     shutil.rmtree(launch.directory / "checkpoints", ignore_errors=True)
     assert eventually(lambda: site.clean(but=["n1"]))
-    with again(site, launch.directory, "steps.py", str(copied["step"] + 40)) as second:
+    with again(site, launch.directory, "steps.py", str(copied["step"] + 150)) as second:
+        second.until(lambda: len(events(launch.directory, "checkpoint copied")) > 1)
+        site.lab.fault("kill", "n3", r"\[rank 1")
         ended = second.end()
     assert ended.code == 0, ended.err
+    assert len(ended.json("result.json")["recoveries"]["of"]) == 1
+    assert not ended.events("checkpoint copy failed")
     resumed = events(launch.directory, "resumed")[0]
     assert resumed["step"] >= copied["step"]
     assert "/runs/" in resumed["source"]

@@ -216,10 +216,12 @@ class CheckpointManager:
     def regrouped(self) -> None:
         """Makes rank 0 of a new group of ranks the writer; called by every member."""
         is_writer = self._comms.world.rank == 0
-        local_flags = torch.tensor([int(self._lock.is_held), int(self._save_pending)])
-        has_lock, is_pending = self._comms.rows(local_flags).bool().T
-        self._save_pending = bool(is_pending.any())  # some are new
-        if not has_lock[0]:
+        local = [int(self._lock.is_held), int(self._save_pending), self._store.token]
+        has_lock, is_pending, tokens = self._comms.rows(torch.tensor(local)).T
+        self._save_pending = bool(is_pending.any())
+        if has_lock[0]:
+            self._token = self._store.token = int(tokens[0])  # some ranks are new
+        else:
             known_token = self._newest_token()
             if is_writer:
                 if not self._is_writer:

@@ -2,8 +2,9 @@
 
     sudo python bench/strangers/delay.py [--repeats 3] [--steps 150]     # about 4 minutes
 
-Two hosts of a lab train (``bench/encryption/steps.py``); the third attacks every port of theirs
-that is not on loopback, all the time (``attack.py``). Without and with attack take turns.
+Two hosts of a lab train (``bench/encryption/steps.py``). The third and another user of the second
+host, whose address the job accepts, attack every port of theirs that is not on loopback, all the
+time (``attack.py``). Without and with attack take turns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
@@ -37,8 +39,8 @@ def outside(lab: Lab) -> list[str]:
 
 def train(
     lab: Lab, folder: Path, steps: int, *words: str, attacks: bool
-) -> tuple[list[float], str]:
-    """Returns the seconds of each step, and what the stranger has done."""
+) -> tuple[list[float], list[Counter[str]]]:
+    """Returns the seconds of each step, and what the stranger and the other user have done."""
     argv = [
         sys.executable, "-m", "paceline", "run", "-H", str(lab.hostfile), "--nnodes", "2",
         "--ssh-config", str(lab.ssh_config), "--run-dir", str(folder / os.urandom(4).hex()),
@@ -47,18 +49,20 @@ def train(
     ]  # fmt: skip
     env, pipes = {**os.environ, "PYTHONPATH": str(SOURCE)}, {"stdout": -1, "stderr": -2}
     job = subprocess.Popen(argv, env=env, cwd=folder, text=True, **pipes)
-    done, attack = "", None
+    done, attackers = [], []
     if attacks:
         deadline = time.monotonic() + LIMIT_S
         while len(outside(lab)) < 3 and job.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
-        attack = lab.popen(
-            "n3", [sys.executable, str(HERE / "attack.py"), *outside(lab)], stdout=-1, text=True
-        )
+        attackers = [
+            lab.popen(host, [sys.executable, str(HERE / "attack.py"), who, *outside(lab)],
+                      stdout=-1, text=True)
+            for host, who in (("n3", "stranger"), ("n2", "user"))
+        ]  # fmt: skip
     output = job.communicate()[0]
-    if attack is not None:
-        attack.terminate()
-        done = attack.communicate()[0].strip()
+    for attacker in attackers:
+        attacker.terminate()
+        done.append(Counter(json.loads(attacker.communicate()[0])))
     found = re.search(r"/0\] (\[.*\])", output)
     if found is None:
         raise SystemExit(output)
@@ -71,22 +75,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of each training")
     options = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n")
-    print("| job | step, ms | under attack, ms | ratio | the stranger |\n|---|--:|--:|--:|---|")
+    print("| job | step, ms | under attack, ms | ratio | stranger | other user |")
+    print("|---|--:|--:|--:|---|---|")
     with (
         tempfile.TemporaryDirectory() as name,
         Lab(LabOptions(hosts=3, rate="1gbit")) as lab,
     ):
         for label, words in (("clear", ()), ("`--encrypt`", ("--encrypt",))):
             found: dict[bool, list[float]] = {False: [], True: []}
-            deeds = []
+            deeds: list[Counter[str]] = [Counter(), Counter()]
             for _ in range(options.repeats):
                 for attacks, values in found.items():
                     seconds, done = train(lab, Path(name), options.steps, *words, attacks=attacks)
                     values += seconds
-                    deeds += [done] if done else []
+                    for total, counts in zip(deeds, done, strict=False):
+                        total.update(counts)
             quiet, attacked = (1000 * statistics.median(values) for values in found.values())
+            told = (", ".join(f"{n:,} {name}" for name, n in total.items()) for total in deeds)
             print(f"| {label} | {quiet:.1f} | {attacked:.1f} | {attacked / quiet:.3f} |"
-                  f" {'; '.join(deeds)} |", flush=True)  # fmt: skip
+                  f" {' | '.join(told)} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

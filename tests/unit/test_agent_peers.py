@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from packet_filters import needs_packet_filters
 
 from background import eventually
 from paceline.agent.ranks import peer_filters
@@ -48,6 +49,7 @@ def test_hosts_are_those_of_the_list_and_this_one() -> None:
     assert parse_hosts("") is None
 
 
+@needs_packet_filters
 def test_ours_come_in_and_a_stranger_is_named_once(listener: socket.socket) -> None:
     peer_filter = PeerFilter(listener, of(OURS))
     assert peer_filter.is_attached
@@ -69,6 +71,7 @@ def test_ours_come_in_and_a_stranger_is_named_once(listener: socket.socket) -> N
         call(listener, OTHER, 0.3)
 
 
+@needs_packet_filters
 def test_others_are_admitted_and_in_the_end_nobody(listener: socket.socket) -> None:
     peer_filter = PeerFilter(listener, of(OURS))
     peer_filter.admit(listener, of(OURS, OTHER))

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from packet_filters import needs_packet_filters
 
 from background import eventually
 from paceline.agent import challenge
@@ -604,6 +605,20 @@ def test_ranks_reach_the_store_through_the_local_gateway_only(
     assert answered(hosts.dial(local), b"three")
 
 
+def test_who_came_before_the_store_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No filter could keep a stranger from a port that was held for the store."""
+    monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
+    node = Store()
+    with socket.create_server((LOCAL, 0)) as held, held.dup() as listener:
+        with socket.create_connection(held.getsockname(), PATIENCE_S, ("127.0.0.3", 0)) as early:
+            node.restrict(listener, "10.77.0.11")
+            assert is_closed(early)
+        with socket.create_connection(held.getsockname(), PATIENCE_S), held.accept()[0] as served:
+            assert served.getpeername()[0] == LOCAL
+        node.end()
+
+
+@needs_packet_filters
 @pytest.mark.parametrize("guarded", ["filter"], indirect=True)
 def test_the_store_takes_no_connections_but_the_gateways(
     guarded: tuple[socket.socket, socket.socket],

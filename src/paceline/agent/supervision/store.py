@@ -26,6 +26,16 @@ GATEWAY_DESCRIPTORS = 4096  # two for each rank of another node, and unproven co
 Message = Dict[str, Any]
 
 
+def _close_pending(listener: socket.socket) -> None:
+    """Closes the connections that nobody has accepted yet."""
+    timeout = listener.gettimeout()
+    listener.setblocking(False)
+    with contextlib.suppress(OSError):  # there is none any more
+        while True:
+            listener.accept()[0].close()
+    listener.settimeout(timeout)
+
+
 class Store:
     """The store's process and listening socket, or the forwarder to the store of another node.
 
@@ -48,10 +58,13 @@ class Store:
     def restrict(self, listener: socket.socket, addresses: str) -> None:
         """Lets only the job's hosts connect to the caller's listening socket, for the next store.
 
+        Closes connections that were made before.
+
         ``addresses``: the hosts, as in :data:`peer_filters.VARIABLE`; empty for all.
         """
         self._listener = listener.dup()
         self._filter = peer_filters.PeerFilter(listener, peer_filters.admitted_hosts(addresses))
+        _close_pending(listener)
 
     def open_gateway(self, store: Message, listener: socket.socket) -> socket.socket:
         """Makes ``listener`` the gateway to a closed store; returns the store's listening socket.

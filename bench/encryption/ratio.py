@@ -1,9 +1,10 @@
 """Step and all-reduce times of two hosts of a lab with ``--encrypt``, to those without.
 
-    sudo python bench/encryption/ratio.py [--repeats 3]     # about 4 minutes
+    sudo python bench/encryption/ratio.py [--repeats 3] [--only busy]     # about 5 minutes
 
 Both ways take turns, and a ratio is that of the medians. The hosts share this machine's CPUs. Steps
-compute by sleeping, so that encryption finds a free core; the all-reduces leave none.
+compute by sleeping, so that encryption finds a free core; the all-reduces leave none, and neither
+do the steps of "busy".
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from paceline.lab import Lab, LabOptions
 
 SOURCE, SCRIPT = Path(__file__).resolve().parents[2] / "src", Path(__file__).with_name("steps.py")
-CASES = (("reduce", 12, 0.0), ("train", 20, 0.1), ("train", 20, 0.5))
+CASES = (("reduce", 12, 0.0), ("train", 20, 0.1), ("train", 20, 0.5), ("busy", 20, 0.1),
+         ("busy", 20, 0.5))  # fmt: skip
 RATES = ("100mbit", "1gbit")
 
 
@@ -46,12 +48,15 @@ def seconds(lab: Lab, folder: Path, words: list[str], *, encrypts: bool) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["reduce", "train", "busy"])
     options = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n")
     print("| link | | clear | encrypted | ratio |\n|---|---|--:|--:|--:|")
     for rate in RATES:
         with tempfile.TemporaryDirectory() as name, Lab(LabOptions(hosts=2, rate=rate)) as lab:
             for what, count, computing_s in CASES:
+                if options.only not in (None, what):
+                    continue
                 words = [what, str(count if rate == "1gbit" or what == "train" else 5),
                          str(computing_s)]  # fmt: skip
                 found: dict[bool, list[float]] = {False: [], True: []}
@@ -60,7 +65,9 @@ def main() -> None:
                         values += seconds(lab, Path(name), words, encrypts=encrypts)
                 clear, encrypted = (statistics.median(values) for values in found.values())
                 label = {"reduce": "all-reduce of 50 MB"}.get(
-                    what, f"step with 4 MB of gradients, computing {computing_s * 1000:.0f} ms"
+                    what,
+                    f"step with 4 MB of gradients, computing {computing_s * 1000:.0f} ms"
+                    f"{' on all CPUs' * (what == 'busy')}",
                 )
                 print(
                     f"| {rate} | {label} | {clear:.3f} s | {encrypted:.3f} s |"

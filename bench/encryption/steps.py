@@ -1,9 +1,9 @@
 """What a rank of ``ratio.py`` does: all-reduces of 50 MB, or steps of DDP with 4 MB of gradients.
 
-    steps.py reduce|train COUNT COMPUTING
+    steps.py reduce|train|busy COUNT COMPUTING
 
-Rank 0 prints seconds of each. COMPUTING: seconds that a step computes besides (a sleep, so that
-encryption finds a free core).
+Rank 0 prints seconds of each. COMPUTING: about so many seconds a step computes besides; in "train"
+it sleeps, so that encryption finds a free core, in "busy" it multiplies matrices.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import nn
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 what, count, computing_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-seconds = []
+seconds, matrix = [], torch.ones(400, 400)
 if what == "reduce":
     tensor = torch.ones(12_500_000)
     for _ in range(count):
@@ -31,7 +31,11 @@ else:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     for _ in range(count):
         start = time.perf_counter()
-        time.sleep(computing_s)
+        if what == "train":
+            time.sleep(computing_s)
+        else:
+            for _ in range(round(computing_s * 500)):  # 2 ms each
+                matrix @ matrix
         optimizer.zero_grad()
         network(torch.ones(8, 1000)).mean().backward()
         optimizer.step()

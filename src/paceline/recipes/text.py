@@ -76,7 +76,9 @@ def train_text(options: TextOptions) -> None:
             return
         best = Best(patience=options.patience)
         metadata = describe(options, data, network)
-        common.configure_checkpoints(session, options, best, data.fingerprint, metadata)
+        common.configure_checkpoints(
+            session, options, best, data.fingerprint, metadata, tokenizer=options.tokenizer
+        )
         figures: dict[str, float] = {}
         for epoch in common.epochs(session, loader, options):
             freezing.start_epoch(epoch)

@@ -95,8 +95,9 @@ def train_translation(options: TranslationOptions) -> None:
         best = Best(patience=options.patience)
         metadata = describe(options, data, shape)
         common.configure_checkpoints(
-            session, options, best, data.fingerprint, metadata, shape=shape
-        )
+            session, options, best, data.fingerprint, metadata, shape=shape,
+            tokenizer=options.tokenizer,
+        )  # fmt: skip
         figures: dict[str, float] = {}
         for epoch in common.epochs(session, loader, options):
             for batch in loader:

@@ -24,28 +24,30 @@ DATA_SUFFIXES = _words(
 )
 # Suffixes of programs, settings, and pages with scripts: never arrive in the project.
 CODE_SUFFIXES = _words(
-    "a app awk bash bat c cc cfg cjs class cmake cmd com command conf cpp csh cu cuh cxx"
-    " deb desktop dll dylib egg exe fish gradle go h hpp hta htm html inc ini ipynb jar java"
-    " jl js jse ko ksh lnk lua mak make mjs mk msi ninja nix o php pif pl plist pm properties"
-    " ps1 psd1 psm1 py pyc pyd pyi pyo pyw pyx r rb reg rpm rs rules scpt scr service sh"
-    " shtml so socket sql svg tcl timer toml ts tsx url vbe vbs whl wsf wsh xhtml zsh"
+    "a app awk bash bat bazel bzl c cc cfg cjs class cmake cmd code-workspace com command conf"
+    " cpp csh cu cuh cxx deb desktop dll dylib egg ex exe exs fish gradle go h hcl hpp hta htm"
+    " html inc ini ipynb jar java jl js jse ko ksh lnk lua mak make mjs mk msi ninja nix o php pif"
+    " pl plist pm properties ps1 psd1 psm1 py pyc pyd pyi pyo pyw pyx pyz r rb reg rpm rs rules"
+    " scpt scr service sh shtml so socket sql svg tcl tf tfvars timer toml ts tsx url vbe vbs whl"
+    " wsf wsh xhtml zsh"
 )
 _PICKLE_SUFFIXES = _words("dill joblib pickle pkl")  # run what is in them when they are loaded
 _TEMPORARY_SUFFIXES = _words("incomplete lock part partial swp temp tmp")
 _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are those of data
-    "angular.json biome.json cdk.json cmakelists.txt cmakepresets.json cmakeuserpresets.json"
-    " compose.yaml compose.yml composer.json crush.json cypress.json deno.json devbox.json"
-    " devcontainer.json docker-bake.json docker-compose.yaml docker-compose.yml dub.json"
-    " ecosystem.json electron-builder.json firebase.json gemini-extension.json jsconfig.json"
+    "agents.md angular.json app.json biome.json cdk.json claude.md cmakelists.txt"
+    " cmakepresets.json cmakeuserpresets.json composer.json conanfile.txt crush.json cypress.json"
+    " deno.json devbox.json devcontainer.json docker-bake.json dub.json ecosystem.json"
+    " electron-builder.json firebase.json gemini-extension.json gemini.md jsconfig.json"
     " kernel.json launch.json lefthook.json lerna.json mcp.json mcp_config.json mcp_servers.json"
     " nodemon.json now.json npm-shrinkwrap.json nx.json opencode.json package-lock.json"
     " package.json process.json project.json pyrightconfig.json renovate.json rush.json"
-    " serverless.json settings.json tasks.json tsconfig.json turbo.json vercel.json"
-    " workspace.json wrangler.json"
+    " serverless.json settings.json skill.md tasks.json tsconfig.json turbo.json vcpkg.json"
+    " vercel.json workspace.json wrangler.json"
 )
 _CODE_NAMES = re.compile(
     r"(?:.*[-_.])?(?:requirements|constraints)(?:[-_.].*)?\.txt|.*\.so\.[0-9.]+"
     r"|.*\.config\.json"
+    r"|(?:docker-)?compose(?:[-_.].*)?\.ya?ml"
     r"|(?:jupyter|ipython)[-_].*\.json"  # Jupyter reads them in the folder in which it is started
     r"|.*\.(?:tf|tfvars|tofu|pkr)\.json"  # Terraform and Packer read all of a folder
 )

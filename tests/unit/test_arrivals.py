@@ -259,7 +259,7 @@ def test_a_result_named_head_stays_on_its_node(tmp_path: Path) -> None:
     RunDirectory(home).close()
     (note,) = bring(home, {"a/HEAD": b"x", "a/refs/x": b"y", "head.txt": b"z"}, there)
     assert "1 file stayed on n1" in note
-    assert "a/HEAD (named HEAD, as in a git repository)" in note
+    assert "'a/HEAD' (named HEAD, as in a git repository)" in note
     assert content(home) == {"a/refs/x": b"y", "head.txt": b"z"}
 
 

@@ -160,7 +160,8 @@ class Fetcher:
         host = channel.host.name
         self.incomplete_hosts.add(host)
         await channel.request("keep_folder", root=root)
-        examples = "; ".join(f"{path:.100} ({why})" for path, why in [*rejected.items()][:3])
+        # a name may have line breaks in it
+        examples = "; ".join(f"{path[:100]!r} ({why})" for path, why in [*rejected.items()][:3])
         files_text = pluralize(len(rejected), "file")
         self._note(f"paceline: {files_text} stayed on {host} in {root}: {examples}")
 

@@ -443,7 +443,7 @@ def test_files_of_the_script_come_to_the_project_and_what_may_not_be_there_does_
         notes: list[str] = []
         await follower.finish(note=notes.append)
         (note,) = notes
-        assert "1 file of the script did not replace files of yours" in note
+        assert "1 file of the script did not replace files in the project" in note
         assert sorted(str(file.relative_to(path)) for file in path.rglob("files/n1/**/*.*")) == [
             "files/n1/data.csv", "files/n1/train.py",
         ]  # fmt: skip

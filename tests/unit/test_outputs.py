@@ -14,6 +14,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from agents import Served, agent_in_thread
 from paceline.agent.files import outputs as agent_outputs
 from paceline.agent.files import snapshot
 from paceline.agent.supervision.rank_process import RankProcess
+from paceline.launch.results.outputs import OutputSync
 from paceline.rundir.detached_file import LineSeals
-from paceline.rundir.directory import RunDirectory
+from paceline.rundir.directory import RunDirectory, short
 from paceline.rundir.output_rules import WrittenFile, unit_of
 from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
 from paceline.transfer import output_folders, outputs, results, torch_files
@@ -146,7 +148,7 @@ def test_files_of_the_user_are_never_replaced(place: Place) -> None:
         assert set(place.store.kept_out) == {"mine.pt", "out/last.pt", "docs/new.md"}
         place.store.note_kept_out()
         taken, others = place.notes[-2:]
-        assert "2 files of the script did not replace files of yours: " in taken
+        assert "2 files of the script did not replace files in the project: " in taken
         assert "1 file of the script, which may not be put into the project: " in others
         assert others.endswith("files/n1/docs/new.md")
 
@@ -770,6 +772,45 @@ def test_a_later_run_replaces_what_an_earlier_one_wrote(place: Place) -> None:
         assert script_checkpoint(place.run)
 
     run(work)
+
+
+@pytest.mark.parametrize("is_rank_0_in_place", [False, True])
+def test_a_checkpoint_of_another_run_that_hosts_do_not_get_is_named(
+    place: Place, is_rank_0_in_place: bool
+) -> None:
+    place.run = place.run.parent / "runs/first"
+    place.run.mkdir(parents=True)
+    place.store = place.fresh_store()
+    apart = SimpleNamespace(name="n2", copies={"code": ("/copy", "")})
+    first = SimpleNamespace(name="n1", copies={}) if is_rank_0_in_place else apart
+    fleet: Any = SimpleNamespace(first=first, everyone=[first, apart])
+
+    def notes_of(name: str, *sent: str) -> list[str]:
+        """Notes at the start of a run whose code includes the files ``sent``."""
+        run = place.run.parent / name
+        run.mkdir(exist_ok=True)
+        notes: list[str] = []
+        sync = OutputSync(run, notes.append)
+        sync.store.set_code(place.project, [[path, "", 0, 4] for path in ("train.py", *sent)])
+        asyncio.run(sync._note_unsent_checkpoint(fleet))
+        return notes
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        place.write("n1", "out/ckpt.pt", zipped("first"))
+        await place.store.sync(folder)
+
+    assert not notes_of("second")
+    run(work)
+    (note,) = notes_of("second")
+    assert "out/ckpt.pt of " in note
+    assert ("warning: rank 0 finds out/ckpt.pt" in note) == is_rank_0_in_place
+    assert ("n2 does not get it" in note) == is_rank_0_in_place
+    assert note.endswith(f" --run-dir {short(place.run)}")
+    assert not notes_of("first")  # it resumes
+    assert not notes_of("third", "out/ckpt.pt")
+    (place.project / "out/ckpt.pt").write_bytes(b"of the user")
+    assert not notes_of("second")
 
 
 def test_rank_0_on_this_machine_writes_in_place(place: Place) -> None:

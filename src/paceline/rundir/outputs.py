@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -273,6 +273,26 @@ def _newest_runs(run: Path) -> list[Path]:
         if version is not None and version[0] <= MAX_SHOWN_BYTES and journal.parent != run:
             ages[journal.parent] = version[1]
     return sorted(ages, key=ages.__getitem__, reverse=True)[:MAX_EARLIER_RUNS]
+
+
+def earlier_checkpoint(run: Path, project: Path,
+                       is_sent: Callable[[str], bool]) -> tuple[Path, str] | None:  # fmt: skip
+    """The checkpoint in a project that another run beside this one wrote and hosts do not get.
+
+    Args:
+        is_sent: Whether hosts get the file at a path of the project.
+
+    Returns:
+        The directory of the run that wrote it, and its path; ``None`` if there is none.
+    """
+    for other in _newest_runs(run):
+        journal = OutputJournal(other, LineSeals(other))
+        newest = newest_checkpoint(output for output in journal.outputs.values()
+                                   if not output.place and output.is_unchanged(other, project)
+                                   )  # fmt: skip
+        if newest is not None and not any(is_sent(output.path) for output in newest[1]):
+            return other, newest[0]
+    return None
 
 
 def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | None:

@@ -39,7 +39,13 @@ from paceline.rundir.output_rules import (
     superseded_units,
     unit_of,
 )
-from paceline.rundir.outputs import Output, OutputJournal, local_version
+from paceline.rundir.outputs import (
+    Output,
+    OutputJournal,
+    earlier_checkpoint,
+    local_version,
+    newest_checkpoint,
+)
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import format_size, pluralize
 from paceline.spec.rundir import (
@@ -115,6 +121,20 @@ class OutputStore:
 
     def _was_sent(self, path: str) -> bool:
         return fold_name(path) in self._code
+
+    def unsent_checkpoint(self) -> tuple[Path, str] | None:
+        """A checkpoint of another run in the project, if this run has none. Blocking.
+
+        Returns:
+            The directory of the run that wrote it, and its path.
+        """
+        if self.project is None or newest_checkpoint(self.journal.outputs.values()) is not None:
+            return None
+
+        def is_sent(path: str) -> bool:
+            return path in self.journal.outputs or self._was_sent(path)
+
+        return earlier_checkpoint(self._run, self.project, is_sent)
 
     def _is_code(self, path: str) -> bool:
         """Whether a file was sent and is no checkpoint: no host may change it on the others."""
@@ -527,7 +547,7 @@ class OutputStore:
         self.kept_out.clear()
         if taken := places[True]:
             self._note(f"paceline: {pluralize(len(taken), 'file')} of the script did not replace"
-                       f" files of yours: {format_paths(taken)}")  # fmt: skip
+                       f" files in the project: {format_paths(taken)}")  # fmt: skip
         if others := places[False]:
             self._note(f"paceline: {pluralize(len(others), 'file')} of the script, which may not be"
                        f" put into the project: {format_paths(others)}")  # fmt: skip

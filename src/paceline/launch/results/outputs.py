@@ -12,8 +12,9 @@ from paceline.agent.files.outputs import UNCOLLECTED
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.planning.planner import Supplies
 from paceline.remote.fanout import gather_all
+from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError
-from paceline.spec.formatting import pluralize
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
 from paceline.transfer.outputs import OutputStore, format_paths
 from paceline.transfer.tree import Tree
@@ -80,6 +81,27 @@ class OutputSync:
         await gather_all([self._fetch_uncollected(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
+        await self._note_unsent_checkpoint(fleet)
+
+    async def _note_unsent_checkpoint(self, fleet: Fleet) -> None:
+        """Says which checkpoint of another run the hosts do not get, and how they would.
+
+        If rank 0 sees the project itself, it may resume while the other ranks start anew.
+        """
+        with_copies = [node for node in fleet.everyone if "code" in node.copies]
+        found = await asyncio.to_thread(self.store.unsent_checkpoint) if with_copies else None
+        if found is None:
+            return
+        run, path = found
+        checkpoint, option = f"{path} of {short(run)}", shell_text(["--run-dir", short(run)])
+        if fleet.first in with_copies:
+            text = f"note: {checkpoint} is not sent to the hosts; to resume from it, add {option}"
+        else:
+            text = (
+                f"warning: rank 0 finds {checkpoint}, but {with_copies[0].name} does not get it; to"
+                f" resume from it on all hosts, add {option}"
+            )
+        self._note(f"paceline: {text}")
 
     async def _fetch_uncollected(self, node: Node) -> None:
         """Fetches files that a node kept because an earlier launcher had not fetched them."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from paceline.launch.results import summary
 from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
@@ -91,3 +94,18 @@ def test_a_refused_setting_is_not_typed_again() -> None:
     events = [Event("checkpoint", "n1", 0, fields={"step": 1200})]
     outcome = RunOutcome(Path("/run"), Result(1, failure=refused), events, {}, 1.0)
     assert "to resume" not in report_failure(outcome)
+
+
+def test_what_ranks_saved_that_trained_apart_is_not_to_be_resumed_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(summary, "script_checkpoint", lambda run: "out/last.pt")
+
+    def last_words(*events: Event) -> str:
+        failure = Failure("early", "n1", 0, headline="ended too early")
+        return report_failure(RunOutcome(Path("/run"), Result(1, failure), events, {}, 1.0))
+
+    assert "to resume, if" in last_words()
+    said = last_words(Event("replicas differ", fields={"text": "rank 0 differs"}))
+    assert "newest checkpoint of the script: out/last.pt" in said
+    assert "to resume" not in said

@@ -393,6 +393,17 @@ def read_events(lines: Iterable[Message]) -> tuple[Event, ...]:
     return tuple(event for event in map(Event.read, lines) if event is not None)
 
 
+def replica_difference(events: Iterable[Event]) -> str:
+    """Which ranks trained different models in the last attempt; empty if none are known to."""
+    text = ""
+    for event in events:
+        if event.kind == "started":
+            text = ""
+        elif event.kind == "replicas differ":
+            text = str(event["text"] or "")
+    return text
+
+
 # host, folder of a shipped copy there, the launching machine's folder that it is a copy of
 ShippedCopy = tuple[str, str, str]
 

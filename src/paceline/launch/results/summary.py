@@ -14,7 +14,7 @@ from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
-from paceline.spec.events import Event, ShippedCopy, restore_local_paths
+from paceline.spec.events import Event, ShippedCopy, replica_difference, restore_local_paths
 from paceline.spec.failure import Result, describe_end, format_location, signal_name
 from paceline.spec.formatting import format_duration, pluralize, shell_text
 
@@ -156,6 +156,8 @@ def _script_hint(outcome: RunOutcome) -> list[str]:
     """Returns lines on the script's newest checkpoint and the command that resumes from it."""
     if _resume_hint(outcome) or not (checkpoint := script_checkpoint(outcome.path)):
         return []
+    if replica_difference(outcome.events):  # rank 0 saved the state of no training
+        return [f"{_NEWEST}{checkpoint}"]
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
     command = shell_text(resume_command(argv, short(outcome.path)))
     return [f"{_NEWEST}{checkpoint}",

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import program
-from paceline.cli.runs import attached, run_lookup
+from paceline.cli.runs import attached, run_end, run_lookup
 from paceline.cli.runs import state as run_state
 from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import seek_lines
@@ -31,6 +31,8 @@ from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import ConnectError, SettingError
+from paceline.spec.events import Event
+from paceline.spec.failure import Result as RunResult
 
 ALIVE = 4711  # a process id that stands for one that lives
 
@@ -370,6 +372,26 @@ def test_of_a_run_that_ended_well_its_losses_are_told() -> None:
         "    rank 1 on n2 was lost before it had joined: killed by SIGKILL",
         "    all ranks were started again",
     ]
+
+
+def test_ranks_that_trained_apart_are_told_although_the_run_ended_well(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = make("one", code=0)
+    (folder / "owner.json").unlink()
+    told = "rank 0 on n1 trains a different model from the others: weight differs after step 0"
+    started = Event("started", fields={"attempt": 0})
+    events = (started, Event("replicas differ", fields={"text": told}))
+    lines = [{"event": event.kind, **event.fields} for event in events]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert call("explain", "one").output.splitlines()[0] == told
+    assert f"  warning: {told}\n" in call("status", "one").output
+    assert json.loads(call("status", "--json", "one").output)["replicas_differ"] == told
+    assert f"; {told}." in " ".join(call("report", "one").output.split())
+    run_end.explain_difference(folder, RunResult(0), events)
+    assert f"paceline: cause: {told} [replicas-differ]\n  remedy: " in capsys.readouterr().err
+    run_end.explain_difference(folder, RunResult(0), (*events, started))
+    assert not capsys.readouterr().err
 
 
 def test_of_several_the_running_one_is_explained() -> None:

@@ -11,7 +11,7 @@ from paceline.explain.outcome import Outcome, judge
 from paceline.explain.prefixes import strip_prefixes
 from paceline.explain.unit_parser import parse_units
 from paceline.explain.units import Unit
-from paceline.spec.events import Event
+from paceline.spec.events import Event, replica_difference
 from paceline.spec.failure import Failure, Result, format_location
 from paceline.spec.terminal import clean
 
@@ -146,6 +146,11 @@ class Evidence:
                 descriptions.append(f"{''.join(lost.values())}all ranks were started again")
                 lost = {}
         return tuple(descriptions)
+
+    @property
+    def replica_difference(self) -> str:
+        """Which ranks trained different models, as the screen says; empty if none are known to."""
+        return replica_difference(self.events)
 
     @property
     def first_failure(self) -> Failure | None:

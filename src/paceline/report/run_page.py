@@ -15,7 +15,7 @@ from paceline.report.run import Run
 from paceline.report.timeline import ACTIVITY_LABELS, Row, Timeline
 from paceline.rundir.records import as_float, as_text, cause_in, object_in, objects_in
 from paceline.spec import rundir as names
-from paceline.spec.events import PART_NAMES, PARTS, Event
+from paceline.spec.events import PART_NAMES, PARTS, Event, replica_difference
 from paceline.spec.failure import UNKNOWN, format_location, signal_name
 from paceline.spec.formatting import format_duration, pluralize, shell_text
 
@@ -78,6 +78,8 @@ def outcome_of(run: Run) -> tuple[Status, str]:
         return "bad", f"Failed with exit status {result.exit_code} after {duration}."
     steps = f" trained {pluralize(step, 'step')}" if step else ""
     sentence = "; ".join(filter(None, (f"{size}{steps} in {duration}", _describe_troubles(run))))
+    if difference := replica_difference(record.events):
+        return "unsure", f"Finished: {sentence}; {difference}."
     return "good", f"Finished: {sentence}."
 
 

@@ -516,6 +516,8 @@ def _describe(event: Event) -> tuple[str, Severity] | None:
     match event.kind:
         case "started" if event["attempt"]:
             return f"all ranks were started again (attempt {event['attempt'] + 1})", "good"
+        case "replicas differ":
+            return str(event["text"] or event.kind), "bad"
         case "newcomer late" | "hang":
             return str(event["text"] or event.kind), "slow"
         case "newcomer lost":

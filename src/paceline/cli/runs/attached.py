@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 from paceline.cli.runs.client import LauncherClient, RemoteLauncher, client_for
 from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import rank_logs
-from paceline.cli.runs.run_end import explain_run
+from paceline.cli.runs.run_end import explain_difference, explain_run
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import read_state, started_at
 from paceline.cli.verb import say
@@ -330,6 +330,7 @@ def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
         say(text, err=True)
         explain_run(run_dir, result, events, result.failure is not None)
     elif code == 0:
+        explain_difference(run_dir, result, events)
         say(report_success(outcome), err=True)
     else:
         say(format_for(describe_run(read_state(path)), sys.stderr), err=True)

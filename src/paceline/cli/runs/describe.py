@@ -46,6 +46,8 @@ def describe_run(state: RunState) -> str:
         lines.append(f"  hangs: {state.hang}")
     if state.straggler:
         lines.append(f"  slow: {state.straggler}")
+    if state.replica_difference not in state.failure:  # nor empty
+        lines.append(f"  warning: {state.replica_difference}")
     if state.failure:
         lines.append(f"  failed first: {state.failure}")
     if state.word == "stopped":

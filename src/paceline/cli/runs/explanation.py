@@ -1,4 +1,4 @@
-"""The explanation of a failed run: found, written into its findings, and shown at its end."""
+"""The explanation of a run that went wrong: found, written into its findings, shown at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHOWN_IN_LOG_TAIL = ("exception", "said-why")  # their words stand in the last l
 
 
 def succeeded(evidence: Evidence) -> bool:
-    return evidence.result.exit_code == 0
+    """Whether a run ended with status 0, and its ranks are not known to have trained apart."""
+    return evidence.result.exit_code == 0 and not evidence.replica_difference
 
 
 def save_findings(run: Path, conclusion: Conclusion) -> None:
@@ -36,7 +37,7 @@ def save_findings(run: Path, conclusion: Conclusion) -> None:
 
 
 def explain_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str:
-    """Explains a failed run: writes the conclusion beside it and returns it as text.
+    """Explains a run that went wrong: writes the conclusion beside it and returns it as text.
 
     The text is empty if it would only repeat the traceback that is shown anyway.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.verb import say
 from paceline.spec.errors import PacelineError
-from paceline.spec.events import Event
+from paceline.spec.events import Event, replica_difference
 from paceline.spec.failure import Result
 from paceline.spec.job import Job
 from paceline.spec.rundir import DEBUG, REPORT
@@ -31,6 +31,7 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
 
     if job.debug.value:
         print_library_logs(outcome.path)
+    explain_difference(outcome.path, outcome.result, outcome.events)
     if text := report_failure(outcome):
         say(text, err=True)
         has_failure = outcome.result.failure is not None
@@ -47,9 +48,15 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
     report_run(job, outcome.path)
 
 
+def explain_difference(run_dir: Path, result: Result, events: tuple[Event, ...]) -> None:
+    """Explains a run that ended with status 0 although its ranks trained different models."""
+    if result.exit_code == 0 and replica_difference(events):
+        explain_run(run_dir, result, events, is_shown=True)
+
+
 def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
                 is_shown: bool) -> None:  # fmt: skip
-    """Explains a failed run: writes findings.json and shows the conclusion.
+    """Explains a run that went wrong: writes findings.json and shows the conclusion.
 
     A problem in here must not hide how the run ended, nor keep the user waiting for it.
     """

@@ -30,7 +30,7 @@ from paceline.schedulers.submission import SubmittedJob, read_submission, requir
 from paceline.spec import rundir as names
 from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import NodeError
-from paceline.spec.events import read_events
+from paceline.spec.events import read_events, replica_difference
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.schema import matches
 
@@ -53,6 +53,8 @@ class RunState:
             them waiting, while it does; one line each.
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hosts: How busy each host is, as far as it is known: see ``launch/terminal/run_state.py``.
+        replica_difference: Which ranks train different models, if :func:`read_state_and_replicas`
+            has found any.
         waiting: Too few nodes are there, and it waits for others.
     """
 
@@ -70,6 +72,7 @@ class RunState:
     supervisor: SupervisorLocation | None = None
     waiting: run_state.NodeWait | None = None
     lost: LostRun | None = None
+    replica_difference: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -93,7 +96,14 @@ class RunState:
             "hang": self.hang or None,
             "waits": asdict(self.waiting) if self.waiting else None,
             "lost": asdict(self.lost) if self.lost else None,
+            "replicas_differ": self.replica_difference or None,
         }
+
+
+def read_state_and_replicas(path: Path) -> RunState:
+    """Reads the state of a run and, from all of its events, whether its replicas differ."""
+    events = read_events(records.read_records(path / names.EVENTS))
+    return replace(read_state(path), replica_difference=replica_difference(events))
 
 
 def read_state(path: Path) -> RunState:

@@ -9,7 +9,7 @@ import click
 
 from paceline.cli.options import run_lookup_options
 from paceline.cli.runs.describe import describe_run
-from paceline.cli.runs.state import read_state
+from paceline.cli.runs.state import read_state_and_replicas
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.terminal import format_for
@@ -39,7 +39,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
     def show() -> None:
         nonlocal is_shown
         is_shown = True
-        state = read_state(path)
+        state = read_state_and_replicas(path)
         if as_json:
             click.echo(json.dumps(state.to_json(), indent=2))
         else:

@@ -23,6 +23,12 @@ _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 
 def match(evidence: Evidence) -> Match | None:
+    # ranks that did not load the same checkpoint have different numbers of steps left
+    return None if evidence.replica_difference else match_early_end(evidence)
+
+
+def match_early_end(evidence: Evidence) -> Match | None:
+    """The match of a rank that ended its work while others waited for it, for whatever reason."""
     starts = [index for index, event in enumerate(evidence.events)
               if event.kind == "started" and event["attempt"]]  # fmt: skip
     early = _early_exit(evidence.events[starts[-1] if starts else 0 :])

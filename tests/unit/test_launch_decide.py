@@ -530,7 +530,7 @@ def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
 
 def test_absolute_paths_below_sent_code_are_those_of_the_copy() -> None:
     args = ("/w/out", "--data=/w/sub/d", "--lr=/w2", "/w", "out", "/photos", "/w/photos/a")
-    photos = Data("/w/photos", ("/w/photos/a",))
+    photos = Data("/w/photos", {"/w/photos/a": "/a"})
     entry = Entry("script", "train.py", args)
     code = "/c/paceline/jobs/run1-676b8bb8/code"
     sent = placed(OTHER, entry=entry, data=photos)
@@ -562,7 +562,7 @@ def test_links_among_files_that_the_user_named_are_followed() -> None:
         placed(SAME, supplies=supplies, inputs=(Input("/t"),))
 
 
-PHOTOS = Data("/w/photos", ("/w/photos", "./photos"))
+PHOTOS = Data("/w/photos", {"/w/photos": "", "./photos": ""})
 COPY = "/c/paceline/data/0123/files/photos"
 
 
@@ -590,11 +590,28 @@ def test_what_lies_in_the_data_is_found_there_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos/tiny").mkdir(parents=True)
+    (tmp_path / "other/deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("other/deep")
     args = ("./photos/tiny/", "--a=photos/tiny", f"{tmp_path}/photos/tiny", "photos/../photos/tiny",
-            "--out=./photos/new", "./photostiny")  # fmt: skip
+            "--out=./photos/new", "./photostiny", "link/../photos", "photos")  # fmt: skip
     data = data_of(Path("photos"), args, is_local=True)
     assert [data.on_node(arg, COPY) for arg in args] == [
-        f"{COPY}/tiny", f"--a={COPY}/tiny", f"{COPY}/tiny", *args[3:]]  # fmt: skip
+        f"{COPY}/tiny", f"--a={COPY}/tiny", f"{COPY}/tiny", f"{COPY}/tiny", *args[4:]]  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", ["data/shapes", "./data/shapes/", "../ext/x", "../proj/../ext/x"])
+def test_data_are_found_by_each_spelling_of_their_path(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("proj/data/shapes/circle", "ext/x/circle"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "proj")
+    root = "../ext/x" if "ext" in typed else "data/shapes"
+    spellings = (root, f"./{root}/", f"../proj/{root}", str(tmp_path / "proj" / root))
+    args = (*spellings, f"./{root}/circle", f"--root={root}/circle", "../ext")
+    data = data_of(Path(typed), args, is_local=True)
+    assert [data.on_node(arg, COPY) for arg in args] == [
+        *[COPY] * len(spellings), f"{COPY}/circle", f"--root={COPY}/circle", "../ext"]  # fmt: skip
 
 
 def test_data_that_a_node_has_stay_in_place() -> None:

@@ -16,7 +16,7 @@ JOB = Job(
     Environment({"A": "1", "is": "odd"}, {"TOKEN": "s3cret"}, ("B",), Source.FILE),
     nproc_per_node=Setting("auto", Source.COMMAND_LINE, "-p"), nnodes=Setting(NodeRange(1, 3)),
     activate=Setting(("/opt/vars.sh",)), preload=("torch",), inputs=(Input("/data", ("x", "y")),),
-    data=Data("/d", ("d/",)),
+    data=Data("/d", {"d/": ""}),
 )  # fmt: skip
 CLUSTER = Cluster((Host("n1", env={"X": "y"}), Host("n2", "10.0.0.2", 4, port=22)), "list", ("a",))
 

@@ -215,7 +215,7 @@ def existing_path(name: str) -> str:
 def data_folder(data: str) -> Data | None:
     """Returns the folder that is named as data; hosts that lack it get a copy."""
     folder = absolute_folder(data) if data else ""
-    aliases = () if data == folder else (data,)  # its own path is known to recipes
+    aliases = {} if data == folder else {data: ""}  # its own path is known to recipes
     return Data(folder, aliases) if folder and Path(folder).is_dir() else None
 
 

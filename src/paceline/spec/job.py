@@ -186,24 +186,20 @@ class Data:
 
     Attributes:
         path: Its absolute path.
-        words: Arguments that mean it, or what is in it, and become that path on the node.
+        words: Arguments that mean it, or what is in it, with their place below it: ``/train``, or
+            nothing for the folder itself.
     """
 
     path: str
-    words: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def on_node(self, arg: str, folder: str) -> str:
         """An argument as a node gets it: a path, or an option with one behind ``=``."""
         option, equals, value = arg.partition("=")
         if arg in self.words:
-            return folder + self._subpath(arg)
+            return folder + self.words[arg]
         joined = equals and option.startswith("-") and value in self.words
-        return f"{option}={folder}{self._subpath(value)}" if joined else arg
-
-    def _subpath(self, path: str) -> str:
-        roots = sorted((word.rstrip("/") for word in self.words), key=len)
-        root = next(root for root in roots if f"{path}/".startswith(f"{root}/"))
-        return path[len(root) :].rstrip("/")
+        return f"{option}={folder}{self.words[value]}" if joined else arg
 
 
 @dataclass(frozen=True, slots=True)

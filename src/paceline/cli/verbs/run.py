@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,15 +107,21 @@ def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
             found=f"{folder.absolute()} is a file" if folder.exists() else "nothing of that name",
             remedy="Name a folder of this machine; hosts that lack it get it",
         )
-    absolute = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
-    typed = f"{folder}" if "/" in f"{folder}" else f"./{folder}"
-    spellings = {absolute, f"{absolute}/", typed, f"{folder}/"}
+    root = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
     values = {arg.partition("=")[2] if arg.startswith("-") else arg for arg in args}
-    spellings |= {value for value in values if _is_in_folder(value, spellings)}
-    return Data(absolute, tuple(sorted(spellings)))
+    subpaths = {value: _subpath(value, root) for value in sorted(values)}
+    return Data(root, {value: path for value, path in subpaths.items() if path is not None})
 
 
-def _is_in_folder(value: str, roots: Set[str]) -> bool:
-    """Returns whether this is a path in the folder; False for a result that does not exist yet."""
-    starts = tuple(f"{root.rstrip('/')}/" for root in roots)
-    return value.startswith(starts) and ".." not in Path(value).parts and Path(value).exists()
+def _subpath(value: str, root: str) -> str | None:
+    """Returns where a path lies below the folder, such as ``/train``; empty for the folder itself.
+
+    ``None`` for any other path, a single word, or a result in the folder that does not exist yet.
+    """
+    path = os.path.abspath(value)  # noqa: PTH100 - a link stays one
+    if "/" not in value or not f"{path}/".startswith(f"{root}/"):
+        return None
+    if not Path(path).exists():
+        return "" if path == root else None
+    # ".." behind a link leads elsewhere than the text says
+    return path[len(root) :] if Path(value).exists() and Path(value).samefile(path) else None

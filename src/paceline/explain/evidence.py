@@ -115,6 +115,8 @@ class Evidence:
         checkpoint_step: Step of the newest checkpoint; ``None`` when there is none.
         script_checkpoint: The newest checkpoint of the script's own; empty when none has arrived.
         debug: Debug output of the ranks' libraries, if it was requested.
+        ignored_files: Normalized paths of files that a rank missed although they exist on the
+            launching machine: git ignores them, so they were not sent.
     """
 
     logs: tuple[Log, ...] = ()
@@ -124,6 +126,7 @@ class Evidence:
     checkpoint_step: int | None = None
     script_checkpoint: str = ""
     debug: tuple[Log, ...] = ()
+    ignored_files: frozenset[str] = frozenset()
 
     @property
     def exits(self) -> tuple[Event, ...]:

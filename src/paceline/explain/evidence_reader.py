@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
 import sys
 import time
 from collections import deque
@@ -33,8 +35,15 @@ from paceline.rundir.records import (
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import DataError
-from paceline.spec.events import Event, read_events, restore_local_paths, shipped_copies
+from paceline.spec.events import (
+    Event,
+    ShippedCopy,
+    read_events,
+    restore_local_paths,
+    shipped_copies,
+)
 from paceline.spec.failure import Failure, Result
+from paceline.transfer.git import run_git
 
 HEAD_BYTES = 64 << 10  # read of a log's beginning
 TAIL_BYTES = 256 << 10  # read of a log's end, where causes usually are
@@ -43,6 +52,8 @@ MAX_LOGS = 4096
 STREAM_HEAD_BYTES = 1 << 20  # read of a log that the user names
 STREAM_TAIL_BYTES = 3 << 20
 MAX_STREAM_BYTES = 1 << 30  # read of a log that comes through a pipe
+_MAX_MISSED_FILES = 100  # that are looked up
+_MISSED_FILE = re.compile(r"No such file or directory: '(/[^']{1,1000})'")
 _MARKER_FILES = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER, DETACHED)
 
 
@@ -103,7 +114,31 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         checkpoint_step=next((version[1] for version in versions if version), None),
         script_checkpoint=script_checkpoint(path),
         debug=tuple(debug_logs(path, events)),
+        ignored_files=_ignored_files(logs, copies),
     )
+
+
+def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy]) -> frozenset[str]:
+    """Files of this machine that ranks missed in their copy of the code, because git ignores them.
+
+    Args:
+        logs: With the paths of this machine.
+    """
+    ignored: set[str] = set()
+    for source in {source for _, _, source in copies}:
+        hosts = {host for host, _, folder in copies if folder == source}
+        missed = {
+            os.path.normpath(match[1])
+            for log in logs if log.host in hosts
+            for line in log.lines if (match := _MISSED_FILE.search(line))
+        }  # fmt: skip
+        below = sorted(path for path in missed if path.startswith(f"{source}/"))
+        files = [path for path in below[:_MAX_MISSED_FILES] if Path(path).is_file()]
+        if files:
+            output = run_git(Path(source), "--literal-pathspecs", "ls-files", "-z", "--others",
+                             "--ignored", "--exclude-standard", "--", *files)  # fmt: skip
+            ignored.update(f"{source}/{path}" for path in (output or "").split("\0") if path)
+    return frozenset(ignored)
 
 
 def _launcher(path: Path, confirmed: bool) -> Launcher | None:

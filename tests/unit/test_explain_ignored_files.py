@@ -1,0 +1,64 @@
+"""A file that git ignores is not sent: explain names the reason, and its remedy sends the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+from paceline.explain.conclusion import conclude
+from paceline.explain.evidence_reader import from_run
+from paceline.explain.rules import load_all
+from paceline.transfer.tree import files_of
+
+COPY = "/run/user/0/paceline/job/code"
+
+
+def run_of(folder: Path, project: Path, missed: str) -> Path:
+    """Writes a run in which rank 1 missed a path in its copy of the project."""
+    events = [
+        {"event": "connected", "hosts": ["n1"]},
+        {"event": "copied", "host": "n1", "copy": COPY, "home": str(project)},
+        {"event": "started", "attempt": 0, "world_size": 2},
+        {"event": "rank started", "host": "n1", "rank": 1, "pid": 7},
+    ]
+    (folder / "logs/n1").mkdir(parents=True)
+    text = "".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(text)
+    (folder / "result.json").write_text('{"exit_code": 1}')
+    error = f"FileNotFoundError: [Errno 2] No such file or directory: '{COPY}/{missed}'\n"
+    (folder / "logs/n1/1.log").write_text(error)
+    return folder
+
+
+def test_a_file_that_git_ignores_is_sent_after_the_remedy(tmp_path: Path) -> None:
+    project = tmp_path / "my project"
+    (project / "configs").mkdir(parents=True)
+    (project / "train").mkdir()
+    (project / "configs/compiled.json").write_text("{}")
+    (project / ".gitignore").write_text("compiled.json\n")
+    subprocess.run(["git", "init", "-q", project], check=True)
+    assert "configs/compiled.json" not in set(files_of(project))
+
+    run = run_of(tmp_path / "run", project, "train/../configs/compiled.json")
+    rule, match = conclude(from_run(run), load_all()).matches[0]
+    assert rule.code == "missing-file"
+    assert f"{project}/configs/compiled.json: git ignores it" in match.cause
+    confirm, remedy = match.confirm.strip("`"), re.findall("`([^`]+)`", match.remedy)[0]
+    subprocess.run(confirm, shell=True, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(remedy, shell=True, check=True)
+    assert "configs/compiled.json" in set(files_of(project))
+
+
+def test_a_file_that_is_not_here_either_is_not_blamed_on_git(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / ".gitignore").write_text("*.json\n")
+    (project / "sent.txt").write_text("")
+    subprocess.run(["git", "init", "-q", project], check=True)
+    for missed in ("none.json", "sent.txt"):
+        run = run_of(tmp_path / missed, project, missed)
+        _, match = conclude(from_run(run), load_all()).matches[0]
+        assert "git" not in match.cause
+        assert not match.remedy

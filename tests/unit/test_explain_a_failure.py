@@ -17,10 +17,12 @@ from paceline.explain.evidence import Evidence, Log
 from paceline.explain.evidence_reader import from_log
 from paceline.explain.rules import killed, load_all
 from paceline.report.explanation import lines
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
-from paceline.spec.job import Entry, Job
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry, Job, NodeCount, NodeRange
+from paceline.spec.settings import Setting, Source
 
 JOB = Job("train", Entry("script", "train.py"), "/", "python3")
 
@@ -95,6 +97,28 @@ def test_a_refused_start_leaves_no_folder_that_nobody_named(tmp_path: Path, plan
         raise SettingError("no such interface")
     assert (run_dir / "findings.json").exists() == planned
     assert (tmp_path / "runs").exists() == planned
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_refusals", "suggested"),
+    [
+        (None, 1, "--nnodes 2:3"),
+        (2, 1, "--nnodes 1:2"),
+        (None, 3, ""),  # nobody has answered
+        (None, None, ""),  # the others were not tried
+        (NodeRange(2, 3), 1, ""),
+    ],
+)
+def test_a_failed_login_says_how_to_start_without_the_host(
+    nodes: NodeCount | None, num_refusals: int | None, suggested: str
+) -> None:
+    cluster = Cluster(tuple(map(Host, ("n1", "n2", "n3"))))
+    job = replace(JOB, nnodes=Setting(nodes, Source.COMMAND_LINE))
+    error = ConnectError("cannot log in to n1", remedy="n1: start it")
+    error.num_refusals = num_refusals
+    with pytest.raises(ConnectError) as caught, launch.suggest_node_range(job, cluster):
+        raise error
+    assert caught.value.remedy.partition("answer: ")[2] == suggested
 
 
 def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:

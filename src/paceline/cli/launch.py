@@ -19,10 +19,10 @@ from paceline.cli.batch import submit
 from paceline.cli.dispatch import Dispatch, ssh_options
 from paceline.cli.runs.run_end import explain_run, report_end, report_run
 from paceline.cli.verb import NAMED_PATHS, say
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Result
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Job
+from paceline.spec.job import Job, NodeRange
 from paceline.spec.rundir import DEFAULT_PARENT, PLAN
 from paceline.spec.terminal import format_for, wrap
 
@@ -77,7 +77,8 @@ def launch_job(
         require_usable(run_dir)
     inspect = make_inspect(ctx, job, cluster, dispatch, run_dir)
     if run_dir is None:
-        return show_plan(ctx, job, cluster, dispatch.transport, package, inspect)
+        with suggest_node_range(job, cluster):
+            return show_plan(ctx, job, cluster, dispatch.transport, package, inspect)
     named_paths.record(run_dir, ctx.meta.get(NAMED_PATHS, ()))
     if ctx.params["detach"] or ctx.params["keep"]:
         from paceline.cli.runs.leave import start_detached
@@ -151,7 +152,10 @@ def run_to_end(
 
     secrets = secrets_of(job, cluster)
     with notify_on_end(job, run_dir.absolute(), secrets, screen) as end:
-        with record_refusal(job, run_dir, secrets, is_generated=is_generated):
+        with (
+            record_refusal(job, run_dir, secrets, is_generated=is_generated),
+            suggest_node_range(job, cluster),
+        ):
             outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
                               package=package, inspect=inspect, keep_warm_s=keep_warm_s,
                               takeover=detached)  # fmt: skip
@@ -193,6 +197,22 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
         if ended is not None:
             notify.notify_all(job.notify, ended, screen.note)
             screen.close()
+
+
+@contextlib.contextmanager
+def suggest_node_range(job: Job, cluster: Cluster) -> Iterator[None]:
+    """Adds to the remedy of a failed login how to start with the hosts that answered."""
+    try:
+        yield
+    except ConnectError as error:
+        nodes = job.nnodes.value
+        if error.num_refusals and not isinstance(nodes, NodeRange):
+            num_hosts = nodes or len(cluster.hosts)
+            if (num_answers := num_hosts - error.num_refusals) > 0:
+                error.remedy += (
+                    f"\nOr start with the hosts that answer: --nnodes {num_answers}:{num_hosts}"
+                )
+        raise
 
 
 @contextlib.contextmanager

@@ -150,7 +150,9 @@ async def connect_hosts(
     refusals = [outcome for outcome in outcomes if isinstance(outcome, LoginError)]
     if refusals:
         await asyncio.gather(*(channel.close() for channel in channels))
-        raise await refusal_error(refusals, len(hosts), options)
+        error = await refusal_error(refusals, len(hosts), options)
+        error.num_refusals = len(refusals)
+        raise error
     return channels
 
 

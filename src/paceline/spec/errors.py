@@ -78,6 +78,8 @@ class HostsError(PacelineError):
 class ConnectError(PacelineError):
     """Hosts cannot be reached or refuse the login."""
 
+    num_refusals: int | None = None  # if the other hosts of the same attempt did answer
+
 
 class PermanentConnectError(ConnectError):
     """Hosts cannot be reached, and trying again in this run cannot help."""

@@ -187,3 +187,13 @@ def test_an_option_of_ours_behind_the_script_is_put_where_it_belongs() -> None:
     assert conclusion.remedy == "`-H` is an option of Paceline: `paceline run -H a,b train.py`"
     log = Log.from_text("n1", 0, "train.py: error: unrecognized arguments: --learning_rate 1\n")
     assert match(Evidence((log,))) is None
+
+
+def test_a_script_with_relative_imports_is_started_as_a_module() -> None:
+    text = (FOLDER / "relative-import" / "hit_1.log").read_text()
+    rule = load("relative-import")
+    for dots, folder, module in ((".", "/home/ml/proj", "vision.train"),
+                                 ("..", "/home/ml", "proj.vision.train")):  # fmt: skip
+        match = rule.match(from_log(text.replace("from .", f"from {dots}")))
+        assert match is not None
+        assert match.remedy == f"Start it as a module, in {folder}: `paceline run -m {module}`"

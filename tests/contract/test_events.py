@@ -21,6 +21,7 @@ from paceline.spec.events import (
     shipped_copies,
 )
 from paceline.spec.rundir import EVENTS
+from paceline.transfer.tree import Tree
 
 SOURCE = Path(paceline.__file__).parent
 TOLD = re.compile(r"""(?:\.event\(|_tell\(|event=)\s*"([a-z ]+)"|"event": "([a-z ]+)\"""")
@@ -100,3 +101,14 @@ def test_paths_of_shipped_copies_are_the_users_own() -> None:
     known = shipped_copies([copied, root, Event("copied", "n1")])
     assert restore_local_paths(known, "n2", "/tmp/c/code/train.py") == "/home/me/p/train.py"
     assert restore_local_paths(known, "n1", "/tmp/c/code/train.py") == "/tmp/c/code/train.py"
+
+
+def test_errors_in_gathered_data_files_name_the_users_own_files() -> None:
+    """Data files travel in a folder of links, which nobody but Paceline knows."""
+    outward = {"chat": "/home/me/chat", "chat.jsonl": "/home/me/data/chat.jsonl"}
+    tree = Tree(Path("/tmp/paceline-data-1"), [], outward=outward)
+    known = [("n2", copy, source) for copy, source in tree.sources("/run/job/input0")]
+    text = "/run/job/input0/chat.jsonl line 6, /run/job/input0/chat, /run/job/input0/x"
+    assert restore_local_paths(known, "n2", text) == (
+        "/home/me/data/chat.jsonl line 6, /home/me/chat, /tmp/paceline-data-1/x"
+    )

@@ -274,6 +274,16 @@ def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_a_copy_on_another_host_is_named_as_the_user_named_it(tmp_path: Path) -> None:
+    copy = tmp_path / "input0"
+    copy.mkdir()
+    write_jsonl(copy / "chat.jsonl", [*chats(1), {"messages": []}])
+    records = read_splits("/home/me/chat.jsonl", str(copy), "", True)["train"]
+    with pytest.raises(DataError, match=r"^/home/me/chat.jsonl line 2") as caught:
+        parse_records(records, skip_damaged=False)
+    assert "--skip-damaged" in caught.value.remedy
+
+
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_half_a_character_is_named_by_its_row(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{suffix}"

@@ -56,6 +56,15 @@ class Tree:
         """The local path of a file."""
         return self.cached.get(path) or (self.copy or self.root) / path
 
+    def sources(self, copy: str) -> list[tuple[str, str]]:
+        """Paths of a copy of this folder, with those of the originals: the most exact first.
+
+        A file that is only linked here has its own.
+        """
+        linked = ((f"{copy}/{path}", target) for path, target in self.outward.items())
+        ordered = sorted(linked, key=lambda pair: len(pair[0]), reverse=True)
+        return [*ordered, (copy, str(self.root))]
+
     def without(self, paths: Collection[str]) -> Tree:
         """Returns this folder without some of its files."""
         return replace(self, manifest=[entry for entry in self.manifest if entry[0] not in paths])

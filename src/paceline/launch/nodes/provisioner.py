@@ -100,10 +100,11 @@ class Provisioner:
             for name, tree in trees.items():
                 if tree is None or name not in node.copies:
                     continue
-                copy = (node.name, node.copies[name][0], str(tree.root))
-                if copy not in self._screen.shipped_copies:
-                    self._screen.shipped_copies.append(copy)
-                    self._recorder.event("copied", node.name, copy=copy[1], home=copy[2])
+                for target, source in tree.sources(node.copies[name][0]):
+                    copy = (node.name, target, source)
+                    if copy not in self._screen.shipped_copies:
+                        self._screen.shipped_copies.append(copy)
+                        self._recorder.event("copied", node.name, copy=target, home=source)
         await gather_all([self._outputs.provide(node) for node, _ in copies])
 
 

@@ -87,6 +87,9 @@ def _parse_rows(
             parsed.append(parse(row, location))
         except DataError as error:
             if not skip_damaged:
+                if parsed or isinstance(row, DataError):  # not all rows are of another kind
+                    correction = error.remedy or "correct or remove the row"
+                    error.remedy = f"{correction}; or --skip-damaged leaves such rows out"
                 raise
             errors.append(error)
     if not parsed:

@@ -27,10 +27,14 @@ def read_splits(name: str, data_dir: str, config: str, offline: bool) -> dict[st
     """
     path = find_data(name, data_dir)
     if path.is_file():
-        return {"train": [*read_file(path)]}
+        return {"train": [*read_file(path, name)]}
     if path.is_dir() and not is_saved(path) and (files := _split_files(path)):
         return {
-            split: [record for file in paths for record in read_file(file)]
+            split: [
+                record
+                for file in paths
+                for record in read_file(file, f"{Path(name) / file.relative_to(path)}")
+            ]
             for split, paths in files.items()
         }
     if path.is_dir() or is_hub_id(name):
@@ -73,8 +77,11 @@ def _split_files(folder: Path) -> dict[str, list[Path]]:
     return splits or ({"train": others} if others else {})
 
 
-def read_file(path: Path) -> Iterator[Record]:
+def read_file(path: Path, name: str = "") -> Iterator[Record]:
     """Yields the rows of a file.
+
+    Args:
+        name: The user's path of the file, if this is a copy on another host.
 
     Raises:
         DataError: The file cannot be read, or its kind is not known.
@@ -87,15 +94,16 @@ def read_file(path: Path) -> Iterator[Record]:
         ".parquet": _read_parquet,
         ".txt": _read_text,
     }
+    name = name or str(path)
     if path.suffix not in readers:
-        raise DataError(f"{path}: unknown kind of file", remedy=f"one of {', '.join(readers)}")
-    return readers[path.suffix](path)
+        raise DataError(f"{name}: unknown kind of file", remedy=f"one of {', '.join(readers)}")
+    return readers[path.suffix](path, name)
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
+def _read_jsonl(path: Path, name: str) -> Iterator[Record]:
     for number, line in enumerate(read_lines(path), 1):
         if line.strip():
-            yield _parse(line, f"{path} line {number}")
+            yield _parse(line, f"{name} line {number}")
 
 
 def _parse(line: str, location: str) -> Record:
@@ -126,33 +134,33 @@ def _checked(row: Any, location: str, *, has_escapes: bool = False) -> Record:
     return location, DataError(f"{location} is not a JSON object", found=repr(row)[:80])
 
 
-def _read_json(path: Path) -> Iterator[Record]:
+def _read_json(path: Path, name: str) -> Iterator[Record]:
     """Yields the rows of a file with one list of objects, which may be in one under any name."""
     text = "\n".join(read_lines(path))
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON", found=str(error)) from None
+        raise DataError(f"{name} is not valid JSON", found=str(error)) from None
     if isinstance(content, Mapping):
         lists = {key: value for key, value in content.items() if isinstance(value, list)}
         tables = {key: rows for key, rows in lists.items() if any(map(_is_object, rows))} or lists
         if len(tables) > 1:
             raise DataError(
-                f"{path} holds several lists",
+                f"{name} holds several lists",
                 found=", ".join(f"{key} with {len(rows):,} items" for key, rows in tables.items()),
                 remedy="a file for each list; --test-data FILE names one to hold out",
             )
         content = next(iter(tables.values()), None)
     if not isinstance(content, list):
-        raise DataError(f"{path} holds no list of examples", remedy="one object a line: .jsonl")
+        raise DataError(f"{name} holds no list of examples", remedy="one object a line: .jsonl")
     has_escapes = _SURROGATE in text.lower()
     return (
-        _checked(row, f"{path} item {number}", has_escapes=has_escapes)
+        _checked(row, f"{name} item {number}", has_escapes=has_escapes)
         for number, row in enumerate(content, 1)
     )
 
 
-def _read_table(path: Path) -> Iterator[Record]:
+def _read_table(path: Path, name: str) -> Iterator[Record]:
     delimiter = "\t" if path.suffix == ".tsv" else ","
     rows = parse_rows(path, [f"{line}\n" for line in read_lines(path)], delimiter)
     if not rows:
@@ -160,7 +168,7 @@ def _read_table(path: Path) -> Iterator[Record]:
     header = [cell.strip().lower() for cell in rows[0]]
     check_header(path, header)
     for number, row in enumerate(rows[1:], 2):
-        location = f"{path} row {number}"
+        location = f"{name} row {number}"
         if len(row) == len(header):
             yield location, dict(zip(header, row, strict=True))
         else:
@@ -168,17 +176,17 @@ def _read_table(path: Path) -> Iterator[Record]:
             yield location, DataError(f"{location} has other columns than the header", found=reason)
 
 
-def _read_text(path: Path) -> Iterator[Record]:
+def _read_text(path: Path, name: str) -> Iterator[Record]:
     """Yields one text for each line that is not empty."""
     for number, line in enumerate(read_lines(path), 1):
         if line.strip():
-            yield f"{path} line {number}", {"text": line}
+            yield f"{name} line {number}", {"text": line}
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
-    parquet = library("pyarrow.parquet", f"{path} is read", "pip install 'paceline[parquet]'")
+def _read_parquet(path: Path, name: str) -> Iterator[Record]:
+    parquet = library("pyarrow.parquet", f"{name} is read", "pip install 'paceline[parquet]'")
     try:
         rows: Iterable[Any] = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are of both kinds
-        raise DataError(f"{path} cannot be read", found=str(error)[:200]) from None
-    return (_checked(row, f"{path} row {number}") for number, row in enumerate(rows, 1))
+        raise DataError(f"{name} cannot be read", found=str(error)[:200]) from None
+    return (_checked(row, f"{name} row {number}") for number, row in enumerate(rows, 1))

@@ -215,7 +215,8 @@ def load_conversations(options: SftOptions) -> ChatData:
     name = options.data
     parts = read_splits(name, options.data_dir, options.data_config, options.offline)
     if options.test_data:
-        parts["test"] = [*read_file(find_data(options.test_data, options.data_dir))]
+        file = find_data(options.test_data, options.data_dir)
+        parts["test"] = [*read_file(file, options.test_data)]
     for part, records in parts.items():
         if not records:
             source = options.test_data if part == "test" else ""

@@ -470,3 +470,18 @@ def test_memory_is_stated_and_what_cannot_fit_is_refused(
     error = capsys.readouterr().err
     assert "the training does not fit into the memory of" in error
     assert re.search(r"--micro-batch \d", error)
+
+
+def test_another_chat_template_is_named_when_a_run_resumes(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny_language_model.make_tokenizer()
+    template = tmp_path / "other.jinja"
+    template.write_text(f"{tokenizer.chat_template}".replace("user", "reader") + "{# other #}")
+    assert train(place, tmp_path / "run", "--epochs=1") == 0
+    capsys.readouterr()
+    assert train(place, tmp_path / "run", "--epochs=2", f"--chat-template={template}") == 2
+    error = capsys.readouterr().err
+    assert "is of another training" in error
+    assert "chat_template: " in error
+    assert "data: " not in error

@@ -150,7 +150,7 @@ def train_sft(options: SftOptions) -> None:
         common.configure_checkpoints(
             session, options, best, training.fingerprint(), metadata,
             base=base_hash, method=options.method, rank=options.lora_rank, alpha=options.lora_alpha,
-            **objective_identity(options),
+            **objective_identity(options), **template_identity(encoder, data),
         )  # fmt: skip
         prompts = make_prompts(encoder, data, options)
         is_full, figures = options.method == "full", dict[str, float]()
@@ -339,6 +339,17 @@ def default_lr(options: SftOptions) -> float:
 def objective_identity(options: SftOptions) -> dict[str, Any]:
     """Returns what identifies an objective beside next-token prediction."""
     return {"objective": "dpo", "dpo_beta": options.dpo_beta} if options.objective == "dpo" else {}
+
+
+def template_identity(encoder: Encoder, data: ChatData) -> dict[str, str]:
+    """Returns what identifies the chat template, if the training data need one."""
+    rows = data.splits["train"]
+    conversations = (row.chosen if isinstance(row, Preference) else row for row in rows)
+    if not any(conversation.messages for conversation in conversations):
+        return {}
+    template = f"{encoder.tokenizer.chat_template}" if encoder.has_template else ""
+    name = hashlib.sha256(template.encode()).hexdigest()[:16] if encoder.has_template else "none"
+    return {"chat_template": name}
 
 
 def make_objective(

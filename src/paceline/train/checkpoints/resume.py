@@ -284,15 +284,17 @@ def _share_tensors(comms: Comms, owner: int, tensors: Files) -> Files:
 def check_identity(loaded: LoadedCheckpoint, identity: Mapping[str, str]) -> None:
     """Raises SettingError, with all that differs, if the checkpoint is of another training."""
     recorded: dict[str, object] = loaded.state["identity"]
-    differing = [
-        f"{name}: {recorded[name]!s:.200} then, {value} now"
+    differing = {
+        name: f"{name}: {recorded[name]!s:.200} then, {value} now"
         for name, value in identity.items()
         if name in recorded and recorded[name] != value
-    ]
+    }
+    if "chat_template" in differing:
+        differing.pop("data", None)  # the hash of tokens, which follow from the template
     if differing:
         raise SettingError(
             f"the checkpoint {loaded.source} is of another training",
-            found="\n".join(differing),
+            found="\n".join(differing.values()),
             remedy="a --run-dir of its own for this one, --resume never, or the former settings",
         )
 

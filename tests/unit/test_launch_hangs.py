@@ -741,6 +741,8 @@ def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:
     hang = Event("hang", "n2", 1, fields={"text": "rank 1 on n2 is stuck"})
     evidence = Evidence(events=(hang,), result=Result(130, interrupted=2))
-    assert "the job hung: rank 1 on n2" in conclude(evidence, load_all()).text
+    conclusion = conclude(evidence, load_all())
+    assert "the job hung: rank 1 on n2" in conclusion.text
+    assert "another collective" in conclusion.matches[0][1].reason  # the stop is no cause of a hang
     over = Evidence(events=(hang, Event("hang over")), result=Result(130, interrupted=2))
     assert "nothing failed" in conclude(over, load_all()).text

@@ -13,6 +13,10 @@ from paceline.spec.failure import format_location, signal_name
 _CONFIRM = 'The event "hang" in `events.jsonl` says where each rank was.'
 _NETWORK = "`paceline check -H HOSTS` tries every direction between the hosts."
 _REMEDY = "Make every rank call the same collectives in the same order; look at the named line."
+_REASON = (
+    "Before the stop, a rank was stopped, waited for something else, took another branch or called"
+    " another collective; or the network let data through in one direction only."
+)
 
 
 def _log_match(evidence: Evidence) -> Match | None:
@@ -44,7 +48,7 @@ def match(evidence: Evidence) -> Match | None:
         cause = f"{describe(hang)}; it was then stopped by {name}"
         remedy = _REMEDY if hang.rank is not None else _NETWORK
         hosts = (hang.host,) if hang.host else ()
-        return Match(cause, hosts, hang.rank, 0.99, remedy=remedy, confirm=_CONFIRM)
+        return Match(cause, hosts, hang.rank, 0.99, remedy=remedy, confirm=_CONFIRM, reason=_REASON)
     remedy = f"Run again with the same `--run-dir FOLDER`: {evidence.rerun_effect}."
     cause = f"nothing failed: the job was stopped by {name} at the launcher"
     return Match(cause, (), None, 0.99, remedy=remedy)

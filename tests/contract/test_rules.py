@@ -184,7 +184,8 @@ def test_an_option_of_ours_behind_the_script_is_put_where_it_belongs() -> None:
     log = Log.from_text("n1", 0, "usage: x\ntrain.py: error: unrecognized arguments: -H a,b\n")
     conclusion = match(Evidence((log,)))
     assert conclusion is not None
-    assert conclusion.remedy == "`-H` is an option of Paceline: `paceline run -H a,b train.py`"
+    assert "before the script: `paceline run -H a,b train.py`, with your" in conclusion.remedy
+    assert "the script's own arguments after its name" in conclusion.remedy
     log = Log.from_text("n1", 0, "train.py: error: unrecognized arguments: --learning_rate 1\n")
     assert match(Evidence((log,))) is None
 

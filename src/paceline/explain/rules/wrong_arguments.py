@@ -22,8 +22,11 @@ def match(evidence: Evidence) -> Match | None:
         arguments = error["words"].split()
         flag = arguments[0].partition("=")[0]
         if flag in PACELINE_OPTIONS:
-            command = shell_text(["paceline", "run", *arguments, error["script"]])
+            option = shell_text(["paceline", "run", *arguments, error["script"]])
             cause = f"{unit.label}: {flag} stands after the script, which does not know it"
-            remedy = f"`{flag}` is an option of Paceline: `{command}`"
+            remedy = (
+                f"Options of Paceline stand before the script: `{option}`, with your other options"
+                " beside it, and the script's own arguments after its name"
+            )
             return match_unit(unit, cause, 0.96, remedy=remedy)
     return None

@@ -137,6 +137,12 @@ def test_flags_of_mpirun_lead_to_ours(flag: str) -> None:
     assert "Did you mean -p N, the ranks of each host?" in done.output
 
 
+def test_an_option_of_the_script_goes_after_its_name() -> None:
+    done = CliRunner().invoke(program, ["run", "--epochs", "2", "train.py"])
+    assert done.exit_code == 2
+    assert "An option of your script goes after its name." in done.output
+
+
 def test_module_and_program_exclude_each_other() -> None:
     with pytest.raises(SettingError):
         entry_of("x", (), module=True, no_python=True)

@@ -50,6 +50,11 @@ class Verb(WithSettings):
                 if error.option_name == "-n" and any("-p" in param.opts for param in self.params):
                     message = f"{error.message} Did you mean -p N, the ranks of each host?"
                     raise click.NoSuchOption("-n", message, ctx=error.ctx) from None
+                if any(param.name == "script" for param in self.params):
+                    message = f"{error.message} An option of your script goes after its name."
+                    raise click.NoSuchOption(
+                        error.option_name, message, error.possibilities, error.ctx
+                    ) from None
                 raise
             if not ctx.resilient_parsing:
                 _reject_repeated(order)

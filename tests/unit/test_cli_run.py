@@ -88,6 +88,7 @@ def test_a_variable_that_is_not_there() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "__init__.py").write_text("")
     (tmp_path / "train.py").write_text("")
     return tmp_path
 
@@ -117,6 +118,7 @@ def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
         ("python", ("-B", "-m", "pkg", "-u"), "Leave it out: paceline run -m pkg "),
         ("python", ("-c", "print()"), "Leave it out: paceline run SCRIPT "),
         ("python", ("-u",), "Leave it out: paceline run SCRIPT "),
+        ("torchrun", ("-p", "2", "x.py", "--lr", "1"), "Leave it out: paceline run -p 2 x.py --lr"),
         (".", (), "Name a script in it: train.py"),
         ("empty", (), "Name a script"),
     ],

@@ -27,6 +27,11 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
             f"{script} is not a script, and the ranks run with Python anyway",
             remedy=f"Leave it out: paceline run {target} (--python PATH names another Python)",
         )
+    if args and path.name == "torchrun" and not path.exists():
+        raise SettingError(
+            f"{script} is not a script, and paceline run starts the ranks itself",
+            remedy=f"Leave it out: {shell_text(['paceline', 'run', *args])}",
+        )
     if path.is_dir() and not (path / "__main__.py").exists():
         scripts = _scripts(path)
         raise SettingError(
@@ -121,7 +126,9 @@ def _python_target(args: tuple[str, ...]) -> list[str]:
 
 
 def _scripts(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.py")) if folder.is_dir() else []
+    """Returns the names of scripts in a folder; ``__init__.py`` is none."""
+    names = {path.name for path in folder.glob("*.py")} if folder.is_dir() else set()
+    return sorted(names - {"__init__.py"})
 
 
 def _suggestion(path: Path) -> str:

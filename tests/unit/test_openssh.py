@@ -66,7 +66,7 @@ RECORDED = [
      "proxy dialer did not pass back a connection\n", "the ssh config's proxy fails", "ssh -G n2"),
     ("ssh: connect to host 10.77.0.12 port 22: No route to host\n"
      "mm_receive_fd: recvmsg: expected received 1 got 0\r\n"
-     "proxy dialer did not pass back a connection\r\n", "no route", "ping n2"),
+     "proxy dialer did not pass back a connection\r\n", "no route", "ip route get 10.77.0.12"),
     ("me@jump: Permission denied (publickey).\r\nkex_exchange_identification: Connection closed by "
      "remote host\r\nConnection closed by UNKNOWN port 65535\r\n",
      "the ssh config's proxy fails", "ProxyJump"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -235,7 +237,7 @@ CAUSES: tuple[_Cause, ...] = (
     _Cause(
         "no route",
         r"No route to host|Network is unreachable|Host is down",
-        "The machine is off or not in this network: ping {name}; ip route get ADDRESS",
+        "The machine is off or not in this network: ping {name}; ip route get {address}",
     ),
     _Cause(
         "refused",
@@ -454,14 +456,26 @@ def _fill(remedy: str, host: Host, text: str, target: str) -> str:
     key_name = re.search(r"Host key for (\S{1,300}) has changed", text)  # as known_hosts calls it
     values = {
         "name": host.name,
+        "address": _address(host, text),
         "target": target,
         "known": shell_text([key_name.group(1) if key_name else host.address]),
         "file": f" -f {shell_text([offending[0]])}" if offending else "",
         "offer": offer.group(1) if (offer := _OFFER.search(text)) else "ALGORITHM",
     }
     return re.sub(
-        r"\{(name|target|known|file|offer)\}", lambda match: values[match.group(1)], remedy
+        r"\{(name|address|target|known|file|offer)\}",
+        lambda match: values[match.group(1)],
+        remedy,
     )
+
+
+def _address(host: Host, text: str) -> str:
+    """The IP address that ssh has tried; ``ADDRESS`` if only a name is known."""
+    tried = re.search(r"connect to host (\S{1,300}) port", text)
+    for address in (tried.group(1) if tried else "", host.address):
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_address(address))
+    return "ADDRESS"
 
 
 def offending_line(text: str) -> tuple[str, int] | None:

@@ -96,6 +96,15 @@ class Models:
     def learning_rates(self) -> dict[str, float]:
         return {metric: self._updaters[name].lr for name, metric in self.metric_names("lr").items()}
 
+    @property
+    def changed_settings(self) -> list[str]:
+        """Hyperparameters that differ from those of the loaded checkpoint, for the user."""
+        return [
+            f"{name}: {change}" if name else change
+            for name, updater in self._updaters.items()
+            for change in updater.changed_settings
+        ]
+
     def check_finite(self, losses: Mapping[str, float], step: int) -> None:
         """Checks that mean losses are finite; called with the same losses on every rank.
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from paceline.spec.errors import SettingError
-from paceline.train import parallel
+from paceline.train import hyperparameters, parallel
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Batch
 from paceline.train.elastic.recovery import Recovery
@@ -55,6 +55,8 @@ class Updater:
         average: Moving average of the weights, updated after each step; ``None`` for none.
         exchange: Exchange of a replica's gradients; ``None`` without a replica.
         communication: Chooses the reducer of that exchange; ``None`` without a replica.
+        changed_settings: Hyperparameters that differ from those of the loaded checkpoint, described
+            for the user.
 
     Args:
         scaler: Loss scale of fp16; ``None`` if none is needed.
@@ -76,6 +78,8 @@ class Updater:
         self.average: Average | None = None
         self.exchange: GradientExchange | None = None
         self.communication: Communication | None = None
+        self.changed_settings: list[str] = []
+        self._constructed = hyperparameters.describe_optimizer(optimizer)
         self._communication_state: dict[str, Any] = {}  # of a checkpoint, while this rank is alone
 
     def replicate(
@@ -169,6 +173,7 @@ class Updater:
         optional |= {"communication": method_state} if method_state else {}
         return {
             "optimizer": optimizer,
+            "hyperparameters": self._constructed,
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             **optional,
@@ -182,12 +187,33 @@ class Updater:
     def load_state(
         self, state: dict[str, Any], *, assemble: bool = True, replicated_only: bool = False
     ) -> None:
-        """Loads a state of :meth:`state`; the module has its weights already."""
+        """Loads a state of :meth:`state`; the module has its weights already.
+
+        Hyperparameters with which the optimizer was constructed here, but not that of the
+        checkpoint, are set as constructed here. The state of a running training
+        (``replicated_only``) is taken with its hyperparameters.
+
+        Raises:
+            SettingError: The state is of another class of optimizer.
+        """
+        recorded = state.get("hyperparameters")  # older versions did not save it
+        if not replicated_only:
+            saved_groups = state["optimizer"]["param_groups"]
+            hyperparameters.check_class(self.optimizer, recorded, saved_groups)
         parallel.load_optimizer_state(
             self.module, self.optimizer, state["optimizer"], assemble=assemble
         )
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
+        if not replicated_only:
+            self.changed_settings = hyperparameters.apply_changes(
+                self.optimizer,
+                self.schedule,
+                self._constructed["groups"],
+                recorded and recorded["groups"],
+            )
+        elif recorded is not None:
+            self._constructed = recorded
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.average:

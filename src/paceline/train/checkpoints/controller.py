@@ -81,6 +81,8 @@ class CheckpointController:
             self._journal.resend_records()
         self._membership.verify()
         member.say(f"resumed after step {loaded.step} from {loaded.source}")
+        for change in self._training.models.changed_settings:
+            member.say(change)
         member.event("resumed", step=loaded.step, source=loaded.source)
         return True
 

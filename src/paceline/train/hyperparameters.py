@@ -1,0 +1,182 @@
+"""Hyperparameters with which an optimizer was constructed, and their changes at a resume.
+
+A schedule or a script changes learning rates during a training, so a checkpoint also records the
+values of the construction: only these show what the user has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from paceline.spec.errors import SettingError
+
+Values = dict[str, Any]
+"""Hyperparameters of one parameter group, as JSON values."""
+
+_BASE_LR = "initial_lr"  # where a schedule records the learning rate that it starts from
+_IGNORED = {
+    *("params", "param_names", _BASE_LR),
+    *("capturable", "differentiable", "foreach", "fused"),  # how to compute, not what
+}
+_OF_SCHEDULES = {_BASE_LR, "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+_RECIPE_NAMES = {"Adam": "adam", "AdamW": "adamw", "MuonWithAuxiliary": "muon", "SGD": "sgd"}
+_LABELS = {"lr": "learning rate"}
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns class and hyperparameters of an optimizer before its first step, as JSON values."""
+    groups = [
+        {
+            name: _to_json(group.get(_BASE_LR, value) if name == "lr" else value)
+            for name, value in group.items()
+            if name not in _IGNORED
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def check_class(
+    optimizer: Optimizer, recorded: Mapping[str, Any] | None, saved_groups: Sequence[Values]
+) -> None:
+    """Checks that a checkpoint is of the same class of optimizer.
+
+    Args:
+        recorded: What :func:`describe_optimizer` returned when the checkpoint's optimizer was
+            constructed; ``None``: an older version made it. The names of its hyperparameters must
+            then fit.
+        saved_groups: The checkpoint's parameter groups.
+
+    Raises:
+        SettingError: It is another class.
+    """
+    name = type(optimizer).__name__
+    if recorded is not None:
+        former = str(recorded["class"])
+        if former == name:
+            return
+        found = f"{former} in the checkpoint, {name} now"
+        flag = f"--optimizer {_RECIPE_NAMES.get(former, '')}".strip()
+    else:
+        saved = {key for group in saved_groups for key in group} - _IGNORED - _OF_SCHEDULES
+        present = {key for group in optimizer.param_groups for key in group}
+        present -= _IGNORED | _OF_SCHEDULES
+        if saved <= present or present <= saved:  # versions of PyTorch add names
+            return
+        found = f"hyperparameters {', '.join(sorted(saved - present))} in the checkpoint, not of"
+        found, flag = f"{found} {name}", "--optimizer"
+    raise SettingError(
+        "the checkpoint is of another optimizer, whose state does not fit",
+        found=found,
+        remedy=f"the former optimizer ({flag} of a recipe); --resume never or a --run-dir of its"
+        " own starts a new training with the new one",
+    )
+
+
+def apply_changes(
+    optimizer: Optimizer,
+    schedule: LRScheduler | None,
+    constructed: Sequence[Values],
+    recorded: Sequence[Values] | None,
+) -> list[str]:
+    """Sets hyperparameters that were constructed with other values than those of a checkpoint.
+
+    Call it after optimizer and schedule have loaded their states. Equal hyperparameters stay as
+    loaded, also if a schedule or the script had changed them.
+
+    Args:
+        constructed: Groups of :func:`describe_optimizer` of this optimizer.
+        recorded: Those of the checkpoint's optimizer; ``None``: an older version made it. Only the
+            learning rate from which a schedule starts is then known.
+
+    Returns:
+        A description of each change.
+    """
+    groups = optimizer.param_groups
+    if recorded is None:
+        recorded = [
+            {"lr": _to_json(group[_BASE_LR])} if _BASE_LR in group else {} for group in groups
+        ]
+    changes: dict[str, None] = {}
+    new_rates: dict[int, tuple[float, float]] = {}  # former and new one by number of the group
+    triples = zip(groups, recorded, constructed, strict=False)  # a script may add groups later
+    for number, (group, former, new) in enumerate(triples):
+        for name in former.keys() & new.keys():
+            if former[name] == new[name]:
+                continue
+            label = _LABELS.get(name, name.replace("_", " "))
+            changes[f"{label} {_show(former[name])} of the checkpoint → {_show(new[name])}"] = None
+            if name == "lr":
+                new_rates[number] = former[name], new[name]
+            else:
+                _assign(group, name, new[name])
+    if new_rates:
+        _set_base_rates(optimizer, schedule, new_rates)
+    return sorted(changes)
+
+
+def _set_base_rates(
+    optimizer: Optimizer,
+    schedule: LRScheduler | None,
+    rates: Mapping[int, tuple[float, float]],
+) -> None:
+    """Sets the learning rates from which a schedule starts, and the present ones."""
+    for number, (_, new) in rates.items():
+        if _BASE_LR in optimizer.param_groups[number]:
+            _assign(optimizer.param_groups[number], _BASE_LR, new)
+        for part in _parts(schedule):
+            if number < len(part.base_lrs):
+                _assign(part.base_lrs, number, new)
+    present = _rates_of(schedule)
+    for number, (former, new) in rates.items():
+        group = optimizer.param_groups[number]
+        scaled = float(group["lr"]) * (new / former) if former else new
+        _assign(group, "lr", scaled if present is None else float(present[number]))
+    for part in _parts(schedule):
+        part._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _parts(schedule: LRScheduler | None) -> Iterator[LRScheduler]:
+    """Yields a schedule and those that it consists of."""
+    if schedule is None:
+        return
+    if hasattr(schedule, "base_lrs"):
+        yield schedule
+    for part in getattr(schedule, "_schedulers", ()):
+        yield from _parts(part)
+
+
+def _rates_of(schedule: LRScheduler | None) -> Sequence[float | Tensor] | None:
+    """Returns a schedule's learning rates at the present step; ``None`` if it has no formula."""
+    if isinstance(schedule, LambdaLR):
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        return [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+    closed_form = getattr(schedule, "_get_closed_form_lr", None)
+    return None if closed_form is None else list(closed_form())
+
+
+def _assign(values: Any, key: Any, value: Any) -> None:
+    """Sets a hyperparameter, of the type that it had."""
+    if isinstance(values[key], Tensor):  # a captured graph reads it
+        values[key].fill_(value)
+    else:
+        values[key] = tuple(value) if isinstance(values[key], tuple) else value
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_to_json(part) for part in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_show, value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)

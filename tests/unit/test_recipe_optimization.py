@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,11 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 
-from paceline.recipes import parse_options
+from paceline import train
+from paceline.recipes import common, parse_options
 from paceline.recipes.common import unused_flags
 from paceline.recipes.optimization import Curve, compute_batching, make_optimizer
 from paceline.recipes.options import Options
+from paceline.train.data.fetch import Fetch
+from paceline.train.data.loader import Loader, Progress
+from paceline.train.data.order import Order
 
 
 def test_the_global_batch_stays() -> None:
@@ -61,6 +68,20 @@ def test_plateau_divides_when_nothing_gets_better() -> None:
     for loss in (1.0, 0.5, 0.6, 0.6):
         curve.report(loss)
     assert curve(50) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("batch", [5, 10, 25])
+def test_the_curve_follows_the_epochs_after_a_resume_with_another_batch(batch: int) -> None:
+    """Position and length are those of a training that had this batch from the start."""
+    progress = Progress(step=15, epoch=1, offset=50)  # 100 samples in batches of 10
+    fetch = Fetch(TensorDataset(torch.zeros(100)), torch.device("cpu"))
+    loader = Loader(fetch, Order(100, 0), lambda: (0, 1), batch, 0, progress)
+    options = Options(epochs=4, schedule="linear", warm_up=0.0)
+    curve = common.make_curve(options, loader)
+    session = cast(train.Session, SimpleNamespace(progress=progress, epochs=lambda *_, every: [1]))
+    assert [*common.epochs(session, loader, options, curve)] == [1]
+    assert curve(15) == pytest.approx(1 - 1.5 / 4)
+    assert curve(15 + loader.steps_left(4)) == 0
 
 
 def test_a_schedule_goes_on_from_its_state() -> None:

@@ -81,6 +81,41 @@ def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "and 4 steps (2 epochs) were asked for" in said
 
 
+@pytest.mark.parametrize(
+    ("samples", "batch", "changed"),
+    [
+        (8, 2, "a global batch of 2 instead of 4: 8 steps left"),
+        (8, 8, "a global batch of 8 instead of 4: 2 steps left"),
+        (18, 4, "18 training samples instead of 8: 10 steps left"),
+        (
+            4,
+            2,
+            "a global batch of 2 instead of 4 and 4 training samples instead of 8: 4 steps left",
+        ),
+        (8, 4, ""),
+    ],
+)
+def test_a_resumed_training_makes_the_epochs_that_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: int, batch: int, changed: str
+) -> None:
+    trained: list[int] = []
+    for epochs, sizes in ((2, (8, 4)), (4, (samples, batch)), (1, (samples, batch))):
+        with train.join(run_dir=tmp_path, seed=0) as session:
+            network = session.place(nn.Linear(2, 1))
+            model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+            loader = session.loader(TensorDataset(torch.zeros(sizes[0], 2)), sizes[1])
+            session.checkpoints()
+            for epoch in session.epochs(loader, epochs):
+                for (inputs,) in loader:
+                    trained.append(epoch)
+                    session.step(model(inputs).square().mean(1))
+    steps = -(-samples // batch)
+    assert trained == [0, 0, 1, 1, *[2] * steps, *[3] * steps]
+    said = capsys.readouterr().out
+    assert (f"continuing with {changed}\n" in said) if changed else ("continuing" not in said)
+    assert "(1 epoch) were asked for" in said
+
+
 def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
     session: train.Session,
 ) -> None:

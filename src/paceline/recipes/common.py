@@ -199,13 +199,19 @@ def unused_flags(options: Options) -> list[str]:
     return ["--" + name.replace("_", "-") for name in unused]
 
 
-def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:
-    """Iterates over epoch numbers, yielding once for each evaluation."""
+def epochs(
+    session: train.Session, loader: train.Loader, options: Options, curve: Curve
+) -> Iterator[int]:
+    """Iterates over epoch numbers, yielding once for each evaluation; aligns the curve."""
     interval = options.evaluate_every
     if options.stop_at and not (interval or options.patience):
         # A long epoch would delay the stop.
         interval = max(-(-len(loader) // EVALUATIONS_PER_EPOCH), MIN_EVALUATION_STEPS)
-    return session.epochs(loader, options.epochs, options.steps, every=interval)
+    for epoch in session.epochs(loader, options.epochs, options.steps, every=interval):
+        if not options.steps:
+            position = curve.steps - loader.steps_left(options.epochs)
+            curve.step_offset = position - session.progress.step
+        yield epoch
 
 
 def stop_early(

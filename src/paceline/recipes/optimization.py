@@ -102,11 +102,15 @@ class Curve:
         patience: Evaluations without a lower loss after which ``plateau`` divides by ten.
         milestones: Fractions of the training after which ``step`` divides by ten.
         cool_down: Fraction of the steps over which ``stable`` falls to zero.
+
+    Attributes:
+        step_offset: Added to the global step. It is not 0 if a resumed training has made some of
+            its steps with another batch: the curve follows the epochs then.
     """
 
     __slots__ = (
         *("__dict__", "cool_down_steps", "milestones", "name", "patience", "steps"),
-        "warm_up_steps",
+        *("step_offset", "warm_up_steps"),
     )
 
     def __init__(
@@ -118,13 +122,14 @@ class Curve:
         milestones: Sequence[float] = (0.5, 0.75),
         cool_down: float = 0.2,
     ) -> None:
-        self.name, self.steps, self.patience = name, steps, patience
+        self.name, self.steps, self.patience, self.step_offset = name, steps, patience, 0
         self.milestones = tuple(milestones)
         self.warm_up_steps, self.cool_down_steps = round(steps * warm_up), round(steps * cool_down)
         self.scale, self.best, self.stale = 1.0, math.inf, 0
 
     def __call__(self, step: int) -> float:
         """Returns the factor at a global step."""
+        step += self.step_offset
         if step < self.warm_up_steps:
             return (step + 1) / self.warm_up_steps
         if self.name == "inverse-sqrt":

@@ -535,7 +535,7 @@ def gradual_unfreezing(
 
 
 def _delayed(curve: Curve, start: int) -> Callable[[int], float]:
-    return lambda step: curve(step) if step >= start else 0.0
+    return lambda step: curve(step) if step + curve.step_offset >= start else 0.0
 
 
 class Freezing:

@@ -13,7 +13,7 @@ from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
 from paceline.train.data.division import MAX_TIMING_STEPS, BatchDivision
-from paceline.train.data.loader import Batch, Loader
+from paceline.train.data.loader import Batch, Loader, Progress
 from paceline.train.data.loader_factory import LoaderFactory
 from paceline.train.elastic.membership import Membership
 from paceline.train.journal import Journal
@@ -96,12 +96,19 @@ class TrainingLoop:
         loader.compute_idle = self._run_idle if loader.drop_slow else None
         if self._division.is_adaptive:
             self.pace.max_interval = MAX_TIMING_STEPS
-        progress.steps = steps or epochs * len(loader)
+        # at least 1 in a training that is past its end, as 0 means unknown
+        progress.steps = steps or max(
+            progress.step + loader.steps_left(epochs), min(progress.step, 1)
+        )
+        self._journal.epochs = -(-steps // len(loader)) or epochs
+        if text := _describe_change(progress, loader):
+            self._member.say(text)
+        progress.global_batch, progress.samples = loader.global_batch, loader.order.size
         if self._probe is not None:
             progress.steps = self._probe.start(loader, epochs, steps)
+            self._journal.epochs = -(-progress.steps // len(loader))
         for text in self._training.models.start(progress.steps, progress.step):
             self._member.say(text)
-        self._journal.epochs = -(-progress.steps // len(loader))
         self._log_every = self._log_every or _equal_parts(len(loader), _RECORD_STEPS)
         if self._member.comms.joining:
             membership.join()
@@ -238,6 +245,21 @@ class TrainingLoop:
             self._journal.record("pace", figures)
         self.watch.recorded()
         models.check_finite(means, self._training.progress.step)
+
+
+def _describe_change(progress: Progress, loader: Loader) -> str:
+    """Returns how a resumed training's batch or data size differs; empty if neither does."""
+    changes = []
+    if progress.global_batch not in (0, loader.global_batch):
+        changes.append(
+            f"a global batch of {loader.global_batch:,} instead of {progress.global_batch:,}"
+        )
+    if progress.samples not in (0, loader.order.size):
+        changes.append(f"{loader.order.size:,} training samples instead of {progress.samples:,}")
+    if not changes:
+        return ""
+    left = pluralize(max(0, progress.steps - progress.step), "step")
+    return f"continuing with {' and '.join(changes)}: {left} left"
 
 
 def _equal_parts(length: int, limit: int) -> int:

@@ -181,6 +181,8 @@ def describe_state(
             "epoch": progress.epoch,
             "offset": progress.offset,
             "evaluated": progress.evaluated,
+            "global_batch": progress.global_batch,
+            "samples": progress.samples,
         },
         "seed": training.seed,
         "identity": dict(training.identity),

@@ -238,6 +238,10 @@ _FIELDS: dict[str, type] = {
 }
 
 
+_ADDED_POSITIONS = ("evaluated", "global_batch", "samples")
+"""Fields of ``progress`` that checkpoints of earlier versions lack."""
+
+
 def _check_state(state: Any) -> dict[str, Any]:
     """Returns the content of ``state.json``. ValueError if it is invalid."""
     if not isinstance(state, dict):
@@ -248,8 +252,8 @@ def _check_state(state: Any) -> dict[str, Any]:
     tied = state.get("tied", {})  # checkpoints of earlier versions hold each name
     if type(tied) is not dict or not all(isinstance(source, str) for source in tied.values()):
         raise ValueError(f"{STATE} says nothing usable of tied weights")
-    for name in ("step", "epoch", "offset", "evaluated"):
-        value = state["progress"].get(name, 0 if name == "evaluated" else None)
+    for name in ("step", "epoch", "offset", *_ADDED_POSITIONS):
+        value = state["progress"].get(name, 0 if name in _ADDED_POSITIONS else None)
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise ValueError(f"{STATE}: {name} is not a position in the data")
     return state
@@ -351,3 +355,5 @@ def set_position(training: Training, state: Mapping[str, Any]) -> None:
     progress.step, progress.epoch = position["step"], position["epoch"]
     progress.offset = position["offset"]
     progress.evaluated = position.get("evaluated", progress.step)
+    progress.global_batch = position.get("global_batch", 0)
+    progress.samples = position.get("samples", 0)

@@ -127,6 +127,8 @@ class Progress:
         epoch: The running epoch, from 0.
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
+        global_batch: Samples of a global batch in the training so far; 0 if unknown.
+        samples: Training samples of an epoch so far; 0 if unknown.
         evaluated: The step after which the script has had control last, for an evaluation.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
         some_absent: There are or were ranks without any share of a batch, which measure nothing.
@@ -141,6 +143,8 @@ class Progress:
     stand_in: bool = False
     some_absent: bool = False
     updated: int = 0
+    global_batch: int = 0
+    samples: int = 0
 
     @property
     def finished(self) -> bool:
@@ -235,6 +239,16 @@ class Loader:
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
         return -(-self.order.size // self.global_batch)
+
+    def steps_left(self, epochs: int) -> int:
+        """Returns the global steps until the end of so many epochs; negative if it is passed.
+
+        They are counted from the position in the data: after a resume, earlier steps may have had
+        another global batch.
+        """
+        samples = max(0, self.order.size - self.progress.offset)
+        whole_epochs = epochs - self.progress.epoch - 1
+        return -(-samples // self.global_batch) + whole_epochs * len(self)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields batches from the current position to the end of epoch or training, or a pause."""

@@ -27,7 +27,8 @@ USERS = PathState()
     "out/ckpt_10.pt", "out/checkpoint-500/trainer_state.json", "out/hparams.yaml",
     "out/dcp/.metadata", "out/dcp/__0_0.distcp", "out/latest", "out/a/chat_template.jinja",
     "out/checkpoint-5/random_states_0.pkl", "runs/x/events.out.tfevents.17000.host.12.0",
-    "out/README.md", "out/epoch=3-step=40.ckpt",
+    "out/README.md", "out/epoch=3-step=40.ckpt", "out/last_checkpoint", "out/checkpoint",
+    "out/latest_checkpointed_iteration.txt", "out/model_best", "out/step=40",
 ])  # fmt: skip
 def test_results_arrive_in_a_folder_that_the_run_made(path: str) -> None:
     assert kept_out_reason(path, OWN) == ""
@@ -68,7 +69,10 @@ def test_code_settings_and_odd_names_never_arrive(path: str, state: PathState) -
     assert kept_out_reason(path, state) != ""
 
 
-@pytest.mark.parametrize("path", ["conf/db.yaml", "notes.md", "templates/a.jinja", "latest", "x.0"])
+@pytest.mark.parametrize(
+    "path",
+    ["conf/db.yaml", "notes.md", "templates/a.jinja", "latest", "x.0", "checkpoint", "bin/model"],
+)
 def test_folders_of_the_user_take_only_data(path: str) -> None:
     assert kept_out_reason(path, USERS) != ""
 
@@ -95,6 +99,14 @@ def test_only_the_runs_own_files_are_replaced(state: PathState, arrives: bool) -
 ])  # fmt: skip
 def test_a_checkpoint_folder_is_one_unit(path: str, unit: str | None) -> None:
     assert unit_of(path) == (unit or path)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("checkpoint", True), ("model-40", True), ("last.ckpt", True),
+    ("latest", False), ("last_checkpoint", False), ("Makefile", False), ("run", False),
+])  # fmt: skip
+def test_a_checkpoint_may_have_no_suffix(name: str, expected: bool) -> None:
+    assert is_checkpoint(f"out/{name}", [f"out/{name}"]) is expected
 
 
 def files(*ages: tuple[str, float], state: str = "unknown") -> list[WrittenFile]:

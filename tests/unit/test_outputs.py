@@ -323,6 +323,23 @@ def test_a_log_that_grows_all_the_time_arrives_in_parts(
     run(work)
 
 
+def test_files_without_a_suffix_that_scripts_resume_from_travel(place: Place) -> None:
+    """The checkpoint itself, and a text that names the newest one, which is none."""
+
+    async def work(served: Served) -> None:
+        first, second = await place.folder(served, "n1"), await place.folder(served, "n2")
+        place.write("n1", "out/checkpoint", zipped("one"))
+        place.write("n1", "out/last_checkpoint", b"checkpoint", age_s=0)
+        await place.store.sync(first, has_ended=True)
+        await place.store.send(second)
+        assert script_checkpoint(place.run) == "out/checkpoint"
+        for root in (place.project, place.copy("n2")):
+            assert (root / "out/checkpoint").read_bytes() == zipped("one")
+            assert (root / "out/last_checkpoint").read_text() == "checkpoint"
+
+    run(work)
+
+
 def test_data_with_the_suffix_of_a_checkpoint_is_none(place: Place) -> None:
     """Weights come in the pickle of torch.save; a dataset does not say that it has any."""
     data = zipped("images and labels").replace(b"weight", b"values")
@@ -593,19 +610,21 @@ def test_a_host_does_not_get_a_file_of_the_user_by_its_name(place: Place, tmp_pa
 
 def test_a_host_does_not_change_what_was_sent_to_the_others(place: Place) -> None:
     """Settings in a yaml or json file may name functions to call."""
-    code: Manifest = [["train.py", "", 0, 4], ["conf.yaml", "", 0, 4], ["table.csv", "", 0, 4]]
+    paths = "conf.yaml", "table.csv", "model"
+    code: Manifest = [[path, "", 0, 4] for path in ("train.py", *paths)]
     place.store.set_code(place.project, code)
     for root in (place.project, place.copy("n1"), place.copy("n2")):
         (root / "conf.yaml").write_text("sent")
+        (root / "model").write_text("sent")
 
     async def work(served: Served) -> None:
         first = await place.folder(served, "n1")
         second = await place.folder(served, "n2")
-        for path in ("conf.yaml", "table.csv"):
+        for path in paths:
             place.write("n1", path, b"the host's", age_s=0)
-        await place.store.sync(first, has_ended=True)
+        await place.store.sync(first, has_ended=True, has_succeeded=True)
         await place.store.send(second)
-        for path in ("conf.yaml", "table.csv"):
+        for path in paths:
             assert (place.run / "files/n1" / path).read_text() == "the host's"
             assert (place.copy("n2") / path).read_text() == "sent"
 

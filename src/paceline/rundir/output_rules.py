@@ -58,7 +58,13 @@ _CODE_FOLDERS = _words(  # also settings in environments of virtualenv and conda
 # By these, commands take a folder below runs/ for a run. With a manifest, a later one resumes.
 _RUN_RECORDS = {rundir.PLAN, rundir.EVENTS, rundir.OWNER, rundir.BATCH, rundir.DETACHED,
         rundir.FORECAST}  # fmt: skip
-_NAMES_WITHOUT_SUFFIX = frozenset({"latest"})  # DeepSpeed's pointer to its newest checkpoint
+# Text files that name the newest checkpoint: of DeepSpeed; of MMEngine and detectron2
+_POINTERS = frozenset({"latest", "last_checkpoint"})
+# TensorFlow's pointer is named ``checkpoint``, like files of torch.save
+_CHECKPOINT_WITHOUT_SUFFIX = re.compile(
+    r"(?:[a-z0-9=_-]+[-_=])?(?:best|checkpoint|ckpt|epoch|iter|last|model|optimizer|snapshot|state"
+    r"|step|weights)(?:[-_=]?[0-9]+)?"
+)
 _LOG_SUFFIXES = _words("csv err jsonl log ndjson out tsv txt")  # programs append lines to them
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
@@ -132,7 +138,7 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
         return "a temporary file"
     if _EVENT_FILE.fullmatch(name):
         return ""
-    if not suffix and name not in _NAMES_WITHOUT_SUFFIX:
+    if not suffix and name not in _POINTERS and not _CHECKPOINT_WITHOUT_SUFFIX.fullmatch(name):
         return "a name without a suffix"
     if not in_own_folder and suffix not in DATA_SUFFIXES:
         return "no data file, in a folder that the run did not make"
@@ -273,8 +279,10 @@ def _belongs_to_training(path: str) -> bool:
 
 def is_checkpoint(unit: str, paths: Iterable[str]) -> bool:
     """Whether a file or folder holds weights, by the names in it."""
-    suffixes = {_suffix(path.rpartition("/")[2].lower()) for path in paths}
-    return not _CHECKPOINT_SUFFIXES.isdisjoint(suffixes)
+    names = {path.rpartition("/")[2].lower() for path in paths}
+    return any(_suffix(name) in _CHECKPOINT_SUFFIXES
+               or (name not in _POINTERS and _CHECKPOINT_WITHOUT_SUFFIX.fullmatch(name))
+               for name in names)  # fmt: skip
 
 
 def order_of_arrival(groups: dict[str, list[WrittenFile]]) -> list[str]:

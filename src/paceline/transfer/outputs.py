@@ -138,8 +138,9 @@ class OutputStore:
 
     def _is_code(self, path: str) -> bool:
         """Whether a file was sent and is no checkpoint: no host may change it on the others."""
-        is_checkpoint_file = unit_of(path) != path or is_checkpoint(path, [path])
-        return self._was_sent(path) and not is_checkpoint_file
+        has_suffix = "." in path.rpartition("/")[2]  # programs often have none
+        is_checkpoint_file = has_suffix and is_checkpoint(path, [path])
+        return self._was_sent(path) and unit_of(path) == path and not is_checkpoint_file
 
     # --- from rank 0's node ------------------------------------------------------------------
 

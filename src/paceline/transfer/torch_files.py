@@ -42,7 +42,7 @@ def has_state(path: Path) -> bool:
 
     By its content if it is one of torch.save, by its name if not.
     """
-    if path.suffix.lower() not in (".pt", ".pth", ".bin", ".ckpt", ".npz"):
+    if path.suffix.lower() not in ("", ".pt", ".pth", ".bin", ".ckpt", ".npz"):
         return True
     import zipfile  # as above
 

@@ -24,6 +24,7 @@ from paceline.agent.files import outputs as agent_outputs
 from paceline.agent.files import snapshot
 from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.results.outputs import OutputSync
+from paceline.remote.channel import AgentRefusal
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory, short
 from paceline.rundir.output_rules import WrittenFile, unit_of
@@ -414,12 +415,55 @@ def test_formats_that_show_their_end(tmp_path: Path, name: str, data: bytes, sta
     assert agent_outputs.file_state(str(file), len(data)) == state
 
 
+def test_a_link_to_a_checkpoint_beside_it_travels_as_a_copy(place: Place) -> None:
+    """A node of rank 0 that got nothing keeps its link."""
+
+    async def work(served: Served) -> None:
+        first, second = await place.folder(served, "n1"), await place.folder(served, "n2")
+        place.write("n1", "out/step=20.pt", zipped("one"))
+        place.write("n1", "out/step=40.pt", zipped("two"), age_s=50)
+        link = place.copy("n1") / "out/last.pt"
+        for target in ("step=20.pt", "step=40.pt"):
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+            await place.store.sync(first)
+        await place.store.send(first)
+        await place.store.send(second)
+        assert link.readlink() == Path("step=40.pt")
+        for root in (place.project, place.copy("n2")):
+            copy = root / "out/last.pt"
+            assert not copy.is_symlink()
+            assert copy.read_bytes() == zipped("two")
+
+    run(work)
+
+
+@pytest.mark.parametrize("target", ["../secret.pt", "/etc/passwd", ".secret.pt", "other.pt", "sub"])
+def test_other_links_of_a_host_are_not_read(place: Place, target: str) -> None:
+    """Those that lead out of their folder, to a hidden file, a folder or another link."""
+
+    async def work(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        for path in ("secret.pt", "out/.secret.pt", "out/sub/x.pt"):
+            place.write("n1", path, b"secret")
+        out = place.copy("n1") / "out"
+        (out / "other.pt").symlink_to("../secret.pt")
+        (out / "last.pt").symlink_to(target)
+        assert "out/last.pt" not in {file.path for file in await place.store.list_files(folder)}
+        with pytest.raises(AgentRefusal):
+            await folder.channel.request_with_blob(
+                "read_block", root=folder.root, path="out/last.pt", offset=0, count=6, last=True
+            )
+
+    run(work)
+
+
 def test_lists_of_a_folder_leave_out_links_hidden_files_and_runs(tmp_path: Path) -> None:
     for path in ("a.pt", ".hidden/b.pt", "venv/pyvenv.cfg", "venv/c.pt", "run/.paceline-key",
                  "run/d.pt", "x/.metadata", "x/.e", "__pycache__/f.pt"):  # fmt: skip
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(b"x")
-    (tmp_path / "link.pt").symlink_to("a.pt")
+    (tmp_path / "link.pt").symlink_to("x/.metadata")
     files, _ = agent_outputs.list_written(str(tmp_path), 0)
     assert sorted(file["path"] for file in files) == ["a.pt", "x/.metadata"]
 
@@ -842,11 +886,13 @@ def test_rank_0_on_this_machine_writes_in_place(place: Place) -> None:
         await asyncio.sleep(0.02)
         (place.project / "out").mkdir()
         (place.project / "out/ckpt_1.pt").write_bytes(zipped("one"))
+        (place.project / "out/last.pt").symlink_to("ckpt_1.pt")
         await place.store.sync(local)
-        assert set(place.store.journal.outputs) == {"out/ckpt_1.pt"}
+        assert set(place.store.journal.outputs) == {"out/ckpt_1.pt", "out/last.pt"}
         second = await place.folder(served, "n2")
         await place.store.send(second)
-        assert (place.copy("n2") / "out/ckpt_1.pt").exists()
+        for name in ("ckpt_1.pt", "last.pt"):
+            assert (place.copy("n2") / "out" / name).read_bytes() == zipped("one")
         assert not (place.copy("n2") / "private.json").exists()
 
     run(work)

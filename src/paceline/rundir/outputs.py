@@ -88,7 +88,11 @@ class Output:
 
 
 def local_version(path: Path) -> tuple[int, int] | None:
-    """Size and time of the last change of a regular file, in µs; ``None`` if there is none."""
+    """Size and time of the last change of a regular file, in µs; ``None`` if there is none.
+
+    A link to a file beside it counts as that file.
+    """
+    path = path.parent / safe_paths.resolve_link(str(path.parent), path.name)
     try:
         status = path.lstat()
     except (OSError, ValueError):

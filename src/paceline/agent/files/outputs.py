@@ -39,7 +39,9 @@ def list_written(root: str, since_us: int) -> Tuple[List[Message], int]:
     """Lists regular files below ``root`` that changed at ``since_us`` or later.
 
     Also returns the time of the latest change of any file, on the clock of the disk. Times are in
-    microseconds since 1970. Hidden files, links and folders of runs and packages are skipped.
+    microseconds since 1970. A link to a file beside it counts as a file with that content, see
+    :func:`safe_paths.resolve_link`. Hidden files, other links and folders of runs and packages are
+    skipped.
 
     Raises:
         ValueError: There are more than ``MAX_RESULTS`` such files.
@@ -56,10 +58,15 @@ def list_written(root: str, since_us: int) -> Tuple[List[Message], int]:
             if len(relative) > safe_paths.MAX_PATH_LENGTH or not relative.isprintable():
                 continue
             with contextlib.suppress(OSError):
-                status = os.lstat(file)
+                status = link_status = os.lstat(file)
+                if stat.S_ISLNK(status.st_mode):
+                    file = os.path.join(root, safe_paths.resolve_link(root, relative))
+                    status = os.lstat(file)
                 if not stat.S_ISREG(status.st_mode):
                     continue
-                changed_us = max(status.st_mtime_ns, status.st_ctime_ns) // 1000
+                changed_us = max(
+                    status.st_mtime_ns, status.st_ctime_ns, link_status.st_ctime_ns
+                ) // 1000  # fmt: skip
                 latest_us = max(latest_us, changed_us)
                 if changed_us < since_us:
                     continue
@@ -182,7 +189,9 @@ def list_outputs(agent: Agent, request: Message, _: bytes) -> None:
 @in_thread
 def hash_beginning(agent: Agent, request: Message, _: bytes) -> None:
     """Answers the SHA-256 of the first ``size`` bytes of ``path`` below the job's ``root``."""
-    fd = safe_paths.open_file(_job_root(agent, request), request["path"], os.O_RDONLY)
+    root = _job_root(agent, request)
+    path = safe_paths.resolve_link(root, request["path"])
+    fd = safe_paths.open_file(root, path, os.O_RDONLY)
     digest, rest = hashlib.sha256(), request["size"]
     with os.fdopen(fd, "rb") as file:
         while rest and (block := file.read(min(rest, snapshot.BLOCK_BYTES))):

@@ -211,6 +211,19 @@ def open_file(root: str, path: str, flags: int) -> int:
         os.close(folder)
 
 
+def resolve_link(root: str, path: str) -> str:
+    """Returns the path below ``root`` of the file to which ``path`` leads, if it is a link.
+
+    Only a link to a name in its own folder counts. Any other path is returned as it is: it cannot
+    be opened if it is a link.
+    """
+    with contextlib.suppress(OSError):
+        target = os.readlink(os.path.join(root, path))
+        if "/" not in target and not target.startswith("."):
+            return os.path.join(os.path.dirname(path), target)
+    return path
+
+
 def _open_regular(folder: int, name: str, flags: int) -> int:
     # O_NONBLOCK: opening a named pipe must not block
     # 0o664: others may not write it, even with a umask of 000

@@ -94,7 +94,8 @@ class Downloads:
         if offset == 0:
             if known is not None:
                 known[0].close()
-            fd = safe_paths.open_file(*key, os.O_RDONLY)
+            root, path = key
+            fd = safe_paths.open_file(root, safe_paths.resolve_link(root, path), os.O_RDONLY)
             return os.fdopen(fd, "rb"), hashlib.sha256()
         if known is None or known[0].tell() != offset:
             raise ValueError("byte %d of %s is not the next one" % (offset, key[1]))

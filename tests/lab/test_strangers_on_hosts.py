@@ -55,6 +55,7 @@ def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> No
         # the store, gloo, and what takes checkpoints
         assert len(check_intruders(site, STRANGER, packets, since)) >= 3
         until(launch, "checkpoint copied", copied)
+        assert not events(launch, "checkpoint copy failed")  # at the end, one may be cut off
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 128 + signal.SIGINT, ended.err
@@ -66,7 +67,6 @@ def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> No
     assert len(warned) == 1, ended.err
     assert "refused a connection" in warned[0]
     assert "is not one of this job's hosts" in warned[0]
-    assert not ended.events("checkpoint copy failed")
 
 
 def test_nor_after_the_command_has_left_a_training(transport: Transport) -> None:

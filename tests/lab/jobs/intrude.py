@@ -27,7 +27,8 @@ PATIENCE_S = 20.0  # with a host that is busy
 PROBE_S = 0.5
 OTHER_USER = 65534
 ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run", str(Path.home()))
-FOREIGN = ("docker", "containerd", "munge", "slurm")  # programs that are not Paceline's
+# programs that are not Paceline's, and what Python compiles for any of its users
+FOREIGN = ("docker", "containerd", "munge", "slurm", "__pycache__")
 
 
 class Call:

@@ -45,6 +45,11 @@ def saved(updater: Updater, steps: int = 2) -> dict[str, Any]:
     return updater.state()
 
 
+def resume(updater: Updater, state: dict[str, Any], *extras: object) -> None:
+    updater.load_state(state)
+    updater.apply_constructed(extras)
+
+
 def group(updater: Updater) -> dict[str, Any]:
     return updater.optimizer.param_groups[0]
 
@@ -53,7 +58,7 @@ def test_equal_hyperparameters_stay_as_loaded() -> None:
     former = updater_of(lr=0.1, weight_decay=0.25)
     group(former)["weight_decay"] = 0.5  # by the script
     updater = updater_of(lr=0.1, weight_decay=0.25)
-    updater.load_state(saved(former))
+    resume(updater, saved(former))
     assert updater.changed_settings == []
     assert (updater.lr, group(updater)["weight_decay"]) == (former.lr, 0.5)
     assert updater.schedule is not None
@@ -64,7 +69,7 @@ def test_changed_hyperparameters_count_and_state_stays() -> None:
     former = updater_of(lr=0.1, momentum=0.9)
     state = saved(former)
     updater = updater_of(lr=0.4, momentum=0.5, weight_decay=0.5)
-    updater.load_state(state)
+    resume(updater, state)
     assert updater.changed_settings == [
         "learning rate 0.1 of the checkpoint → 0.4",
         "momentum 0.9 of the checkpoint → 0.5",
@@ -79,13 +84,13 @@ def test_changed_hyperparameters_count_and_state_stays() -> None:
     later = saved(updater, steps=1)
     assert updater.lr == 0.05
     again = updater_of(lr=0.4, momentum=0.5, weight_decay=0.5)
-    again.load_state(later)
+    resume(again, later)
     assert again.changed_settings == []
 
 
 def test_another_schedule_comes_with_the_learning_rate() -> None:
     updater = updater_of(lr=0.4, arguments=(lambda step: 1.0,))
-    updater.load_state(saved(updater_of(lr=0.1)))
+    resume(updater, saved(updater_of(lr=0.1)))
     assert updater.lr == 0.4
 
 
@@ -105,7 +110,7 @@ def test_learning_rate_of_any_schedule(schedule: Any, arguments: tuple[Any, ...]
         former, whole, updater = (
             updater_of(Adam, schedule, arguments, lr=lr) for lr in (0.1, 0.2, 0.2)
         )
-    updater.load_state(saved(former))
+    resume(updater, saved(former))
     saved(whole)
     assert updater.lr == pytest.approx(whole.lr)
     saved(updater, steps=3), saved(whole, steps=3)
@@ -121,16 +126,31 @@ def test_learning_rate_of_a_sequence_of_schedules() -> None:
         return Updater(updater.module, optimizer, schedule, None, None)
 
     updater, whole = make(0.2), make(0.2)
-    updater.load_state(saved(make(0.1)))
+    resume(updater, saved(make(0.1)))
     saved(updater, steps=3), saved(whole, steps=5)
     assert updater.lr == pytest.approx(whole.lr)
+
+
+def test_schedules_that_the_script_steps() -> None:
+    former, updater = updater_of(schedule=None, lr=0.1), updater_of(schedule=None, lr=0.4)
+    saved_schedule = LambdaLR(former.optimizer, halved)
+    schedule = LambdaLR(updater.optimizer, halved)
+    saved(former)
+    saved_schedule.step()
+    state = former.state()
+    schedule.load_state_dict(saved_schedule.state_dict())
+    resume(updater, state, schedule)
+    assert updater.lr == 0.2
+    saved(updater, steps=1)
+    schedule.step()
+    assert updater.lr == 0.1
 
 
 def test_checkpoints_of_older_versions() -> None:
     state = saved(updater_of(lr=0.1, weight_decay=0.25))
     del state["hyperparameters"]
     updater = updater_of(lr=0.4)
-    updater.load_state(state)
+    resume(updater, state)
     assert updater.changed_settings == ["learning rate 0.1 of the checkpoint → 0.4"]
     assert (updater.lr, group(updater)["weight_decay"]) == (0.1, 0.25)
 

@@ -24,7 +24,12 @@ _IGNORED = {
     *("capturable", "differentiable", "foreach", "fused"),  # how to compute, not what
 }
 _OF_SCHEDULES = {_BASE_LR, "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
-_RECIPE_NAMES = {"Adam": "adam", "AdamW": "adamw", "MuonWithAuxiliary": "muon", "SGD": "sgd"}
+_RECIPE_FLAGS = {
+    "Adam": "--optimizer adam",
+    "AdamW": "--optimizer adamw",
+    "MuonWithAuxiliary": "--muon",
+    "SGD": "--optimizer sgd",
+}
 _LABELS = {"lr": "learning rate"}
 
 
@@ -48,28 +53,23 @@ def check_class(
 
     Args:
         recorded: What :func:`describe_optimizer` returned when the checkpoint's optimizer was
-            constructed; ``None``: an older version made it. The names of its hyperparameters must
-            then fit.
-        saved_groups: The checkpoint's parameter groups.
+            constructed; ``None``: an older version made it.
+        saved_groups: The checkpoint's parameter groups; the names of hyperparameters must fit.
 
     Raises:
         SettingError: It is another class.
     """
-    name = type(optimizer).__name__
-    if recorded is not None:
-        former = str(recorded["class"])
-        if former == name:
-            return
-        found = f"{former} in the checkpoint, {name} now"
-        flag = f"--optimizer {_RECIPE_NAMES.get(former, '')}".strip()
+    name, flag = type(optimizer).__name__, "--optimizer"
+    former = name if recorded is None else str(recorded["class"])
+    if former != name:
+        found, flag = f"{former} in the checkpoint, {name} now", _RECIPE_FLAGS.get(former, flag)
+        flag += " without --muon" if _RECIPE_FLAGS.get(name) == "--muon" else ""
     else:
         saved = {key for group in saved_groups for key in group} - _IGNORED - _OF_SCHEDULES
-        present = {key for group in optimizer.param_groups for key in group}
-        present -= _IGNORED | _OF_SCHEDULES
-        if saved <= present or present <= saved:  # versions of PyTorch add names
-            return
-        found = f"hyperparameters {', '.join(sorted(saved - present))} in the checkpoint, not of"
-        found, flag = f"{found} {name}", "--optimizer"
+        unknown = sorted(saved - {key for group in optimizer.param_groups for key in group})
+        if not unknown or optimizer.defaults.keys() - _IGNORED <= saved:
+            return  # PyTorch's newer versions and scripts add some
+        found = f"hyperparameters of the checkpoint that {name} does not have: {', '.join(unknown)}"
     raise SettingError(
         "the checkpoint is of another optimizer, whose state does not fit",
         found=found,
@@ -80,13 +80,13 @@ def check_class(
 
 def apply_changes(
     optimizer: Optimizer,
-    schedule: LRScheduler | None,
+    schedules: Sequence[LRScheduler],
     constructed: Sequence[Values],
     recorded: Sequence[Values] | None,
 ) -> list[str]:
     """Sets hyperparameters that were constructed with other values than those of a checkpoint.
 
-    Call it after optimizer and schedule have loaded their states. Equal hyperparameters stay as
+    Call it after optimizer and schedules have loaded their states. Equal hyperparameters stay as
     loaded, also if a schedule or the script had changed them.
 
     Args:
@@ -116,42 +116,41 @@ def apply_changes(
             else:
                 _assign(group, name, new[name])
     if new_rates:
-        _set_base_rates(optimizer, schedule, new_rates)
+        _set_base_rates(optimizer, schedules, new_rates)
     return sorted(changes)
 
 
 def _set_base_rates(
     optimizer: Optimizer,
-    schedule: LRScheduler | None,
+    schedules: Sequence[LRScheduler],
     rates: Mapping[int, tuple[float, float]],
 ) -> None:
-    """Sets the learning rates from which a schedule starts, and the present ones."""
+    """Sets the learning rates from which schedules start, and the present ones."""
+    parts = [part for schedule in schedules for part in _parts(schedule)]
     for number, (_, new) in rates.items():
         if _BASE_LR in optimizer.param_groups[number]:
             _assign(optimizer.param_groups[number], _BASE_LR, new)
-        for part in _parts(schedule):
+        for part in parts:
             if number < len(part.base_lrs):
                 _assign(part.base_lrs, number, new)
-    present = _rates_of(schedule)
+    present = _rates_of(schedules[0]) if len(schedules) == 1 else None
     for number, (former, new) in rates.items():
         group = optimizer.param_groups[number]
         scaled = float(group["lr"]) * (new / former) if former else new
         _assign(group, "lr", scaled if present is None else float(present[number]))
-    for part in _parts(schedule):
+    for part in parts:
         part._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def _parts(schedule: LRScheduler | None) -> Iterator[LRScheduler]:
+def _parts(schedule: LRScheduler) -> Iterator[LRScheduler]:
     """Yields a schedule and those that it consists of."""
-    if schedule is None:
-        return
     if hasattr(schedule, "base_lrs"):
         yield schedule
     for part in getattr(schedule, "_schedulers", ()):
         yield from _parts(part)
 
 
-def _rates_of(schedule: LRScheduler | None) -> Sequence[float | Tensor] | None:
+def _rates_of(schedule: LRScheduler) -> Sequence[float | Tensor] | None:
     """Returns a schedule's learning rates at the present step; ``None`` if it has no formula."""
     if isinstance(schedule, LambdaLR):
         factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,7 @@ class Updater:
         self.communication: Communication | None = None
         self.changed_settings: list[str] = []
         self._constructed = hyperparameters.describe_optimizer(optimizer)
+        self._recorded: dict[str, Any] | None = None  # the same of the loaded checkpoint
         self._communication_state: dict[str, Any] = {}  # of a checkpoint, while this rank is alone
 
     def replicate(
@@ -189,15 +190,17 @@ class Updater:
     ) -> None:
         """Loads a state of :meth:`state`; the module has its weights already.
 
-        Hyperparameters with which the optimizer was constructed here, but not that of the
-        checkpoint, are set as constructed here. The state of a running training
-        (``replicated_only``) is taken with its hyperparameters.
+        A state of a running training (``replicated_only``) is taken with its hyperparameters. After
+        any other call :meth:`apply_constructed`.
 
         Raises:
             SettingError: The state is of another class of optimizer.
         """
         recorded = state.get("hyperparameters")  # older versions did not save it
-        if not replicated_only:
+        if replicated_only:
+            self._constructed = recorded or self._constructed
+        else:
+            self._recorded = recorded
             saved_groups = state["optimizer"]["param_groups"]
             hyperparameters.check_class(self.optimizer, recorded, saved_groups)
         parallel.load_optimizer_state(
@@ -205,15 +208,6 @@ class Updater:
         )
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
-        if not replicated_only:
-            self.changed_settings = hyperparameters.apply_changes(
-                self.optimizer,
-                self.schedule,
-                self._constructed["groups"],
-                recorded and recorded["groups"],
-            )
-        elif recorded is not None:
-            self._constructed = recorded
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.average:
@@ -226,6 +220,20 @@ class Updater:
                 self.communication.load_state(method_state)
         elif not replicated_only:
             self._communication_state = method_state
+
+    def apply_constructed(self, extras: Iterable[object]) -> None:
+        """Sets hyperparameters that were constructed with other values than the checkpoint's.
+
+        Args:
+            extras: Further objects that were restored; schedules of the optimizer follow.
+        """
+        schedules = [part for part in (self.schedule, *extras) if isinstance(part, LRScheduler)]
+        self.changed_settings = hyperparameters.apply_changes(
+            self.optimizer,
+            [schedule for schedule in schedules if schedule.optimizer is self.optimizer],
+            self._constructed["groups"],
+            None if self._recorded is None else self._recorded["groups"],
+        )
 
 
 class Average:

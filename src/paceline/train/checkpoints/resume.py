@@ -342,6 +342,8 @@ def _restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None
     for name, saved in unpack(state["extras"], state_tensors).items():
         if name in training.extras:
             training.extras[name].load_state_dict(saved)
+    for updater in models:
+        updater.apply_constructed(training.extras.values())
     set_position(training, state)
     if state["ranks"] == comms.world.size:
         set_generator_state(loaded.tensors[RANDOM][str(comms.world.rank)], comms.device)

@@ -171,7 +171,7 @@ CURES = {
     "wrong-arguments": Cure(
         "import argparse\nargparse.ArgumentParser().parse_args()",
         fault="paceline run --no-torch script.py -p 1",
-        typed="options of Paceline stand before the script's name",
+        typed="options of Paceline go before the script's name",
         cured="paceline run --no-torch -p 1 script.py",
     ),
     "cut-checkpoint": Cure(

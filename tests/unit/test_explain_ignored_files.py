@@ -44,7 +44,8 @@ def test_a_file_that_git_ignores_is_sent_after_the_remedy(tmp_path: Path) -> Non
     run = run_of(tmp_path / "run", project, "train/../configs/compiled.json")
     rule, match = conclude(from_run(run), load_all()).matches[0]
     assert rule.code == "missing-file"
-    assert f"{project}/configs/compiled.json: git ignores it" in match.cause
+    reason = "was not sent to the host, because git ignores it"
+    assert f"{project}/configs/compiled.json {reason}" in match.cause
     confirm, remedy = match.confirm.strip("`"), re.findall("`([^`]+)`", match.remedy)[0]
     subprocess.run(confirm, shell=True, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(remedy, shell=True, check=True)

@@ -19,6 +19,7 @@ MAX_LINE_CHARS = 2000  # a longer line is cut in the middle
 MAX_LINES = 60_000  # a longer log keeps its beginning and its end
 _HEAD_LINES = MAX_LINES // 10
 ELLIPSIS = " […] "
+MISSED_FILE = re.compile(r"No such file or directory: '(?P<path>/[^']{1,1000})'")
 
 
 def lines_of(text: str) -> tuple[str, ...]:

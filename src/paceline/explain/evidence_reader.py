@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import sys
 import time
 from collections import deque
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.explain.documents import code_blocks, is_document, is_report
-from paceline.explain.evidence import Evidence, Launcher, Log, lines_of
+from paceline.explain.evidence import MISSED_FILE, Evidence, Launcher, Log, lines_of
 from paceline.explain.prefixes import Line, strip_prefixes
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import (
@@ -53,7 +52,6 @@ STREAM_HEAD_BYTES = 1 << 20  # read of a log that the user names
 STREAM_TAIL_BYTES = 3 << 20
 MAX_STREAM_BYTES = 1 << 30  # read of a log that comes through a pipe
 _MAX_MISSED_FILES = 100  # that are looked up
-_MISSED_FILE = re.compile(r"No such file or directory: '(/[^']{1,1000})'")
 _MARKER_FILES = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER, DETACHED)
 
 
@@ -130,7 +128,7 @@ def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy]) -> frozen
         missed = {
             os.path.normpath(match[1])
             for log in logs if log.host in hosts
-            for line in log.lines if (match := _MISSED_FILE.search(line))
+            for line in log.lines if (match := MISSED_FILE.search(line))
         }  # fmt: skip
         below = sorted(path for path in missed if path.startswith(f"{source}/"))
         files = [path for path in below[:_MAX_MISSED_FILES] if Path(path).is_file()]

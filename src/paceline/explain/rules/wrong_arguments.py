@@ -25,7 +25,7 @@ def match(evidence: Evidence) -> Match | None:
             option = shell_text(["paceline", "run", *arguments, error["script"]])
             cause = f"{unit.label}: {flag} stands after the script, which does not know it"
             remedy = (
-                f"Options of Paceline stand before the script: `{option}`, with your other options"
+                f"Options of Paceline go before the script: `{option}`, with your other options"
                 " beside it, and the script's own arguments after its name"
             )
             return match_unit(unit, cause, 0.96, remedy=remedy)

@@ -114,13 +114,9 @@ def _parse(line: str, location: str) -> Record:
     return _checked(row, location, has_escapes=_SURROGATE in line.lower())
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
 def _checked(row: Any, location: str, *, has_escapes: bool = False) -> Record:
     """Returns a row, or the error that it is not an object or has half of a surrogate pair."""
-    if _is_object(row):
+    if isinstance(row, Mapping):
         try:
             if has_escapes:
                 json.dumps(row, ensure_ascii=False).encode()
@@ -143,7 +139,11 @@ def _read_json(path: Path, name: str) -> Iterator[Record]:
         raise DataError(f"{name} is not valid JSON", found=str(error)) from None
     if isinstance(content, Mapping):
         lists = {key: value for key, value in content.items() if isinstance(value, list)}
-        tables = {key: rows for key, rows in lists.items() if any(map(_is_object, rows))} or lists
+        tables = {
+            key: rows
+            for key, rows in lists.items()
+            if any(isinstance(row, Mapping) for row in rows)
+        } or lists
         if len(tables) > 1:
             raise DataError(
                 f"{name} holds several lists",

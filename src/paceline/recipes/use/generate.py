@@ -47,7 +47,7 @@ def generate(options: GenerateOptions) -> None:
             return
         if options.system:
             raise SettingError("--system has no effect without --chat", remedy="leave it out")
-        for text in valid_texts(options.prompts or (read() for read in [sys.stdin.read])):
+        for text in valid_texts(options.prompts or whole_input()):
             write(generator, generator.encode(text), options)
 
 
@@ -81,6 +81,11 @@ def valid_texts(texts: Iterable[str]) -> Iterator[str]:
             found=str(error),
             remedy="convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW",
         ) from None
+
+
+def whole_input() -> Iterator[str]:
+    """Yields all of standard input as one text."""
+    yield sys.stdin.read()
 
 
 def lines() -> Iterator[str]:

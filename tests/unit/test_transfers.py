@@ -405,6 +405,10 @@ def test_results_that_do_not_fit_stay_on_their_host(
         lacking = collector.missing_results(fleet_of(node))
         problem = "could not fetch the results of n1: the results on n1 do not fit on this disk"
         assert (lacking is not None and lacking.headline == problem) is is_full
+        node.lost = is_full
+        lacking = collector.missing_results(fleet_of(node))
+        assert (lacking is not None and lacking.kind == "lost") is is_full
+        node.lost = False
         await collector.discard_run_folders(fleet_of(node))
         await served.ask("bye")
 

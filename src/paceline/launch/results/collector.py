@@ -55,7 +55,7 @@ class ResultCollector:
         self._overflow_models: list[tuple[Node, str]] = []  # saved where there was room
         self._unfetched_model: _Model | None = None  # the newest, if not in a shared folder
         self._return_files: dict[int, tuple[Node, int]] = {}  # by rank: node and size in bytes
-        self._unfetched = ""  # why a host that answers keeps its results, for example a full disk
+        self._unfetched: dict[str, str] = {}  # why a host's results are missing, by its name
 
     def set_first_node(self, first: Node) -> None:
         """Sets the node that saves checkpoints; it may share the run directory."""
@@ -112,7 +112,7 @@ class ResultCollector:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
         await asyncio.gather(*self._signing, return_exceptions=True)
         silent: list[Node] = []
-        self._unfetched = ""
+        self._unfetched.clear()
         for node in sorted(fleet.nodes, key=lambda node: node is not self.first):
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer
                 continue
@@ -123,7 +123,7 @@ class ResultCollector:
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
             except (PacelineError, ConnectionError, OSError) as error:
                 problem = f"could not fetch the results of {node.name}: {error}"
-                self._unfetched = self._unfetched or problem.partition("\n")[0]
+                self._unfetched[node.name] = problem.partition("\n")[0]
                 self._note(f"paceline: {problem}")
                 await self._keep_on_node(node)
         self._outputs.store.note_kept_out()
@@ -176,9 +176,10 @@ class ResultCollector:
         first = self.first
         if self._unfetched_model is not None and not self._has_model:
             return self._missing_model(self._unfetched_model)
-        if self._unfetched:
-            return Failure("record", LAUNCHER_HOST, None, time.monotonic(),
-                           headline=self._unfetched)  # fmt: skip
+        lost_names = {node.name for node in fleet.nodes if node.lost}  # perhaps while they sent
+        for name, problem in self._unfetched.items():
+            if name not in lost_names:
+                return Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=problem)
         if first is None or first not in lost_nodes or self._is_complete:
             return None
         return Failure("lost", first.name, None, first.lost_at, headline=first.loss_reason)

@@ -27,8 +27,8 @@ from paceline.schedulers import mpi, slurm
 
 CHARS = 40_000  # twenty times the longest line that rules see
 BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one some seconds
-SHORT_CHARS = 5_000  # what takes BOUND_S for CHARS and is quadratic takes BOUND_S / 64 for these
-SHORT_BOUND_S = BOUND_S / 300
+SHORT_CHARS = 2_000  # what takes BOUND_S for CHARS and is quadratic takes BOUND_S / 400 for these
+SHORT_BOUND_S = BOUND_S / 600
 EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [

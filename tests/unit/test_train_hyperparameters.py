@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     SequentialLR,
 )
 
 from paceline.spec.errors import SettingError
+from paceline.train.checkpoints.format import pack, unpack
 from paceline.train.update import Updater
 
 
@@ -99,6 +101,7 @@ def test_another_schedule_comes_with_the_learning_rate() -> None:
     [
         (None, ()),
         (CosineAnnealingLR, (10,)),
+        (MultiStepLR, ([1, 4],)),
         (OneCycleLR, (0.5, 10)),
     ],
 )
@@ -110,7 +113,8 @@ def test_learning_rate_of_any_schedule(schedule: Any, arguments: tuple[Any, ...]
         former, whole, updater = (
             updater_of(Adam, schedule, arguments, lr=lr) for lr in (0.1, 0.2, 0.2)
         )
-    resume(updater, saved(former))
+    tensors: dict[str, torch.Tensor] = {}
+    resume(updater, unpack(pack(saved(former), tensors), tensors))
     saved(whole)
     assert updater.lr == pytest.approx(whole.lr)
     saved(updater, steps=3), saved(whole, steps=3)

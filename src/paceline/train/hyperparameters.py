@@ -6,12 +6,13 @@ values of the construction: only these show what the user has changed since.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR
 
 from paceline.spec.errors import SettingError
 
@@ -155,6 +156,8 @@ def _rates_of(schedule: LRScheduler) -> Sequence[float | Tensor] | None:
     if isinstance(schedule, LambdaLR):
         factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
         return [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+    if isinstance(schedule, MultiStepLR):
+        schedule.milestones = Counter(schedule.milestones)  # loaded as a dict; the formula needs it
     closed_form = getattr(schedule, "_get_closed_form_lr", None)
     return None if closed_form is None else list(closed_form())
 

@@ -313,7 +313,8 @@ def restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None:
         raise DataError(
             f"the checkpoint {loaded.source} does not fit this training",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            remedy="the former model, optimizer and extras, or --resume never to begin anew",
+            remedy="the former model, optimizer, schedule and extras, or --resume never to begin"
+            " anew",
         ) from error
 
 

@@ -468,6 +468,16 @@ def test_lists_of_a_folder_leave_out_links_hidden_files_and_runs(tmp_path: Path)
     assert sorted(file["path"] for file in files) == ["a.pt", "x/.metadata"]
 
 
+def test_a_link_changes_when_it_leads_to_another_file(tmp_path: Path) -> None:
+    for path in ("a.pt", "b.pt"):
+        (tmp_path / path).write_bytes(b"x")
+    _, latest_us = agent_outputs.list_written(str(tmp_path), 0)
+    time.sleep(0.02)
+    (tmp_path / "last.pt").symlink_to("a.pt")
+    files, _ = agent_outputs.list_written(str(tmp_path), latest_us + 1)
+    assert [file["path"] for file in files] == ["last.pt"]
+
+
 def test_a_damaged_or_hostile_journal_is_no_error(tmp_path: Path) -> None:
     RunDirectory(tmp_path).close()
     (tmp_path / "outputs.jsonl").write_bytes(

@@ -12,6 +12,7 @@ import torch._dynamo  # sets an environment variable when it is first imported
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
@@ -20,6 +21,7 @@ from paceline.recipes import common, parse_options
 from paceline.recipes.common import unused_flags
 from paceline.recipes.optimization import Curve, compute_batching, make_optimizer
 from paceline.recipes.options import Options
+from paceline.recipes.pretrained import gradual_unfreezing
 from paceline.train.data.fetch import Fetch
 from paceline.train.data.loader import Loader, Progress
 from paceline.train.data.order import Order
@@ -78,10 +80,18 @@ def test_the_curve_follows_the_epochs_after_a_resume_with_another_batch(batch: i
     loader = Loader(fetch, Order(100, 0), lambda: (0, 1), batch, 0, progress)
     options = Options(epochs=4, schedule="linear", warm_up=0.0)
     curve = common.make_curve(options, loader)
+    stages = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    optimizer = SGD(stages.parameters())
+    delayed = gradual_unfreezing(optimizer, curve, [*stages[:2]], len(loader)).lr_lambdas
     session = cast(train.Session, SimpleNamespace(progress=progress, epochs=lambda *_, every: [1]))
     assert [*common.epochs(session, loader, options, curve)] == [1]
     assert curve(15) == pytest.approx(1 - 1.5 / 4)
     assert curve(15 + loader.steps_left(4)) == 0
+    assert [factor(15) for factor in delayed] == [curve(15), curve(15), 0]  # in the second epoch
+
+    curve.step_offset, options = 0, Options(steps=40)  # given in steps: by the global step
+    assert [*common.epochs(session, loader, options, curve)] == [1]
+    assert curve.step_offset == 0
 
 
 def test_a_schedule_goes_on_from_its_state() -> None:

@@ -78,6 +78,8 @@ def test_changed_hyperparameters_count_and_state_stays() -> None:
         "weight decay 0 of the checkpoint → 0.5",
     ]
     assert (updater.lr, group(updater)["initial_lr"]) == (0.1, 0.4)  # after two steps
+    assert updater.schedule is not None
+    assert updater.schedule.get_last_lr() == [0.1]
     assert (group(updater)["momentum"], group(updater)["weight_decay"]) == (0.5, 0.5)
     for now, then in zip(
         updater.optimizer.state.values(), former.optimizer.state.values(), strict=True

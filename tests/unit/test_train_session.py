@@ -99,19 +99,24 @@ def test_a_resumed_training_makes_the_epochs_that_are_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: int, batch: int, changed: str
 ) -> None:
     trained: list[int] = []
+    rates: dict[int, float] = {}
     for epochs, sizes in ((2, (8, 4)), (4, (samples, batch)), (1, (samples, batch))):
         with train.join(run_dir=tmp_path, seed=0) as session:
             network = session.place(nn.Linear(2, 1))
-            model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.25 * epochs)
+            model = session.prepare(network, optimizer)
             loader = session.loader(TensorDataset(torch.zeros(sizes[0], 2)), sizes[1])
             session.checkpoints()
             for epoch in session.epochs(loader, epochs):
+                rates[epoch] = optimizer.param_groups[0]["lr"]
                 for (inputs,) in loader:
                     trained.append(epoch)
                     session.step(model(inputs).square().mean(1))
     steps = -(-samples // batch)
     assert trained == [0, 0, 1, 1, *[2] * steps, *[3] * steps]
+    assert rates == {0: 0.5, 1: 0.5, 2: 1, 3: 1}
     said = capsys.readouterr().out
+    assert "learning rate 0.5 of the checkpoint → 1\n" in said
     assert (f"continuing with {changed}\n" in said) if changed else ("continuing" not in said)
     assert "(1 epoch) were asked for" in said
 

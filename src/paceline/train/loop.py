@@ -101,9 +101,10 @@ class TrainingLoop:
             progress.step + loader.steps_left(epochs), min(progress.step, 1)
         )
         self._journal.epochs = -(-steps // len(loader)) or epochs
-        if text := _describe_change(progress, loader):
-            self._member.say(text)
-        progress.global_batch, progress.samples = loader.global_batch, loader.order.size
+        if not progress.finished:
+            if text := _describe_change(progress, loader):
+                self._member.say(text)
+            progress.global_batch, progress.samples = loader.global_batch, loader.order.size
         if self._probe is not None:
             progress.steps = self._probe.start(loader, epochs, steps)
             self._journal.epochs = -(-progress.steps // len(loader))
@@ -258,7 +259,7 @@ def _describe_change(progress: Progress, loader: Loader) -> str:
         changes.append(f"{loader.order.size:,} training samples instead of {progress.samples:,}")
     if not changes:
         return ""
-    left = pluralize(max(0, progress.steps - progress.step), "step")
+    left = pluralize(progress.steps - progress.step, "step")
     return f"continuing with {' and '.join(changes)}: {left} left"
 
 

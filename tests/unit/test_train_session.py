@@ -81,6 +81,24 @@ def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "and 4 steps (2 epochs) were asked for" in said
 
 
+def test_an_epoch_that_is_grouped_by_length_has_each_sample_once_with_any_batch(
+    tmp_path: Path,
+) -> None:
+    seen: list[float] = []
+    for batch, steps in ((4, 1), (3, 3), (5, 0)):  # each in the middle of the epoch
+        with train.join(run_dir=tmp_path, seed=0) as session:
+            network = session.place(nn.Linear(1, 1))
+            model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+            data = TensorDataset(torch.arange(30.0)[:, None])
+            loader = session.loader(data, batch, lengths=[number % 7 for number in range(30)])
+            session.checkpoints()
+            for _ in session.epochs(loader, 1, steps):
+                for (inputs,) in loader:
+                    seen += inputs[:, 0].tolist()
+                    session.step(model(inputs).mean(1))
+    assert sorted(seen) == list(range(30))
+
+
 @pytest.mark.parametrize(
     ("samples", "batch", "changed"),
     [

@@ -115,6 +115,9 @@ class TrainingLoop:
             membership.join()
             self._checkpoints.joined()
             membership.keep_received()
+        progress.order_batch = (progress.offset and progress.order_batch) or loader.global_batch
+        if progress.order_batch != loader.global_batch:
+            loader.order.keep_epoch(progress.epoch, progress.order_batch)
 
     def epochs(self, loader: Loader) -> Iterator[int]:
         progress = self._training.progress
@@ -139,6 +142,7 @@ class TrainingLoop:
             if epoch_ended:
                 self._callbacks.call(Callback.epoch_ended, progress.epoch)
                 progress.epoch, progress.offset = progress.epoch + 1, 0
+                progress.order_batch = loader.global_batch
             self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
         self._membership.verify()
         self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)

@@ -182,6 +182,7 @@ def describe_state(
             "offset": progress.offset,
             "evaluated": progress.evaluated,
             "global_batch": progress.global_batch,
+            "order_batch": progress.order_batch,
             "samples": progress.samples,
         },
         "seed": training.seed,

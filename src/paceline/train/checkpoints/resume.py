@@ -238,7 +238,7 @@ _FIELDS: dict[str, type] = {
 }
 
 
-_ADDED_POSITIONS = ("evaluated", "global_batch", "samples")
+_ADDED_POSITIONS = ("evaluated", "global_batch", "order_batch", "samples")
 """Fields of ``progress`` that checkpoints of earlier versions lack."""
 
 
@@ -359,4 +359,5 @@ def set_position(training: Training, state: Mapping[str, Any]) -> None:
     progress.offset = position["offset"]
     progress.evaluated = position.get("evaluated", progress.step)
     progress.global_batch = position.get("global_batch", 0)
+    progress.order_batch = position.get("order_batch", progress.global_batch)
     progress.samples = position.get("samples", 0)

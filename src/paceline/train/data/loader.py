@@ -128,6 +128,7 @@ class Progress:
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
         global_batch: Samples of a global batch in the training so far; 0 if unknown.
+        order_batch: Global batch with which the running epoch began: its order depends on it.
         samples: Training samples of an epoch so far; 0 if unknown.
         evaluated: The step after which the script has had control last, for an evaluation.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
@@ -144,6 +145,7 @@ class Progress:
     some_absent: bool = False
     updated: int = 0
     global_batch: int = 0
+    order_batch: int = 0
     samples: int = 0
 
     @property

@@ -56,6 +56,9 @@ class Order:
         """The sample ids at these positions of an epoch, shape ``[n]``."""
         return self.epoch(epoch)[positions]
 
+    def keep_epoch(self, epoch: int, batch: int) -> None:
+        """Keeps the order of an epoch that began with another global batch."""
+
     def _make(self, epoch: int) -> Ids:
         if not self.shuffle:
             return np.arange(self.size, dtype=np.int64)
@@ -75,16 +78,22 @@ class LengthGrouped(Order):
 
     lengths: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     batch: int = 1
+    _kept: tuple[int, int] = field(default=(-1, 0), init=False, repr=False)  # epoch, its batch
+
+    def keep_epoch(self, epoch: int, batch: int) -> None:
+        self._kept, self._cached = (epoch, batch), None
 
     def _make(self, epoch: int) -> Ids:
         ids = super()._make(epoch)
         if not self.shuffle:
             return ids
-        step = self.batch * POOL
+        kept_epoch, kept_batch = self._kept
+        batch = kept_batch if epoch == kept_epoch else self.batch
+        step = batch * POOL
         pools = [ids[start : start + step] for start in range(0, len(ids), step)]
         ordered = np.concatenate([p[np.argsort(self.lengths[p], kind="stable")] for p in pools])
-        num_full = len(ids) // self.batch * self.batch  # a smaller last batch stays the last
-        batches = ordered[:num_full].reshape(-1, self.batch)
+        num_full = len(ids) // batch * batch  # a smaller last batch stays the last
+        batches = ordered[:num_full].reshape(-1, batch)
         shuffled = batches[permutation(self.seed + 1, epoch, len(batches))]
         return np.concatenate([shuffled.ravel(), ordered[num_full:]])
 

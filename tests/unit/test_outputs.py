@@ -350,8 +350,10 @@ def test_data_with_the_suffix_of_a_checkpoint_is_none(place: Place) -> None:
         place.write("n1", "out/ckpt.pt", zipped("one"))
         place.write("n1", "data/x.pt", data, age_s=30.0)
         place.write("n1", "data/x.bin", b"tokens: weight, step", age_s=30.0)
-        await place.store.sync(folder)
+        place.write("n1", "out/model_1", b"tokens", age_s=30.0)
+        await place.store.sync(folder, has_ended=True, has_succeeded=True)
         assert (place.project / "data/x.pt").exists()
+        assert (place.project / "out/model_1").exists()
         assert script_checkpoint(place.run) == "out/ckpt.pt"
         (place.copy("n1") / "out/ckpt.pt").unlink()
 

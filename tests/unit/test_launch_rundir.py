@@ -395,3 +395,10 @@ def test_what_is_handed_over_is_what_was_written(tmp_path: Path) -> None:
     assert directory.redacted("hunter2-hunter2 ü \ud800") == "[secret] ü \ud800"
     directory.close()
     assert json.loads((tmp_path / "run" / "events.jsonl").read_text()) == line
+
+
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\u2028b"])
+def test_a_path_that_no_agent_accepts_is_refused_here(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingError, match="control characters"):
+        rundir.require_usable(tmp_path / name / "runs/1")
+    rundir.require_usable(tmp_path / "ü o'\u202e😀/runs/1")

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -274,8 +275,16 @@ def require_usable(folder: Path) -> None:
 
     That is so if files that a run would replace are not those of a run; if a detached run is not
     over, or its results are not here; or if a name of a run is a link: then a folder from elsewhere
-    would choose what is read, sent to hosts and removed.
+    would choose what is read, sent to hosts and removed. Nor may its path have control characters,
+    which no agent accepts.
     """
+    path = str(folder.absolute())
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
+        raise SettingError(
+            "the path of a run directory must not have control characters",
+            found=repr(path),
+            remedy="Rename the folder, or give a --run-dir elsewhere",
+        )
     if not folder.is_dir():
         return
     if links := [path for path in names.run_entries(folder) if path.is_symlink()]:

@@ -554,6 +554,15 @@ def test_links_out_of_what_is_sent_are_followed_only_when_asked() -> None:
     assert "/w/a.py -> /home/u/key" in note
 
 
+def test_links_to_folders_are_named_when_code_is_sent() -> None:
+    linked = Supplies(replace(TREE, linked_folders=[f"link{i}" for i in range(7)]))
+    sent = placed(OTHER).copies
+    (note,) = planner.linked_folder_notes(linked, sent)
+    assert "link0, link1, link2, link3, link4 and 2 more" in note
+    assert not planner.linked_folder_notes(linked, placed(SAME).copies)
+    assert not planner.linked_folder_notes(Supplies(TREE), sent)
+
+
 def test_links_among_files_that_the_user_named_are_followed() -> None:
     tree = Tree(Path("/t"), [["a.csv", "00", 0o644, 1]], outward={"a.csv": "/data/a.csv"})
     supplies = Supplies(TREE, inputs={"/t": tree})

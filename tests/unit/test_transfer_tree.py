@@ -119,6 +119,23 @@ def test_repositories_in_a_repository_belong_to_it(folder: Path) -> None:
     assert code.read_tree(folder).empty_submodules == ["pack"]
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_links_to_folders_are_named(folder: Path, tmp_path_factory: pytest.TempPathFactory,
+                                    tracked: bool) -> None:  # fmt: skip
+    outside = tmp_path_factory.mktemp("outside")
+    links = {"inner": "pack", "pack/outer": str(outside), "file": "a.py", "broken": "gone"}
+    for name, target in {**links, "runs2": "runs", "photos": str(outside)}.items():
+        (folder / name).symlink_to(target)
+    (folder / ".env").symlink_to("venv")
+    if tracked:
+        git(folder, "init", "-q")
+    tree = code.read_tree(folder)
+    assert {*tree.linked_folders} == {"inner", "pack/outer", "runs2", "photos"}
+    assert "file" in {entry[0] for entry in tree.manifest}
+    with_data = code.read_tree(folder, data=outside)
+    assert {*with_data.linked_folders} == {"inner", "runs2"}
+
+
 def test_a_forged_index_does_not_lead_in_circles(folder: Path) -> None:
     git(folder, "init", "-q")
     git(folder, "add", "a.py", "pack/b.py")
@@ -241,7 +258,7 @@ def test_files_that_vanish_are_no_code(folder: Path, monkeypatch: pytest.MonkeyP
     """As those below /proc; the listing of a folder ends when it is clearly too large."""
     real = code.files_of
 
-    def listed(root: Path, data: Path | None, _: list[str]) -> Iterator[str]:
+    def listed(root: Path, data: Path | None, *_: list[str]) -> Iterator[str]:
         yield "gone.py"
         yield from real(root, data)
 

@@ -187,7 +187,8 @@ LAUNCH = [
                  help="When to copy the code to the hosts; auto: if it is missing or different"
                       " there."),
     click.option("--follow-links", is_flag=True, help="Also send the targets of links that lead"
-                                                      " out of the code or data folder."),
+                                                      " out of the code or data folder (for code,"
+                                                      " links to files only)."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
                  help="auto binds each rank to its own cores, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",

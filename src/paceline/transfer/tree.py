@@ -43,6 +43,7 @@ class Tree:
         cached: Cached copies of files, as they were when hashed, by path.
         outward: Targets of files that are outside the folder and only linked, by path.
         empty_submodules: Submodules of git that were not initialised, so that they have no files.
+        linked_folders: Links to folders, which are not sent.
     """
 
     root: Path
@@ -51,6 +52,7 @@ class Tree:
     cached: Mapping[str, Path] = field(default_factory=dict)
     outward: Mapping[str, str] = field(default_factory=dict)
     empty_submodules: Sequence[str] = ()
+    linked_folders: Sequence[str] = ()
 
     def file(self, path: str) -> Path:
         """The local path of a file."""
@@ -153,7 +155,8 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
     sizes: dict[str, int] = {}
     total, is_complete = 0, True
     empty_submodules: list[str] = []
-    for path in files_of(root, data, empty_submodules):
+    linked_folders: list[str] = []
+    for path in files_of(root, data, empty_submodules, linked_folders):
         if path not in outputs and _is_within(path, parts):
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 sizes[path] = _stat(f"{root}/{path}").st_size
@@ -163,7 +166,13 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
             break
     if len(sizes) > MAX_FILES or total > MAX_BYTES:
         raise _too_large(root, sizes, is_complete)
-    return replace(_hashed(root, sorted(sizes)), empty_submodules=empty_submodules)
+    tree = _hashed(root, sorted(sizes))
+    if data is not None:  # a link to the data is an argument, and is replaced
+        real = data.resolve()
+        linked_folders = [
+            p for p in linked_folders if not real.is_relative_to((root / p).resolve())
+        ]
+    return replace(tree, empty_submodules=empty_submodules, linked_folders=linked_folders)
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
@@ -212,14 +221,17 @@ def _entry(root: Path, path: str) -> list[object]:
     return [path, hash_file(file), stat.st_mode & 0o777, stat.st_size]
 
 
-def files_of(root: Path, data: Path | None = None,
-             empty_submodules: list[str] | None = None) -> Iterator[str]:  # fmt: skip
+def files_of(root: Path, data: Path | None = None, empty_submodules: list[str] | None = None,
+             linked_folders: list[str] | None = None) -> Iterator[str]:  # fmt: skip
     """Relative paths of files that do not belong to run directories or to the folder ``data``.
 
-    Submodules without files are added to ``empty_submodules``.
+    Submodules without files are added to ``empty_submodules``, and links to folders to
+    ``linked_folders``.
     """
+    submodules = [] if empty_submodules is None else empty_submodules
+    links = [] if linked_folders is None else linked_folders
     is_run_folder = functools.cache(lambda folder: _allowed(is_run, root / folder))
-    for name in _list_files(root, data, [] if empty_submodules is None else empty_submodules):
+    for name in _list_files(root, data, submodules, links):
         parts = name.split("/")
         parents = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
         paths = (name.removeprefix(f"{parent}/") for parent in parents if is_run_folder(parent))
@@ -228,7 +240,8 @@ def files_of(root: Path, data: Path | None = None,
             yield name
 
 
-def _list_files(root: Path, data: Path | None, empty_submodules: list[str]) -> Iterator[str]:
+def _list_files(root: Path, data: Path | None, empty_submodules: list[str],
+                linked_folders: list[str]) -> Iterator[str]:  # fmt: skip
     is_inside = data is not None and data != root and data.is_relative_to(root)
     excluded = data.relative_to(root).as_posix() if data is not None and is_inside else None
     repositories, seen = [""], set[str]()  # the root, submodules, and other repositories in it
@@ -250,10 +263,16 @@ def _list_files(root: Path, data: Path | None, empty_submodules: list[str]) -> I
                 repositories.append(path.rstrip("/") + "/")
             elif not path.endswith("/") and _allowed(_is_empty_folder, root / path):
                 empty_submodules.append(path)
+            elif _allowed(_is_folder_link, root / path) and not _skip(root / path):
+                linked_folders.append(path)
 
 
 def _is_repository(folder: Path) -> bool:
     return not folder.is_symlink() and os.path.lexists(folder / ".git")
+
+
+def _is_folder_link(path: Path) -> bool:
+    return path.is_symlink() and path.is_dir()
 
 
 def _is_empty_folder(folder: Path) -> bool:
@@ -261,7 +280,10 @@ def _is_empty_folder(folder: Path) -> bool:
 
 
 def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
-    """Yields files below ``root/prefix``, where git lists none; no hidden folders or packages."""
+    """Yields files and links to folders below ``root/prefix``, where git lists none.
+
+    Hidden folders and packages are left out.
+    """
     base = root / prefix
     for folder, folders, names in safe_paths.walk(str(base)):
         inner = f"{folder}/" if folder else ""
@@ -269,6 +291,8 @@ def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
                       and not _skip(base / folder / name)]  # fmt: skip
         yield from (inner + name for name in names
                     if _allowed(Path.is_file, base / folder / name))  # fmt: skip
+        yield from (inner + name for name in folders
+                    if _allowed(Path.is_symlink, base / folder / name))  # fmt: skip
 
 
 def _skip(folder: Path) -> bool:

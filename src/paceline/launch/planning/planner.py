@@ -353,6 +353,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
             *notes,
             *link_notes(job, supplies, surveys),
             *code_notes(job, supplies),
+            *linked_folder_notes(supplies, [c for node in (*nodes, *waiting) for c in node.copies]),
             *slot_notes(job, hosts),
             *gpu_notes(hosts, [survey.facts for survey in surveys]),
             *([cards.reason] if any("NCCL_NET" in node.env for node in nodes) else ()),
@@ -546,6 +547,18 @@ def code_notes(job: Job, supplies: Supplies) -> list[str]:
     if code is not None and not code.manifest and job.ship.value == "never":
         notes.append(f"the code in {code.root} is too large to compare with that of the hosts")
     return notes
+
+
+def linked_folder_notes(supplies: Supplies, copies: Sequence[Copy]) -> list[str]:
+    """Returns a note on links to folders, which copies of the code do not have."""
+    links = () if supplies.code is None else supplies.code.linked_folders
+    if not links or not any(copy.name == "code" for copy in copies):
+        return []
+    remainder = f" and {len(links) - 5} more" if len(links) > 5 else ""
+    return [
+        f"links to folders are not sent with the code: {', '.join(links[:5])}{remainder}."
+        " If ranks need their content, move it into the project, or send it with --data FOLDER"
+    ]
 
 
 def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> list[str]:

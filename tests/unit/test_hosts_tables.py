@@ -82,6 +82,10 @@ def test_loading(tmp_path: Path) -> None:
     path.write_text("[run]\nnnodes = 2\n[hosts.n1]\nslot = 2\n")
     with pytest.raises(HostsError, match=r"paceline.toml, line 4"):
         load_toml(path)
+    path.unlink()
+    path.symlink_to("gone.toml")
+    with pytest.raises(HostsError, match="is not a file"):
+        load_toml(path)
 
 
 @pytest.mark.parametrize(

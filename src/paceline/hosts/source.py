@@ -140,7 +140,7 @@ def load_toml(path: Path) -> Mapping[str, Any]:
     from paceline.hosts.dialects import toml_tables
     from paceline.hosts.tables import TableError, host_tables
 
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     if not path.is_file():  # reading a pipe would block
         raise HostsError(f"{path} is not a file", remedy=f"look at it: ls -ld {path}")

@@ -121,6 +121,7 @@ def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
         ("torchrun", ("-p", "2", "x.py", "--lr", "1"), "Leave it out: paceline run -p 2 x.py --lr"),
         (".", (), "Name a script in it: train.py"),
         ("empty", (), "Name a script"),
+        ("/dev/null", (), "Save the script in a file"),
     ],
 )
 def test_a_script_that_is_none(

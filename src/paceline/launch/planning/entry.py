@@ -45,6 +45,12 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
             found=f"nothing at {path.absolute()}",
             remedy=_suggestion(path),
         )
+    if not path.is_file() and not path.is_dir():
+        raise SettingError(
+            f"{script} is not a regular file",
+            found="a pipe or a device, which ranks cannot read again",
+            remedy="Save the script in a file, and name the file",
+        )
     return Entry("script", script, args)
 
 

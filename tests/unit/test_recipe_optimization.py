@@ -82,15 +82,17 @@ def test_the_curve_follows_the_epochs_after_a_resume_with_another_batch(batch: i
     curve = common.make_curve(options, loader)
     stages = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     optimizer = SGD(stages.parameters())
-    delayed = gradual_unfreezing(optimizer, curve, [*stages[:2]], len(loader)).lr_lambdas
+    schedule = gradual_unfreezing(optimizer, curve, [*stages[:2]], len(loader))
+    delayed, schedule.last_epoch = schedule.lr_lambdas, 15  # as loaded from a checkpoint
     session = cast(train.Session, SimpleNamespace(progress=progress, epochs=lambda *_, every: [1]))
-    assert [*common.epochs(session, loader, options, curve)] == [1]
+    assert [*common.epochs(session, loader, options, curve, schedule)] == [1]
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3 * curve(15)] * 2 + [0]
     assert curve(15) == pytest.approx(1 - 1.5 / 4)
     assert curve(15 + loader.steps_left(4)) == 0
     assert [factor(15) for factor in delayed] == [curve(15), curve(15), 0]  # in the second epoch
 
     curve.step_offset, options = 0, Options(steps=40)  # given in steps: by the global step
-    assert [*common.epochs(session, loader, options, curve)] == [1]
+    assert [*common.epochs(session, loader, options, curve, schedule)] == [1]
     assert curve.step_offset == 0
 
 

@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import parse_options
-from paceline.recipes.optimization import Batching, Curve, compute_batching
+from paceline.recipes.optimization import Batching, Curve, compute_batching, set_rates
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.training.balance import parse_weights
 from paceline.train import Best
@@ -200,7 +200,11 @@ def unused_flags(options: Options) -> list[str]:
 
 
 def epochs(
-    session: train.Session, loader: train.Loader, options: Options, curve: Curve
+    session: train.Session,
+    loader: train.Loader,
+    options: Options,
+    curve: Curve,
+    schedule: LambdaLR,
 ) -> Iterator[int]:
     """Iterates over epoch numbers, yielding once for each evaluation; aligns the curve."""
     interval = options.evaluate_every
@@ -211,6 +215,8 @@ def epochs(
         if not options.steps:
             position = curve.steps - loader.steps_left(options.epochs)
             curve.step_offset = position - session.progress.step
+        if curve.name != "plateau":  # the checkpoint's rates may be those of another curve
+            set_rates(schedule)
         yield epoch
 
 

@@ -75,7 +75,8 @@ def train_translation(options: TranslationOptions) -> None:
         network = session.place(Transformer(shape), shard=options.shard)
         optimizer = make_optimizer(options, network, batching.lr)
         curve = common.make_curve(options, loader)
-        model = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
+        schedule = LambdaLR(optimizer, curve)
+        model = common.prepare(session, options, network, optimizer, schedule)
 
         # Dividing by the mean length of the data set gives every token the same weight, without
         # ranks exchanging how many tokens they have.
@@ -99,7 +100,7 @@ def train_translation(options: TranslationOptions) -> None:
             tokenizer=options.tokenizer,
         )  # fmt: skip
         figures: dict[str, float] = {}
-        for epoch in common.epochs(session, loader, options, curve):
+        for epoch in common.epochs(session, loader, options, curve, schedule):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)

@@ -94,7 +94,8 @@ def train_language(options: LanguageOptions) -> None:
         if options.muon:
             optimizer = MuonWithAuxiliary(matrices, optimizer)
         curve = common.make_curve(options, loader)
-        model = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
+        schedule = LambdaLR(optimizer, curve)
+        model = common.prepare(session, options, network, optimizer, schedule)
 
         def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
             inputs, labels = batch
@@ -111,7 +112,7 @@ def train_language(options: LanguageOptions) -> None:
             depth=options.depth, length=options.max_length, muon=options.muon,
         )  # fmt: skip
         figures: dict[str, float] = {}
-        for _ in common.epochs(session, loader, options, curve):
+        for _ in common.epochs(session, loader, options, curve, schedule):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)

@@ -130,7 +130,8 @@ def train_sft(options: SftOptions) -> None:
         session.say(describe_training(network))
         optimizer = make_optimizer(options, network, batching.lr)
         curve = common.make_curve(options, loader)
-        module = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
+        schedule = LambdaLR(optimizer, curve)
+        module = common.prepare(session, options, network, optimizer, schedule)
 
         def forward(batch: train.Batch) -> Tensor:
             tokens, positions, *_ = batch
@@ -154,7 +155,7 @@ def train_sft(options: SftOptions) -> None:
         )  # fmt: skip
         prompts = make_prompts(encoder, data, options)
         is_full, figures = options.method == "full", dict[str, float]()
-        for _ in common.epochs(session, loader, options, curve):
+        for _ in common.epochs(session, loader, options, curve, schedule):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)

@@ -107,7 +107,7 @@ def test_echoes_are_waited_for_longer() -> None:
 def test_ends_in_words() -> None:
     assert describe_end(7, None) == "exit status 7"
     assert describe_end(None, 11) == "killed by SIGSEGV"
-    assert "memory" in describe_end(None, 9)
+    assert "OOM killer" in describe_end(None, 9)
     assert signal_name(250) == "signal 250"
     assert failure(1, 0.0, "ValueError: x", host="n2").describe() == "rank 1 on n2: ValueError: x"
     assert failure(None, 0.0, "gone", "lost", "n2").describe() == "n2: gone"
@@ -174,18 +174,18 @@ def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        (None, "killed by SIGKILL (the kernel's memory killer, or somebody's kill -9)"),
-        ({"kills": None, "limit": None, "kernel": []}, "memory killer, or somebody's"),
+        (None, "killed by SIGKILL (the kernel's OOM killer, or kill -9)"),
+        ({"kills": None, "limit": None, "kernel": []}, "OOM killer, or kill"),
         (
             {
                 "kills": None,
                 "limit": None,
                 "kernel": ["Memory cgroup out of memory: Killed process 9", "oom_reaper: reaped"],
             },
-            "memory killer, or somebody's",  # another group's limit was reached
+            "OOM killer, or kill",  # another group's limit was reached
         ),
-        ({"kills": 0, "limit": None, "kernel": []}, "somebody's kill -9: the kernel's memory"),
-        ({"kills": 0, "limit": None, "kernel": ["Killed process 7"]}, "memory killer, or somebody"),
+        ({"kills": 0, "limit": None, "kernel": []}, "somebody's kill -9: the kernel's OOM"),
+        ({"kills": 0, "limit": None, "kernel": ["Killed process 7"]}, "OOM killer, or kill"),
         (
             {"kills": 1, "kernel": [], "limit": {"bytes": 2 << 30, "peak": 3 << 29, "group": "/g"}},
             "killed by the kernel for its memory at 1.0 GiB (limit 2.0 GiB, peak 1.5 GiB, "

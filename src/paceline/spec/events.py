@@ -93,7 +93,7 @@ FIELDS: dict[str, Schema] = {
     "its_host": text(255),  # host of the rank that the event concerns
     "largest_call": SIZE,  # elements of the largest tensor in a collective
     "megabytes": number,  # 10**6 bytes
-    "memory": MEMORY,  # what the memory killer left: see agent/supervision/oom.py
+    "memory": MEMORY,  # what the OOM killer left: see agent/supervision/oom.py
     "members": list_of(RANK),  # of a generation, in the order of their ranks in it
     "message": text(MAX_LONG_TEXT),  # of the exception
     "moving_s": number,  # seconds of a step in which gradients are sent

@@ -97,7 +97,7 @@ def describe_end(code: int | None, signum: int | None,
 
     Args:
         code, signum: Exit status or signal; the other is ``None``.
-        memory: Evidence of the memory killer (see ``agent.supervision.oom.evidence``), if known.
+        memory: Evidence of the OOM killer (see ``agent.supervision.oom.evidence``), if known.
         peak_bytes: Peak memory of the process; 0 when not known.
     """
     if signum is None:
@@ -106,12 +106,12 @@ def describe_end(code: int | None, signum: int | None,
     if signum != signal.SIGKILL:
         return name
     if not memory:
-        return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+        return f"{name} (the kernel's OOM killer, or kill -9)"
     if is_oom_kill(memory):
         return f"{OUT_OF_MEMORY}{_describe_memory(memory, peak_bytes)}"
     if memory.get("kills") == 0 and not memory.get("kernel"):  # its log also has others' processes
-        return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
-    return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+        return f"{name} (somebody's kill -9: the kernel's OOM killer did nothing here)"
+    return f"{name} (the kernel's OOM killer, or kill -9)"
 
 
 def is_oom_kill(memory: Mapping[str, Any]) -> bool:

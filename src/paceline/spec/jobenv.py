@@ -28,8 +28,8 @@ STORE = "PACELINE_STORE"
 ``MASTER_ADDR``. Set by you (``--env``)."""
 PLANNED_WORLD = "PACELINE_WORLD_SIZE"  # checked by every rank after it has joined
 RUN_DIR = "PACELINE_RUN_DIR"
-"""Folder on this node for the run's files. Rank 0's files are copied to the launching machine when
-the job ends, unless both are the same folder."""
+"""Folder on this node for the run's files. Rank 0's files are copied to the launching machine
+during the run and when it ends, unless both are the same folder."""
 LAUNCHER_RUN_DIR = "PACELINE_HOME_DIR"
 """The run directory on the launching machine, for messages."""
 DATA_DIR = "PACELINE_DATA_DIR"

@@ -1,4 +1,4 @@
-"""Reads the traces of the kernel's memory killer, which show whether it killed a rank.
+"""Reads the traces of the kernel's OOM killer, which show whether it killed a rank.
 
 Limits and counters of this process's control group (version 1 and 2) and of its parents, and the
 kernel log where it may be read. Formats: cgroups(7), kernel's admin-guide/cgroup-v2, printk.

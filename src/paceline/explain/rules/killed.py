@@ -14,7 +14,7 @@ _REMEDY = (
     "Ask who ends processes on {host}: a person, a cron job, another user's "
     "clean-up script, a scheduler or container runtime at its limit."
 )
-_NOT_MEMORY = " It was not the kernel's memory killer: that killed nothing there."
+_NOT_MEMORY = " It was not the kernel's OOM killer: that killed nothing there."
 
 
 def match(evidence: Evidence) -> Match | None:

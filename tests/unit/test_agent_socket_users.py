@@ -6,11 +6,12 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.agent.supervision import processes, socket_users
+from paceline.agent.supervision import socket_users
 
 
 @pytest.fixture(params=["netlink", "/proc/net/tcp", "/proc/net/tcp without inet_diag"])
@@ -64,7 +65,7 @@ def test_a_kernel_that_says_nothing_does_not_keep_ranks_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket_users, "_query", lambda *_: None)
-    monkeypatch.setattr(processes, "tcp_table", lambda: "")
+    monkeypatch.setattr(socket_users, "_tcp_table", lambda: "")
     for known in (socket_users._answers, socket_users._knows_users):
         known.cache_clear()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -75,3 +76,27 @@ def test_a_kernel_that_says_nothing_does_not_keep_ranks_out(
         assert socket_users.listens(listener.getsockname())
     for known in (socket_users._answers, socket_users._knows_users):
         known.cache_clear()
+
+
+def test_without_descriptors_nobody_is_taken_for_the_own_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Netlink and the table fail, and the test that asks whether there is a table does not."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(socket_users, "_ask", refuse)
+        patch.setattr(Path, "read_text", refuse)
+        socket_users._knows_users.cache_clear()
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            socket_users.peer_user(accepted)
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            socket_users.listens(listener.getsockname())
+    assert socket_users._knows_users()

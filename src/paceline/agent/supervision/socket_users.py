@@ -12,10 +12,10 @@ import functools
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import NamedTuple, Optional, Tuple
 
 from ..surveys import probe
-from . import processes
 
 NO_USER, UNKNOWN_USER = -1, -2
 _ANY = ("0.0.0.0", 0)  # noqa: S104 - the remote address of a listening socket
@@ -42,6 +42,8 @@ def peer_user(connection: socket.socket) -> int:
     """Returns the user at the other end of a connection within this host, as the kernel says.
 
     :data:`NO_USER` if that end is closed, :data:`UNKNOWN_USER` if the kernel does not say it.
+
+    Raises OSError if this process may open no more files: that is no property of the kernel.
     """
     try:
         names = connection.getpeername()[:2], connection.getsockname()[:2]
@@ -57,7 +59,10 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def listens(address: Address) -> bool:
-    """Whether this user listens at an IPv4 address, and not on all; true if unknown."""
+    """Whether this user listens at an IPv4 address, and not on all; true if unknown.
+
+    Raises OSError as :func:`peer_user` does.
+    """
     try:
         owner = _ask(address, _ANY)
     except OSError:
@@ -107,7 +112,7 @@ def _answers() -> bool:
 def _read_owner(local: Address, remote: Address) -> Optional[_Owner]:
     """Does what :func:`_ask` does with /proc/net/tcp."""
     # an IPv6 socket of the caller has IPv4 addresses at the end of mapped ones
-    table = processes.tcp_table()
+    table = _tcp_table()
     for prefix in ("", _MAPPED) if probe.family_of(local[0]) == socket.AF_INET else ("",):
         ends = " %s%s %s%s " % (prefix, _table_entry(*local), prefix, _table_entry(*remote))
         _, found, line = table.partition(ends)
@@ -117,6 +122,21 @@ def _read_owner(local: Address, remote: Address) -> Optional[_Owner]:
             packed = socket.inet_pton(probe.family_of(local[0]), local[0])
             return _Owner(packed.ljust(16, b"\0"), user if inode != "0" else NO_USER)
     return None
+
+
+def _tcp_table() -> str:
+    """Returns /proc/net/tcp and tcp6, without those that a sandbox does not have.
+
+    Raises OSError for lack of descriptors or memory, which strangers could cause.
+    """
+    text = ""
+    for name in ("tcp", "tcp6"):
+        try:
+            text += Path("/proc/self/net/" + name).read_text()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+    return text
 
 
 def _table_entry(address: str, port: int) -> str:
@@ -131,4 +151,4 @@ def _knows_users() -> bool:
     """Whether /proc/net/tcp has this process's sockets; some sandboxes have no such table."""
     with contextlib.closing(probe.listen("127.0.0.1")) as listener:
         own = _table_entry(*listener.getsockname())
-        return " %s " % own in processes.tcp_table()
+        return " %s " % own in _tcp_table()

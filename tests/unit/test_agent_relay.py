@@ -605,6 +605,17 @@ def test_ranks_reach_the_store_through_the_local_gateway_only(
     assert answered(hosts.dial(local), b"three")
 
 
+def test_who_takes_the_stores_port_first_does_not_open_the_store(hosts: Hosts) -> None:
+    node, local = Store(), hosts.closing.enter_context(probe.listen(LOCAL))
+    hosts.closing.callback(node.end)
+    port = local.getsockname()[1]
+    with probe.listen("127.0.0.2", port):
+        inner = hosts.closing.enter_context(node.open_gateway(closed_store(local), local))
+    address = inner.getsockname()
+    assert address[0] not in (LOCAL, "127.0.0.2")
+    assert address[1] == port
+
+
 def test_who_came_before_the_store_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """No filter could keep a stranger from a port that was held for the store."""
     monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)

@@ -8,6 +8,8 @@ hosts.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import socket
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_TIMEOUT_S = 1.0
 STORE_ADDRESS = "127.0.0.2"  # of a closed store; torch's own client gets its port from the socket
+NUM_OTHER_ADDRESSES = 16  # on loopback, tried if another user has taken the port at that address
 GATEWAY_DESCRIPTORS = 4096  # two for each rank of another node, and unproven connections
 Message = Dict[str, Any]
 
@@ -34,6 +37,22 @@ def _close_pending(listener: socket.socket) -> None:
         while True:
             listener.accept()[0].close()
     listener.settimeout(timeout)
+
+
+def _listen_inside(port: int) -> socket.socket:
+    """Listens for the closed store on a loopback address; OSError if there is none.
+
+    Another user can take the port at an address known in advance, but not at random ones.
+    """
+    addresses = ["127.%d.%d.%d" % (128 + a % 127, b, 1 + c % 254)
+                 for a, b, c in (os.urandom(3) for _ in range(NUM_OTHER_ADDRESSES))]  # fmt: skip
+    for address in (STORE_ADDRESS, *addresses):
+        try:
+            return probe.listen(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 class Store:
@@ -79,8 +98,8 @@ class Store:
         with self._listen_locally(store) if is_gateway else listener.dup() as local:
             self._set_endpoint(store, local)
             try:
-                inner = probe.listen(STORE_ADDRESS, local.getsockname()[1])
-            except OSError:  # the port is taken there: other users can reach the store
+                inner = _listen_inside(local.getsockname()[1])
+            except OSError:  # a sandbox with one loopback address: other users reach the store
                 inner, target, has_local_gateway = local.dup(), local.getsockname()[:2], False
             else:
                 self._port_filter = peer_filters.PortFilter(inner)

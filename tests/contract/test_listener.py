@@ -357,7 +357,7 @@ def test_a_node_that_was_cut_off_calls_again() -> None:
 
             stranger = {"session": "ab", "stream": "frames", "again": True}
             where = list(listener.addresses)
-            with pytest.raises(caller.CallRefused, match="nobody called like that"):
+            with pytest.raises(caller.CallRefused, match="no node with this session id"):
                 await asyncio.to_thread(caller.dial, where, KEY, stranger, time.monotonic())
 
             await channel.request("bye")
@@ -507,9 +507,9 @@ def test_places_are_given_once() -> None:
 
         assert said(stream="frames", index=0, session="a") == {"ok": True}
         assert "two processes" in said(stream="frames", index=0, session="b")["error"]
-        assert "cannot be" in said(stream="frames", index=2, session="c")["error"]
-        assert "cannot be" in said(stream="frames", session="d")["error"]
-        assert "no first connection" in said(stream="errors", index=0, session="b")["error"]
+        assert "is not in 0 to 1" in said(stream="frames", index=2, session="c")["error"]
+        assert "is not in 0 to 1" in said(stream="frames", session="d")["error"]
+        assert "first connection of this node" in said(stream="errors", index=0, session="b")["error"]
         assert said(stream="errors", index=0, session="a") == {"ok": True}
         assert peers.missing() == [1]
         assert said(stream="frames", node="n2", index=0, session="e") == {"ok": True}

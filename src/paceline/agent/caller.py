@@ -1,4 +1,4 @@
-"""Connects a node's agent to its launcher over TLS, if the starter provides no stream to the node.
+"""Connects a node's agent to its launcher over TLS, if the scheduler provides no stream to it.
 
 This source is part of the command that a scheduler or a person starts; the key is in the
 environment, never in a command. Standard library only. It starts the agent and relays its standard
@@ -305,10 +305,11 @@ def read_available(fd: int) -> Optional[bytes]:
 
 
 def close_listeners() -> None:
-    """Closes listening sockets that the starter has left open in this process.
+    """Closes listening sockets that the scheduler has left open in this process.
 
     Intel MPI and MPICH pass on those of their own programs, and anybody can connect to them until
-    every process has closed them. What else they pass on shows them whether this process lives.
+    every process has closed them. Other inherited descriptors stay open: MPI uses them to detect
+    whether this process is alive.
     """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

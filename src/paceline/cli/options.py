@@ -333,7 +333,7 @@ def settings_options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
     def add(command: F) -> F:
         own_options = list(getattr(command, "__click_params__", []))
-        return as_settings(add_options(command, options), besides=own_options)
+        return as_settings(add_options(command, options), exclude=own_options)
 
     return add
 

@@ -12,10 +12,10 @@ RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of ev
 ENV_PREFIX = "PACELINE_OPT"  # PACELINE_OPT_NNODES=2 stands for --nnodes 2
 
 
-def as_settings(command: F, besides: Sequence[click.Parameter] = ()) -> F:
-    """Gives each option that a verb has so far its variable, except those in ``besides``."""
+def as_settings(command: F, exclude: Sequence[click.Parameter] = ()) -> F:
+    """Gives each option declared so far its environment variable, except those in ``exclude``."""
     for option in command.__click_params__:  # type: ignore[attr-defined]
-        if not isinstance(option, click.Option) or option.hidden or option in besides:
+        if not isinstance(option, click.Option) or option.hidden or option in exclude:
             continue
         if not is_setting(option):
             option.envvar = [variable_of(option)]

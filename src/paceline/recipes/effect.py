@@ -1,4 +1,4 @@
-"""Rules which options have an effect beside which others. Needs no torch.
+"""Rules that say which options have an effect in combination with others. Needs no torch.
 
 An explicit option without effect is refused, as its user expects one. Options of a preset, an
 earlier run or the settings file are dropped instead if the command line makes them ineffective.
@@ -35,8 +35,8 @@ class Rule:
     Attributes:
         option: Field of the option.
         decided_by: Field that decides.
-        reason: Why it has none, otherwise.
-        remedy: What gives it one.
+        reason: Why the option has no effect.
+        remedy: Setting with which it has an effect.
     """
 
     option: str
@@ -53,7 +53,7 @@ def _reads_files(options: Any) -> bool:
 _HUB_MODEL = "a Hugging Face model by id or folder"
 _HUB_DATA = "a Hugging Face data set by id or folder"
 _HAS_TOKENIZER = "a pretrained model has a tokenizer of its own"
-_UNKNOWN_ADDRESS = "nothing of it is downloaded from a known address"
+_UNKNOWN_ADDRESS = "Paceline has no download address for this data set"
 _DOWNLOADED = ", ".join(name for name, dataset in IMAGE_SETS.items() if dataset.remote)
 _COMMON_RULES = (
     Rule("milestones", "schedule", lambda o: o.schedule == "step",
@@ -153,8 +153,8 @@ def drop_ineffective(
             file that they make ineffective are dropped.
 
     Raises:
-        SettingError: An explicit option, or one of the file beside others of the file, is set and
-            has no effect.
+        SettingError: An option has no effect though it is explicit, or though the file sets both it
+            and the option that decides.
     """
     ineffective = [rule for rule in RULES[type(options)] if not rule.applies(options)]
     for rule in ineffective:

@@ -32,7 +32,7 @@ class InputFormat:
     Attributes:
         size: Height and width of the model's input (0: as in the data).
         decode_size: Height and width of decoded files (0: default of the reader).
-        mean, deviation: Normalisation of each colour for a pretrained model; empty measures it.
+        mean, deviation: Normalisation of each colour for a pretrained model; if empty, measured.
         channels: Channels of the model's input (0: as in the data).
     """
 

@@ -48,7 +48,7 @@ class Peer:
         return self.frames.info.get("session")
 
     def reconnect(self, connection: Connection) -> None:
-        """Takes a connection of a reconnection; its two connections make a link."""
+        """Stores a connection of a reconnecting node; with the second, queues a new link."""
         if connection.info.get("stream") != "errors":
             self._pending_frames = connection
         elif self._pending_frames is not None and self.channel is not None:
@@ -126,7 +126,7 @@ class Peers:
                 if peer.channel is None or peer.channel.lost.is_set():
                     raise AdmissionError("this node was given up")
                 return peer
-        raise AdmissionError("nobody called like that before")
+        raise AdmissionError("no node with this session id has connected")
 
     def _pair(self, connection: Connection) -> None:
         session = connection.info.get("session")
@@ -134,7 +134,7 @@ class Peers:
             if peer.session == session and peer.errors is None:
                 peer.errors = connection
                 return
-        raise AdmissionError("no first connection belongs to this one")
+        raise AdmissionError("the first connection of this node is missing")
 
     def missing(self) -> list[int]:
         """The places without both connections."""
@@ -203,7 +203,7 @@ class HostAdmission:
     def check(self, info: Mapping[str, Any]) -> None:
         """Accepts every node with the key; no node waits for the exit status."""
         if info.get("stream") == "status":
-            raise AdmissionError("nobody waits for the end of this run")
+            raise AdmissionError("this run does not report its exit status to nodes")
 
     def place(self, connection: Connection, peers: Mapping[int, Peer]) -> tuple[int, Host]:
         """Finds the host of a node by the scheduler's name for it, else by its rank variable."""
@@ -213,9 +213,9 @@ class HostAdmission:
                 place = index
                 break
         if not isinstance(place, int) or place not in self.places:
-            raise AdmissionError(f"place {place} among {len(self._hosts)} nodes cannot be")
+            raise AdmissionError(f"node rank {place} is not in 0 to {len(self._hosts) - 1}")
         if place in peers:
-            error = f"two processes were started as node {place}: one a node is needed"
+            error = f"two processes were started as node {place}: start one process per node"
             raise AdmissionError(error)
         return place, self._hosts[place]
 

@@ -103,7 +103,7 @@ def check_request(request: BatchRequest) -> None:
         )
     gpus_per_node(request)
     if request.nodes < 1:
-        raise SettingError(f"{request.nodes} nodes cannot be", remedy="--nnodes N")
+        raise SettingError(f"a job cannot have {request.nodes} nodes", remedy="--nnodes N")
 
 
 def gpus_per_node(request: BatchRequest) -> list[tuple[str, int]]:

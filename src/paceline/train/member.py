@@ -35,7 +35,7 @@ class Member:
         precision: Precision of parameters and computation.
         folder: The run directory; only rank 0 writes to it.
         progress: Position of the training.
-        comms: Collectives for small things.
+        comms: Collectives for small tensors and texts.
         leaves_group: The process group was made by :func:`join` and ends with the session.
     """
 
@@ -77,7 +77,7 @@ class Member:
         if shard and self.comms.mixed:
             raise SettingError(
                 "--shard cannot be combined with ranks on different kinds of devices",
-                found="an accelerator and a CPU cannot put one parameter together",
+                found="ranks on an accelerator and on a CPU cannot share one sharded parameter",
                 remedy="leave --shard out, or --device cpu on all of them",
             )
         placed = self.precision.widened(module.to(self.device))
@@ -166,7 +166,7 @@ class Member:
             self._journal.report("warning", warning=warning)
 
     def follow(self) -> None:
-        """Lets a rank that has become rank 0 report for the job and keep its files."""
+        """Makes this rank report and write files for the job if it has become rank 0."""
         self._journal.update_roles()
         self._take_over_files()
 

@@ -19,7 +19,7 @@ from paceline.spec.terminal import format_for
 
 POLL_INTERVAL_S = 0.5
 JOIN_TIMEOUT_S = 10.0  # the host may never answer
-MAX_EXTRA_POLLS = 3  # of who looks once only, at files that change every second
+MAX_EXTRA_POLLS = 3  # of a one-time sync, because files may change every second
 
 
 def sync_run(path: Path, show: Callable[[], None] | None = None) -> None:
@@ -70,7 +70,7 @@ def try_sync(path: Path) -> bool:
 
 @contextlib.contextmanager
 def keep_synced(path: Path) -> Iterator[Callable[[], bool]]:
-    """Keeps a run's folder up to date meanwhile; yields a function that tells whether it has ended.
+    """Keeps a run's folder up to date in the context; yields a function that says if it has ended.
 
     Raises:
         PacelineError: The host cannot be asked at first, or the results cannot be fetched.

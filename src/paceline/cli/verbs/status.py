@@ -48,7 +48,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
     try:
         sync_run(path, show)
     except PacelineError as problem:
-        if not is_shown:  # what came before
+        if not is_shown:  # the last known state
             show()
             for line in describe_abandon(path) if isinstance(problem, ConnectError) else ():
                 if not as_json:

@@ -1,4 +1,4 @@
-"""Hosts heard nothing of the launcher."""
+"""Hosts received no heartbeat from the launcher."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _ENDS_START = ("progress", "finish", "traceback", "crash", "exit")
 def match(evidence: Evidence) -> Match | None:
     """Counts the processes that start at one time and say that they are the only one.
 
-    One after the other, such processes are runs of their own. Without a word of MPI, a job that
-    ended well may have been meant so.
+    Processes that start one after another are separate runs. If the log does not mention MPI and
+    the job succeeded, this may be intended.
     """
     units = sorted((u for log in evidence.logs for u in log.units()), key=lambda u: u.number)
     if evidence.events or any(_TOGETHER.search(unit.text) for unit in units):
@@ -43,7 +43,7 @@ def match(evidence: Evidence) -> Match | None:
 
 
 def _longest_start(units: Sequence[Unit]) -> list[Unit]:
-    """The most statements of one form that nothing else separates."""
+    """Returns the longest series of equal statements without other output in between."""
     longest: list[Unit] = []
     current: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:

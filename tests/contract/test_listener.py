@@ -509,7 +509,9 @@ def test_places_are_given_once() -> None:
         assert "two processes" in said(stream="frames", index=0, session="b")["error"]
         assert "is not in 0 to 1" in said(stream="frames", index=2, session="c")["error"]
         assert "is not in 0 to 1" in said(stream="frames", session="d")["error"]
-        assert "first connection of this node" in said(stream="errors", index=0, session="b")["error"]
+        assert (
+            "first connection of this node" in said(stream="errors", index=0, session="b")["error"]
+        )
         assert said(stream="errors", index=0, session="a") == {"ok": True}
         assert peers.missing() == [1]
         assert said(stream="frames", node="n2", index=0, session="e") == {"ok": True}

@@ -78,13 +78,9 @@ def read_text(path: Union[str, Path]) -> str:
 
 def tcp_sockets(pid: Union[int, str] = "self") -> List[List[str]]:
     """Returns the fields of each TCP socket in a network namespace, as in /proc/net/tcp."""
-    rows = map(str.split, tcp_table(pid).splitlines())
+    tables = (read_text("/proc/%s/net/%s" % (pid, name)) for name in ("tcp", "tcp6"))
+    rows = (line.split() for table in tables for line in table.splitlines())
     return [fields for fields in rows if fields and fields[0] != "sl"]
-
-
-def tcp_table(pid: Union[int, str] = "self") -> str:
-    """Returns the lines of /proc/net/tcp and /proc/net/tcp6 in a network namespace."""
-    return "\n".join(read_text("/proc/%s/net/%s" % (pid, name)) for name in ("tcp", "tcp6"))
 
 
 def bytes_moved(pid: int) -> int:

@@ -16,12 +16,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import parse_options
-from paceline.recipes.optimization import Batching, Curve, compute_batching, set_rates
+from paceline.recipes.optimization import Batching, Curve, compute_batching
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.training.balance import parse_weights
 from paceline.train import Best
 from paceline.train.data.fetch import Data
 from paceline.train.device import available_devices, choose_device
+from paceline.train.hyperparameters import set_rates
 
 EVALUATIONS_PER_EPOCH, MIN_EVALUATION_STEPS = 16, 40
 """With ``--stop-at``: evaluations within an epoch, and the minimum number of steps between two."""

@@ -10,9 +10,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.recipes.options import Options, parse_micro_batch
 
@@ -155,17 +154,3 @@ class Curve:
         self.best, self.stale = (loss, 0) if loss < self.best else (self.best, self.stale + 1)
         if self.stale >= self.patience:
             self.scale, self.stale = self.scale * _STEP_FACTOR, 0
-
-
-def set_rates(schedule: LambdaLR) -> None:
-    """Sets the learning rates of the present step, after a curve or its offset has changed."""
-    rates = [
-        base * factor(schedule.last_epoch)
-        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):  # a captured graph reads it
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    schedule._last_lr = rates

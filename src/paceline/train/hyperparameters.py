@@ -143,6 +143,14 @@ def _set_base_rates(
         part._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
+def set_rates(schedule: LambdaLR) -> None:
+    """Sets the learning rates of the present step, after a schedule's functions have changed."""
+    rates = _rates_of(schedule)
+    for group, rate in zip(schedule.optimizer.param_groups, rates or (), strict=True):
+        _assign(group, "lr", float(rate))
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
+
+
 def _parts(schedule: LRScheduler) -> Iterator[LRScheduler]:
     """Yields a schedule and those that it consists of."""
     if hasattr(schedule, "base_lrs"):

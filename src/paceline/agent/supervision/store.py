@@ -99,7 +99,7 @@ class Store:
             self._set_endpoint(store, local)
             try:
                 inner = _listen_inside(local.getsockname()[1])
-            except OSError:  # a sandbox with one loopback address: other users reach the store
+            except OSError:  # perhaps a sandbox with one loopback address: the store is open
                 inner, target, has_local_gateway = local.dup(), local.getsockname()[:2], False
             else:
                 self._port_filter = peer_filters.PortFilter(inner)

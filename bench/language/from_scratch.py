@@ -1,6 +1,6 @@
 """A small model from scratch on two hosts, beside a plain script of equal size on one host.
 
-    python bench/language/from_scratch.py --text kjv.txt [--tokens 400000] [--out FILE]
+    python bench/language/from_scratch.py --text kjv.txt [--tokens 400000] [--hosts 2] [--out FILE]
 
 ``--text`` is a text in UTF-8, such as the King James Bible of Debian's packages bible-kjv and
 bible-kjv-text (``bible -f Ge1:1-Re22:21``); without it, the docstrings of the standard library.
@@ -192,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=400_000)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
@@ -208,11 +209,14 @@ def main() -> None:
             text.write_text("\n\n".join(answer for _, answer in two_hosts.conversations()))
         count, training, held_out = make_tokens(text, folder)
         steps = options.tokens // (ROWS * LENGTH)
-        results = [train_peer(folder, steps), train_paceline(folder, text, steps, 2),
-                   train_paceline(folder, text, steps, 1)]  # fmt: skip
+        results = [train_peer(folder, steps)]
+        print(results[0], flush=True)  # hours may pass before the table is complete
+        for hosts in options.hosts:
+            results.append(train_paceline(folder, text, steps, hosts))
+            print(results[-1], flush=True)
         seconds = results[0].seconds
         lines = [
-            two_hosts.machine(), "",
+            two_hosts.machine(["torch", "tokenizers"]), "",
             f"{len(training):,} bytes of training text ({count:,} tokens), {len(held_out):,} held"
             f" out; {steps} steps of {ROWS} × {LENGTH} tokens.", "",
             "| | parameters | bits per byte | seconds of the steps | to the script | load before |",

@@ -330,10 +330,10 @@ def descendants(pid: int) -> list[int]:
     return [pid, *(number for child in children for number in descendants(int(child)))]
 
 
-def machine() -> str:
+def machine(packages: Sequence[str] = ("torch", "transformers", "peft", "trl")) -> str:
     from importlib.metadata import version
 
-    libraries = ", ".join(f"{n} {version(n)}" for n in ("torch", "transformers", "peft", "trl"))
+    libraries = ", ".join(f"{name} {version(name)}" for name in packages)
     python = f"Python {platform.python_version()}"
     return f"{platform.platform()}, {os.cpu_count()} CPUs, {python}, {libraries}"
 

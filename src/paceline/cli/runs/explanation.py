@@ -17,7 +17,7 @@ from paceline.spec import rundir as names
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 
-SHOWN_IN_LOG_TAIL = ("exception", "said-why")  # their words stand in the last lines of a failed run
+SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")  # their words stand in the last lines of a failed run
 
 
 def succeeded(evidence: Evidence) -> bool:

@@ -30,7 +30,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	touch $@
 
 system:
-	@tools/system-parts.sh $(PARTS)
+	@PYTHON=$(PYTHON) tools/system-parts.sh $(PARTS)
 
 demo: PARTS = lab
 demo: env system

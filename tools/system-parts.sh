@@ -33,11 +33,10 @@ for part in $wanted; do
 done
 
 pip_parts() {
-  python=$(dirname "$0")/../.venv/bin/python
-  [ -x "$python" ] || python=python3
+  python=$extra/impi/bin/python  # the environment that is tested may be in the making
   if [ ! -e "$extra/impi/bin/mpiexec.hydra" ]; then
     echo "installing: Intel MPI (impi-rt) in $extra/impi"
-    "$python" -m venv "$extra/impi" && "$extra/impi/bin/pip" install -q impi-rt
+    "${PYTHON:-python3}" -m venv "$extra/impi" && "$python" -m pip install -q impi-rt
   fi
   # --no-deps: they are to use the torch of the environment that is tested
   into frameworks $frameworks

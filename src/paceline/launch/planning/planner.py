@@ -447,7 +447,7 @@ def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_ra
         env=node_env(job, survey.host, facts, processes, survey.network, cards)
         | data_env(job, place)
         | inputs_env(place),
-        ranks=tuple(RankPlan(first_rank + at, at, cpus) for at, cpus in enumerate(bound)),
+        ranks=tuple(RankPlan(first_rank + at, at, bound[at]) for at in range(processes)),
         devices=_devices(job, survey.host, facts),
         copies=place.copies,
     )

@@ -22,7 +22,7 @@ import ranks
 
 from paceline.train.comms import Comms
 from paceline.train.elastic import control as control_module
-from paceline.train.elastic import job_group, recovery, wait_release
+from paceline.train.elastic import job_group, recovery, waits
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.control import RegroupMessage
 from paceline.train.world import World
@@ -327,7 +327,7 @@ def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -
     """It does nothing in a collective whose connections are cut; who computes is waited for."""
     monkeypatch.setattr(recovery, "STUCK_S", 0.6)
     if not idle:  # a busy machine lets nobody compute for so long
-        monkeypatch.setattr(wait_release, "_computing_s", itertools.count().__next__)
+        monkeypatch.setattr(waits, "_computing_s", itertools.count().__next__)
     read, write = os.pipe()
     control = control_module.Control(read, GlooConnections())
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
@@ -410,9 +410,9 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
         looked.set()
         return True
 
-    monkeypatch.setattr(wait_release.waits, "is_gloo_asleep", asleep)
-    monkeypatch.setattr(wait_release.waits, "cancel_all", lambda: given_up.append(one.generation))
-    monkeypatch.setattr(wait_release, "_CHECKS", 1)
+    monkeypatch.setattr(waits, "_is_gloo_asleep", asleep)
+    monkeypatch.setattr(waits, "_cancel_all", lambda: given_up.append(one.generation))
+    monkeypatch.setattr(waits, "_CHECKS", 1)
     with one._forming:
         control.on_shutdown(1)
         assert looked.wait(20)
@@ -430,9 +430,9 @@ def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
     one = recovery_of(comms, control)
     given_up = threading.Event()
-    monkeypatch.setattr(wait_release.waits, "is_gloo_asleep", lambda: False)
-    monkeypatch.setattr(wait_release.waits, "cancel_all", given_up.set)
-    monkeypatch.setattr(wait_release, "_MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(waits, "_is_gloo_asleep", lambda: False)
+    monkeypatch.setattr(waits, "_cancel_all", given_up.set)
+    monkeypatch.setattr(waits, "_MAX_WAIT_S", 0.2)
     control.on_shutdown(1)
     assert given_up.wait(20)
     one.generation = 1  # which ends the thread
@@ -440,7 +440,7 @@ def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
 
 def test_what_gloos_threads_use_of_a_cpu_is_no_computing() -> None:
     """So a rank that is held in a collective is known by it, although such a thread never rests."""
-    talk, over, idle = wait_release.CollectiveSpan(), threading.Event(), []
+    talk, over, idle = waits.CollectiveSpan(), threading.Event(), []
 
     def spin() -> None:
         Path("/proc/thread-self/comm").write_text("pt_gloo_runloop")
@@ -458,6 +458,6 @@ def test_what_gloos_threads_use_of_a_cpu_is_no_computing() -> None:
     finally:
         over.set()
         busy.join()
-    before = wait_release._computing_s()
+    before = waits._computing_s()
     sum(range(10**6))
-    assert wait_release._computing_s() > before
+    assert waits._computing_s() > before

@@ -41,7 +41,7 @@ from paceline.train.elastic import waits
 from paceline.train.elastic.control import Control, RegroupMessage
 from paceline.train.elastic.device_group import end_process
 from paceline.train.elastic.job_group import JobGroup, Superseded
-from paceline.train.elastic.wait_release import STUCK_S, CollectiveSpan, release_waits
+from paceline.train.elastic.waits import STUCK_S, CollectiveSpan, release_waits
 from paceline.train.world import World
 
 if TYPE_CHECKING:
@@ -423,7 +423,7 @@ class Recovery:
             return self.generation >= generation or self._control.newer(generation) is not None
 
         def release() -> None:
-            release_waits(is_finished, self.group.connections, self._forming)
+            release_waits(is_finished, self.group.connections.all_closed, self._forming)
 
         def watch() -> None:
             if self.able and self.span.is_idle_for(STUCK_S, is_finished):

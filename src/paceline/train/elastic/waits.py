@@ -3,8 +3,8 @@
 gloo does not wake a thread that waits for the rest of a message when a connection ends. So when a
 lost rank can be replaced no thread waits in gloo itself: it polls (:func:`wait`), another thread
 waits there (:func:`wait_in_thread`), or DDP waits for a future (:func:`cancellable_future`).
-:func:`cancel_all` ends all of them with an error. What is cancelled stays with a sleeping thread of
-gloo's, so its group must outlive it (:func:`has_abandoned`). See
+:func:`release_waits` ends all of them with an error when cut connections do not. What is cancelled
+stays with a sleeping thread of gloo's, so its group must outlive it (:func:`has_abandoned`). See
 ``docs/explanation/decisions/0012-gloo-is-freed-by-closing-its-sockets.md``.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -26,6 +27,13 @@ from paceline.train.elastic import gloo
 T = TypeVar("T")
 
 _POLL_S = 0.05  # between two looks whether a wait was cancelled
+STUCK_S = 3.0
+"""Idle in a collective whose connections are cut, after which a rank is reported as stuck."""
+_IDLE_SHARE = 0.03  # of a CPU, below which a process does not compute, on a busy machine neither
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.02, 0.5  # between two looks
+_CHECKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
+_MAX_CHECKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
+_MAX_WAIT_S = 10.0  # after which no look is needed: a thread of gloo's may never sleep (gloo.py)
 
 
 class WaitCancelled(RuntimeError):
@@ -163,7 +171,7 @@ def cancellable_future(work: dist.Work | None, mean: Tensor) -> Future[Tensor]:
     return cancellable.future
 
 
-def cancel_all() -> None:
+def _cancel_all() -> None:
     with _state.lock:
         _state.cancellations += 1
         means = [*_state.means]
@@ -180,20 +188,85 @@ def abandon(work: dist.Work) -> None:
 
 def has_abandoned() -> bool:
     """Cancels all waits; returns whether any was left in gloo since the last call."""
-    cancel_all()
+    _cancel_all()
     with _state.lock:
         works, has_thread = _state.abandoned, _state.has_abandoned_thread
         _state.abandoned, _state.has_abandoned_thread = [], False
     return has_thread or not all(work.is_completed() for work in works)
 
 
-def is_gloo_asleep() -> bool:
+class CollectiveSpan:
+    """Context of code that may wait for other ranks; another thread sees whether it is entered."""
+
+    def __init__(self) -> None:
+        self._entries, self._depth = 0, 0
+
+    def __enter__(self) -> None:
+        self._entries += not self._depth
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+    @property
+    def number(self) -> int:
+        """Number of the span that is entered now, from 1; 0: none is."""
+        return self._entries if self._depth else 0
+
+    def is_idle_for(self, seconds: float, is_finished: Callable[[], bool]) -> bool:
+        """Whether this process stays in one span and computes nothing for so long.
+
+        Watches until then, or until ``is_finished``; call it in a thread of its own. CPU time of
+        gloo's threads does not count as computing.
+        """
+        number, cpu_s, idle_from = self.number, _computing_s(), time.monotonic()
+        while not is_finished():
+            time.sleep(seconds / 12)
+            current, used_s = time.monotonic(), _computing_s()
+            is_busy = used_s - cpu_s > _IDLE_SHARE * seconds
+            if not self.number or self.number != number or is_busy:
+                number, cpu_s, idle_from = self.number, used_s, current
+            elif current - idle_from >= seconds:
+                return True
+        return False
+
+
+def _computing_s() -> float:
+    """Returns the CPU seconds that this process has used, without those of gloo's threads.
+
+    A thread that waits in gloo counts as one of these.
+    """
+    return time.process_time() - sum(thread.cpu_s for thread in _gloo_threads())
+
+
+def release_waits(
+    is_finished: Callable[[], bool], all_closed: Callable[[], bool], forming: threading.Lock
+) -> None:
+    """Cancels waits whenever gloo has closed the cut connections and sleeps, until finished.
+
+    Args:
+        is_finished: Whether the next group is there, or is superseded.
+        all_closed: Whether gloo has closed all cut connections.
+        forming: Held while a group becomes the present one, so that waits in the next group are not
+            cancelled.
+    """
+    checks, interval_s = 0, _MIN_INTERVAL_S
+    deadline = time.monotonic() + _MAX_WAIT_S
+    while not is_finished():
+        time.sleep(interval_s)
+        interval_s = min(_MAX_INTERVAL_S, 1.1 * interval_s)  # looking must not pass for computing
+        checks = checks + 1 if _is_gloo_asleep() else 0
+        is_ready = checks >= (_CHECKS if all_closed() else _MAX_CHECKS)
+        if not is_ready and time.monotonic() < deadline:
+            continue
+        with forming:
+            if not is_finished():
+                _cancel_all()
+        checks = 0
+
+
+def _is_gloo_asleep() -> bool:
     return all(thread.state not in "RD" for thread in _gloo_threads())
-
-
-def gloo_cpu_s() -> float:
-    """Returns CPU seconds that gloo's threads, and those that wait in it, have used so far."""
-    return sum(thread.cpu_s for thread in _gloo_threads())
 
 
 def _gloo_threads() -> Iterator[gloo.Task]:

@@ -21,7 +21,7 @@ from paceline.hosts import read_hosts
 from paceline.hosts.lab import find_lab, lab_name
 from paceline.launch import call
 from paceline.launch.call import Results
-from paceline.launch.jobs import plan_job, run_job
+from paceline.launch.launcher import plan_job, run_job
 from paceline.launch.planning.entry import entry_of, opens_store, preload_of
 from paceline.launch.planning.plan_text import describe
 from paceline.launch.results.summary import RunOutcome

@@ -25,7 +25,7 @@ from paceline.cli.runs import attached, leave
 from paceline.cli.settings_file import read_settings_file
 from paceline.cli.verbs import evaluate
 from paceline.cli.verbs.bench import scaling as scaling_verb
-from paceline.launch import jobs
+from paceline.launch import launcher
 from paceline.remote import this_machine
 from paceline.remote.login import connect_command
 from paceline.remote.openssh import ssh_command
@@ -152,7 +152,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         return real_ladder(nodes, processes)
 
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
-    monkeypatch.setattr(jobs, "run_job", started)
+    monkeypatch.setattr(launcher, "run_job", started)
     monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(forecasts, "choose_fastest",
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip

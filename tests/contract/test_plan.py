@@ -18,7 +18,7 @@ import pytest
 import simulated
 from paceline.launch.elastic.attempt import Attempt
 from paceline.launch.elastic.driver import ElasticDriver
-from paceline.launch.jobs import plan_job, run_job
+from paceline.launch.launcher import plan_job, run_job
 from paceline.launch.nodes import survey
 from paceline.launch.planning.planner import Supplies
 from paceline.launch.terminal.screen import Screen

@@ -16,7 +16,7 @@ from paceline.cli import program
 from paceline.cli.measure import forecasts, probes, project_code
 from paceline.cli.verbs import forecast as forecast_verb
 from paceline.cli.verbs.bench import scaling as scaling_verb
-from paceline.launch import jobs
+from paceline.launch import launcher
 from paceline.launch.results import summary
 from paceline.spec.errors import ConnectError, JobError, SettingError
 from paceline.spec.formatting import parse_bit_rate
@@ -313,7 +313,7 @@ def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.Monk
         kept.append(run_dir)
         return SimpleNamespace(result=SimpleNamespace(exit_code=code))
 
-    monkeypatch.setattr(jobs, "run_job", run_job)
+    monkeypatch.setattr(launcher, "run_job", run_job)
     monkeypatch.setattr(summary, "report_failure", lambda outcome: "logs are in …")
     monkeypatch.setattr(probes, "require_transport", lambda params, what: object())
     dispatch = SimpleNamespace()

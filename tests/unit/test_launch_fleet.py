@@ -493,7 +493,7 @@ class Starting(Launcher):
         self._request = request_for(job, Dialling(comes_back=True), "n1", "n2")
         self._screen, self._results = Mock(), AsyncMock()
         policy = RetryPolicy(retries_start=self._request.retries_start)
-        self.driver = Mock(policy=policy, recoveries=[], run=AsyncMock(return_value=Result(0)))
+        self.driver = Mock(policy=policy, run=AsyncMock(return_value=Result(0)))
         self.losses, self.connected = losses, list[bool]()
 
     def _read_supplies(self, delay_s: float = 0.0) -> Any:

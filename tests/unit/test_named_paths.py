@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli import program
-from paceline.launch import jobs
+from paceline.launch import launcher
 from paceline.rundir import detached_file, named_paths
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
@@ -33,7 +33,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
         started.append(job)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "run_job", run_job)
+    monkeypatch.setattr(launcher, "run_job", run_job)
 
     def run(*argv: str) -> Job:
         started.clear()

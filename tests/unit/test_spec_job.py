@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.jobs import secrets_of
+from paceline.launch.launcher import secrets_of
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 

@@ -27,7 +27,7 @@ from paceline.spec.rundir import DEFAULT_PARENT, PLAN
 from paceline.spec.terminal import format_for, wrap
 
 if TYPE_CHECKING:
-    from paceline.launch.jobs import Takeover
+    from paceline.launch.launcher import Takeover
     from paceline.launch.planning.request import Package
     from paceline.launch.results.summary import RunOutcome
     from paceline.launch.terminal.screen import Screen
@@ -111,7 +111,7 @@ def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispa
 
 def show_plan(ctx: click.Context, job: Job, cluster: Cluster, transport: Transport,
               package: bool, inspect: Inspect | None) -> int:  # fmt: skip
-    from paceline.launch.jobs import plan_job
+    from paceline.launch.launcher import plan_job
     from paceline.launch.planning.plan_text import describe, describe_full
 
     plan = plan_job(job, cluster, transport, package, inspect)
@@ -147,7 +147,7 @@ def run_to_end(
         is_generated: The run directory has a generated name; it is removed when the job is refused
             before there is a plan.
     """
-    from paceline.launch.jobs import run_job, secrets_of
+    from paceline.launch.launcher import run_job, secrets_of
     from paceline.schedulers.submission import submitting_arguments
 
     secrets = secrets_of(job, cluster)
@@ -219,7 +219,7 @@ def suggest_node_range(job: Job, cluster: Cluster) -> Iterator[None]:
 def record_refusal(job: Job, run_dir: Path, secrets: Sequence[str], *,
                       is_generated: bool) -> Iterator[None]:  # fmt: skip
     """Records why a job could not be started, with a page; the caller shows the error."""
-    from paceline.launch.jobs import finished_result
+    from paceline.launch.launcher import finished_result
     from paceline.rundir.directory import Redactor
     from paceline.rundir.ownership import read_owner
 

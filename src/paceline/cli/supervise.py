@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.cli.launch import run_to_end
 from paceline.launch import failure_analysis
-from paceline.launch.jobs import Takeover, secrets_of
+from paceline.launch.launcher import Takeover, secrets_of
 from paceline.launch.planning.planner import Supplies, choose_hosts
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from paceline.agent import caller
 from paceline.launch.installation import installation
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.jobs import finished_result, request_of, secrets_of, write_result
+from paceline.launch.launcher import finished_result, request_of, secrets_of, write_result
 from paceline.launch.nodes.survey import read_and_cache_supplies
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Package, Request

@@ -2,7 +2,7 @@
 
 One pure function, ``launch.planning.planner.make_plan``, makes it from what
 ``launch.nodes.survey`` found out.
-``--plan`` prints it, ``plan.json`` keeps it, and ``Launcher.execute`` carries it out.
+``--plan`` prints it, ``plan.json`` keeps it, and ``launch.launcher.run_job`` executes it.
 """
 
 from __future__ import annotations

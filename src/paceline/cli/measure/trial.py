@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.bench.bandwidth import COLLECTIVES, PARTS
 from paceline.checks.check import Survey
-from paceline.launch.jobs import run_job
+from paceline.launch.launcher import run_job
 from paceline.launch.results.summary import RunOutcome
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.openssh import SshOptions

@@ -64,7 +64,7 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
     """
     import asyncio
 
-    from paceline.launch.jobs import request_of
+    from paceline.launch.launcher import request_of
     from paceline.launch.warm import make_ready
 
     cluster = read_chosen_cluster(ctx)

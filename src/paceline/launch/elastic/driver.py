@@ -82,7 +82,6 @@ class ElasticDriver:
         plan: The current plan, once there is one.
         attempt: The running attempt; ``None`` while no ranks run.
         failure: The failure of the last attempt.
-        recoveries: Recoveries in place in all attempts that have ended.
     """
 
     def __init__(self, request: Request, provisioner: Provisioner, results: ResultCollector,
@@ -98,11 +97,11 @@ class ElasticDriver:
         self.plan: Plan | None = None
         self.attempt: Attempt | None = None
         self.failure: Failure | None = None
-        self.recoveries: list[Recovery] = []
         self._request, self._provisioner, self._results = request, provisioner, results
         self._outputs = outputs
         self._actions, self._screen, self._recorder = actions, screen, recorder
         self._listener, self._announce = listener, announce
+        self._recoveries: list[Recovery] = []  # in all attempts that have ended
         self._reconnector: Reconnector | None = None
         self._next = _NextStart("", "", request.min_hosts, job.wait_for_nodes_s.value)
         self._had_ranks: set[str] = set()
@@ -179,6 +178,7 @@ class ElasticDriver:
         finally:
             await hosts.close()
             self._screen.stop_live()
+        result = replace(result, recoveries=tuple(self._recoveries))
         return await self._conclude(result, failure, is_collected, interrupts)
 
     async def _conclude(self, result: Result, failure: Failure | None, is_collected: bool,
@@ -229,7 +229,7 @@ class ElasticDriver:
             self._rejoining = None
             self.attempt = None
             self._actions.set_attempt(None)
-            self.recoveries += attempt.recovery.report.completed
+            self._recoveries += attempt.recovery.report.completed
         self._results.has_succeeded = result.exit_code == 0 and not attempt.is_expanding
         await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
         if result.exit_code == 0:

@@ -221,7 +221,7 @@ def run_collectives(ctx: click.Context, cluster: Cluster, dispatch: Dispatch,
                     spec: Mapping[str, Any]) -> JobResult:  # fmt: skip
     """Runs the job: the table, what it says of itself, and the wires; JobError when it fails."""
     from paceline.cli.runs.run_end import print_library_logs
-    from paceline.launch.jobs import run_job
+    from paceline.launch.launcher import run_job
     from paceline.launch.results.summary import report_failure
     from paceline.launch.terminal.screen import Screen
     from paceline.rundir.records import read_object

@@ -144,7 +144,7 @@ def run_layout(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.L
         nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
     )
     from paceline.cli.measure.quiet_screen import PlanNotesScreen
-    from paceline.launch.jobs import run_job
+    from paceline.launch.launcher import run_job
     from paceline.launch.results.summary import report_failure
 
     screen, transport = PlanNotesScreen(shown_notes), require_transport(ctx.params, "bench scaling")

@@ -1,10 +1,11 @@
-"""The training loop: epochs, and the work that is due after each global step."""
+"""The training loop: epochs, the work that is due after each global step, and after a recovery."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch import Tensor, distributed
 
@@ -12,6 +13,8 @@ from paceline.spec.formatting import pluralize
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
+from paceline.train.checkpoints.handover import send_models, send_training
+from paceline.train.comms import Comms
 from paceline.train.data.division import MAX_TIMING_STEPS, BatchDivision
 from paceline.train.data.loader import Batch, Loader, Progress
 from paceline.train.data.loader_factory import LoaderFactory
@@ -32,6 +35,8 @@ _RECORD_STEPS = 50
 @dataclass(eq=False)
 class TrainingLoop:
     """Runs epochs and the work that is due after each global step.
+
+    :class:`paceline.train.elastic.recovery.Recovery` calls it to send, renew and save the training.
 
     Args:
         probe: Measures a few steps instead of a training; ``None`` for a normal training.
@@ -68,14 +73,6 @@ class TrainingLoop:
         self.pace.follow(self._training.models.first.model)
         self.stragglers.regroup()
 
-    def renew(self) -> None:
-        """Restarts measurements and the division of batches in a new group; a collective."""
-        if self.bucket_trial is not None:
-            self.bucket_trial.restart(self._training.progress.step)
-        self.pace.regroup()
-        self.stragglers.regroup()
-        self._division.regroup(self._training.models)
-
     def start_iteration(self, loader: Loader) -> None:
         """Called when the script begins to take batches from a loader."""
         if loader is not self.steps.loader:
@@ -83,7 +80,7 @@ class TrainingLoop:
             return
         self._membership.restore_received()
         if self._training.models.include_thawed() and self.bucket_trial is not None:
-            self.bucket_trial.restart(self._training.progress.step)
+            self.bucket_trial.restart(self.step)
 
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
         """Prepares the training with this loader; waits for the others in a process that joins."""
@@ -158,7 +155,7 @@ class TrainingLoop:
         if not self._member.comms.joining:  # what the others have said holds for a newcomer, too
             self._membership.report_recoverable(recovery)
 
-    def step(self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
+    def run_step(self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
         batch = self.steps.run(losses, values)
         if batch is not None:
             self._end_step(batch)
@@ -202,7 +199,7 @@ class TrainingLoop:
             self._checkpoints.settle()
 
     def _measure_pace(self, batch: Batch, loader: Loader) -> None:
-        step = self._training.progress.step
+        step = self.step
         timings = self.pace.step(batch.total, loader.waited_s, self._checkpoints.blocked_s)
         if (communication := self._training.models.first.communication) is not None:
             communication.computed(self.pace.last_computing_s)
@@ -218,7 +215,7 @@ class TrainingLoop:
     def _choose_communication(self, timings: StepTimings) -> None:
         """Reconsiders how a single model's gradients are averaged."""
         models, bucket_trial = self._training.models, self.bucket_trial
-        communication, step = models.first.communication, self._training.progress.step
+        communication, step = models.first.communication, self.step
         if communication is None or len([*models]) > 1:
             return
         if bucket_trial is not None and not bucket_trial.is_finished and communication.is_final:
@@ -233,7 +230,7 @@ class TrainingLoop:
     def _try_bucket_sizes(self, timings: StepTimings) -> None:
         """Tries sizes of gradient buckets, once the method of averaging is final."""
         communication = self._training.models.first.communication
-        step = self._training.progress.step
+        step = self.step
         if self.bucket_trial is None or (communication is not None and not communication.is_final):
             return
         first = 0 if communication is None else communication.warmup_steps
@@ -249,7 +246,53 @@ class TrainingLoop:
         if figures := self.pace.figures():
             self._journal.record("pace", figures)
         self.watch.recorded()
-        models.check_finite(means, self._training.progress.step)
+        models.check_finite(means, self.step)
+
+    # -- for recoveries ------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Global steps done."""
+        return self._training.progress.step
+
+    def event(self, name: str, **details: Any) -> None:
+        self._member.event(name, **details)
+
+    def send_models(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
+        """Gives the models of one rank to others; a collective of all ranks."""
+        send_models(self._training.models, comms, source, receivers)
+
+    def send_training(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
+        """Gives the whole training of one rank to newcomers; a collective of all ranks."""
+        is_new = comms.world.rank in receivers
+        send_training(self._training, comms, source, receivers, is_new=is_new)
+
+    def renew(self) -> None:
+        """Rebuilds what depends on the number of ranks; a collective that may be repeated."""
+        recovery, models = self._membership.recovery, self._training.models
+        assert recovery is not None
+        self._membership.publish_start()
+        lost_steps = models.max_unsynced_steps if recovery.has_lost_ranks else 0
+        models.renew()
+        self._membership.meet_newcomers()
+        if self.bucket_trial is not None:
+            self.bucket_trial.restart(self.step)
+        self.pace.regroup()
+        self.stragglers.regroup()
+        self._division.regroup(models)
+        if self._training.checksum is not None:
+            self._training.checksum.align()
+        self._checkpoints.renew(recovery)
+        self._member.follow()
+        if lost_steps:
+            self._member.say(
+                "communication: what a lost rank had learnt since all last met is lost with it,"
+                f" {pluralize(lost_steps, 'step')} at most"
+            )
+
+    def save_and_exit(self) -> NoReturn:
+        """Saves this rank's state and ends it: the other ranks and the launcher are gone."""
+        self._checkpoints.save_and_exit()
 
 
 def _describe_change(progress: Progress, loader: Loader) -> str:

@@ -32,7 +32,6 @@ from paceline.train.elastic.membership import Membership
 from paceline.train.elastic.newcomer import Recording, Replay
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.elastic.replica_check import ReplicaChecksum
-from paceline.train.elastic.session_state import SessionState
 from paceline.train.elastic.stop import QuietExit, Stopped, destroy_process_group
 from paceline.train.loop import TrainingLoop
 from paceline.train.measure.probe import Probe, probe_request
@@ -100,9 +99,7 @@ class Session(Member):
     def attach_recovery(self, recovery: Recovery, start: Recording | Replay) -> None:
         """Lets this session go on without ranks that are lost."""
         self._membership.attach(recovery, start)
-        recovery.training = SessionState(
-            self, self._training, self._membership, self._checkpoints, self._loop
-        )
+        recovery.training = self._loop
 
     # -- before the training -------------------------------------------------------------
 
@@ -418,7 +415,7 @@ class Session(Member):
             ValueError: The losses are neither a mean nor one for each sample, or no model has this
                 name.
         """
-        return self._loop.step(losses, values)
+        return self._loop.run_step(losses, values)
 
     def update(self, name: str, losses: Tensor, **values: Tensor) -> None:
         """Updates one of several models immediately, within a step that :meth:`step` ends.

@@ -45,7 +45,7 @@ from paceline.train.elastic.waits import STUCK_S, CollectiveSpan, release_waits
 from paceline.train.world import World
 
 if TYPE_CHECKING:
-    from paceline.train.elastic.session_state import SessionState
+    from paceline.train.loop import TrainingLoop
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class Recovery:
         span: Entered around what may talk to the other ranks, apart from events.
     """
 
-    training: SessionState
+    training: TrainingLoop
 
     def __init__(self, slot: int, comms: Comms, control: Control, group: JobGroup) -> None:
         self.slot, self.group = slot, group

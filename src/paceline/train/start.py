@@ -24,7 +24,7 @@ from paceline.train.elastic import newcomer
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.control import Control
 from paceline.train.elastic.device_group import make_device_group
-from paceline.train.elastic.job_group import JobGroup
+from paceline.train.elastic.job_group import GroupFactory, JobGroup
 from paceline.train.elastic.newcomer import Recording
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.session import Session
@@ -108,31 +108,14 @@ def join(
         if os.environ.get(jobenv.CONTROL_FD) and place.size > 1 and not mixed:
             device_group = make_device_group(backend_name, target, os.environ)
         is_bound = target.type != "cpu" and not mixed and device_group is None
-        bound = target if is_bound else None
-
-        def make_group(timeout_left: timedelta | None, **options: Any) -> dist.ProcessGroup | None:
-            with nullcontext() if device_group is None else device_group.forming():
-                dist.init_process_group(
-                    backend_name, timeout=timeout_left, device_id=bound, **options
-                )
-            if device_group is None:
-                return None
-            device_group.attach()
-            messages: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout_left)
-            return messages
-
-        def make(
-            store: Any, place: world.World, timeout_left: timedelta
-        ) -> dist.ProcessGroup | None:
-            return make_group(timeout_left, store=store, rank=place.rank, world_size=place.size)
-
+        groups = GroupFactory(backend_name, target if is_bound else None, device_group)
         # only gloo's connections are shut down when a rank is lost
         is_tracked = backend_name == "gloo" or device_group is not None
         links = connections if is_tracked else GlooConnections()
         links.device = device_group
         watched = links.tracked(place.size) if is_tracked else nullcontext()
         with watched, newcomer.group_of_one() if newcomer_start else nullcontext():
-            messages = make_group(timeout, **options)
+            messages = groups.make(timeout, **options)
     if newcomer_start is None:
         world.check_planned(place, os.environ)
     devices.seed_all(seed)
@@ -151,7 +134,7 @@ def join(
             if newcomer_start is not None:
                 slot, store = newcomer_start.slot, newcomer_start.store
             _raise_descriptor_limit()
-            group = JobGroup(control, links, make, store, timeout, messages)
+            group = JobGroup(control, links, groups.make_at, store, timeout, messages)
             recovery = Recovery(slot, session.comms, control, group)
             recording = Recording(recovery, {"ranks": place.size, "mixed": mixed})
             start = recording if newcomer_start is None else newcomer_start.start

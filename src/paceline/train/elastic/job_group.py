@@ -7,9 +7,11 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
@@ -33,6 +35,37 @@ InitGroup = Callable[[Any, World, timedelta], dist.ProcessGroup | None]
 """Makes the job's process group by a store, for a place, with a timeout.
 
 Returns the group for messages, if they have one of their own."""
+
+
+@dataclass(frozen=True)
+class GroupFactory:
+    """Makes the job's process groups on one rank, one after the other.
+
+    Args:
+        backend: torch's name of the backend.
+        device: Device that default groups are bound to, if any.
+        device_group: Aborts collectives that a device runs. With it, messages have a group of their
+            own; ``None``: they go over the default group.
+    """
+
+    backend: str
+    device: torch.device | None
+    device_group: DeviceGroup | None
+
+    def make(self, timeout: timedelta | None, **options: Any) -> dist.ProcessGroup | None:
+        """Makes the default group, with torch's ``options``, and returns the group for messages."""
+        device_group = self.device_group
+        with contextlib.nullcontext() if device_group is None else device_group.forming():
+            dist.init_process_group(self.backend, timeout=timeout, device_id=self.device, **options)
+        if device_group is None:
+            return None
+        device_group.attach()
+        messages: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return messages
+
+    def make_at(self, store: Any, place: World, timeout: timedelta) -> dist.ProcessGroup | None:
+        """Makes the group by a store, as :data:`InitGroup`."""
+        return self.make(timeout, store=store, rank=place.rank, world_size=place.size)
 
 
 class Superseded(RuntimeError):

@@ -20,7 +20,7 @@ from paceline.launch.elastic.attempt import Attempt
 from paceline.launch.elastic.driver import ElasticDriver
 from paceline.launch.launcher import plan_job, run_job
 from paceline.launch.nodes import survey
-from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning.placement import Supplies
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import Channel
 from paceline.remote.transport import ConnectedCallback, ignore_count

@@ -21,7 +21,7 @@ from paceline.agent.ranks import pickles
 from paceline.agent.ranks.function_call import FunctionCall
 from paceline.launch import call, interrupts
 from paceline.launch.call import RankError, temporary_call_folder
-from paceline.launch.planning.planner import with_inputs
+from paceline.launch.planning.placement import with_inputs
 from paceline.launch.results.summary import RunOutcome
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event

@@ -12,9 +12,9 @@ import pytest
 
 from paceline.cli.verbs.run import data_of
 from paceline.launch.nodes.survey import host_names
-from paceline.launch.planning import plan_text, planner
+from paceline.launch.planning import placement, plan_text, planner
 from paceline.launch.planning.entry import entry_argv, local_rank_flag, opens_store
-from paceline.launch.planning.planner import HostSurvey, Place, Supplies
+from paceline.launch.planning.placement import HostSurvey, Place, Supplies
 from paceline.launch.planning.request import Request
 from paceline.recipes.data import local_path
 from paceline.remote.network import NodeNetwork
@@ -498,7 +498,7 @@ def placed(code: dict[str, Any] | None, host: Host = N1, supplies: Supplies | No
     about = {**facts(), "user": {"home": "/home/u", "cache": "/c/paceline"}}
     found = HostSurvey(host, about, NodeNetwork("10.0.0.1", "eth0", ""), code, has_workdir)
     read = Supplies(TREE) if supplies is None else supplies
-    return planner.place_on(job(**{"workdir": "/w/sub", **more}), found, read, "run1")
+    return placement.place_on(job(**{"workdir": "/w/sub", **more}), found, read, "run1")
 
 
 def test_the_same_code_is_used_where_it_is() -> None:
@@ -511,13 +511,13 @@ def test_the_same_code_is_used_where_it_is() -> None:
 def test_code_that_is_too_large_is_not_called_equal() -> None:
     supplies, never = Supplies(Tree(TREE.root, [])), asked("never")
     assert placed(SAME, supplies=supplies, ship=never).code == "not compared"
-    (note,) = planner.code_notes(job(ship=never), supplies)
+    (note,) = placement.code_notes(job(ship=never), supplies)
     assert note == "the code in /w is too large to compare with that of the hosts"
-    assert planner.code_notes(job(ship=never), Supplies(TREE)) == []
-    (note,) = planner.code_notes(job(), Supplies(replace(TREE, empty_submodules=["a dep"])))
+    assert placement.code_notes(job(ship=never), Supplies(TREE)) == []
+    (note,) = placement.code_notes(job(), Supplies(replace(TREE, empty_submodules=["a dep"])))
     assert "git submodule update --init 'a dep'" in note
     both = Supplies(Tree(TREE.root, [], empty_submodules=["dep"]))
-    assert len(planner.code_notes(job(ship=never), both)) == 2
+    assert len(placement.code_notes(job(ship=never), both)) == 2
 
 
 @pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])
@@ -550,17 +550,17 @@ def test_links_out_of_what_is_sent_are_followed_only_when_asked() -> None:
             send()
         assert "-> /home/u/key" in refused.value.found
         assert send(follow_links=True).copies
-    (note,) = planner.link_notes(job(follow_links=True), Supplies(tree), [])
+    (note,) = placement.link_notes(job(follow_links=True), Supplies(tree), [])
     assert "/w/a.py -> /home/u/key" in note
 
 
 def test_links_to_folders_are_named_when_code_is_sent() -> None:
     linked = Supplies(replace(TREE, linked_folders=[f"link{i}" for i in range(7)]))
     sent = placed(OTHER).copies
-    (note,) = planner.linked_folder_notes(linked, sent)
+    (note,) = placement.linked_folder_notes(linked, sent)
     assert "link0, link1, link2, link3, link4 and 2 more" in note
-    assert not planner.linked_folder_notes(linked, placed(SAME).copies)
-    assert not planner.linked_folder_notes(Supplies(TREE), sent)
+    assert not placement.linked_folder_notes(linked, placed(SAME).copies)
+    assert not placement.linked_folder_notes(Supplies(TREE), sent)
 
 
 def test_links_among_files_that_the_user_named_are_followed() -> None:
@@ -581,7 +581,7 @@ def with_data(place: DataPlace, *args: str, **more: Any) -> Place:
     found = HostSurvey(N1, about, network, SAME, True, place)
     entry = Entry("script", "train.py", args)
     the_job = job(**{"workdir": "/w", "entry": entry, "data": PHOTOS, **more})
-    return planner.place_on(the_job, found, Supplies(TREE), "run1")
+    return placement.place_on(the_job, found, Supplies(TREE), "run1")
 
 
 def test_data_that_a_node_lacks_are_sent_and_found() -> None:
@@ -589,7 +589,7 @@ def test_data_that_a_node_lacks_are_sent_and_found() -> None:
                       "photos", "--name=photos", "/w/photos/a")  # fmt: skip
     assert place.copies == (Copy("data", "/w/photos", COPY),)
     assert place.entry.args == (COPY, f"--d={COPY}", "photos", "--name=photos", "/w/photos/a")
-    env = planner.data_env(job(data=PHOTOS), place)
+    env = placement.data_env(job(data=PHOTOS), place)
     assert {name: one.value for name, one in env.items()} == {
         "PACELINE_DATA_DIR": COPY, "PACELINE_DATA_HOME": "/w/photos"}  # fmt: skip
 
@@ -716,8 +716,8 @@ def test_another_interpreter_than_the_wanted_is_refused() -> None:
 
 def test_what_was_sent_besides_is_told_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Copy("input0", "/w/runs/1", "/c/jobs/x/input0")
-    place = planner.Place("in place", "/w", ENTRY, (sent,))
-    ((name, told),) = planner.inputs_env(place).items()
+    place = placement.Place("in place", "/w", ENTRY, (sent,))
+    ((name, told),) = placement.inputs_env(place).items()
     monkeypatch.setenv(name, told.value)
     assert local_path(Path("/w/runs/1/model")) == Path("/c/jobs/x/input0/model")
     assert local_path(Path("/w/runs/10")) == Path("/w/runs/10")

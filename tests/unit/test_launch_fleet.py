@@ -39,7 +39,7 @@ from paceline.launch.nodes.fleet import (
     describe_silence,
 )
 from paceline.launch.nodes.survey import choose_networks
-from paceline.launch.planning.planner import HostSurvey, Supplies
+from paceline.launch.planning.placement import HostSurvey, Supplies
 from paceline.launch.planning.request import Request
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.remote import fanout

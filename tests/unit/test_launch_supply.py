@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.nodes.provisioner import Provisioner
-from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning.placement import Supplies
 
 
 @pytest.mark.parametrize("package", [False, True])

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.agent.files import safe_paths
 from paceline.launch.nodes import survey
-from paceline.launch.planning import planner
+from paceline.launch.planning import placement
 from paceline.launch.planning.request import Request
 from paceline.remote.transport import Transport
 from paceline.spec.errors import SettingError
@@ -310,7 +310,7 @@ def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
 def test_inputs_are_renamed_in_the_arguments() -> None:
     entry = Entry("script", "t.py", ("--data", "/here/d", "x"))
     copies = [Copy("code", "x", "/there/code"), Copy("input0", "/here/d", "/there/0")]
-    assert planner.with_inputs(entry, copies).args == ("--data", "/there/0", "x")
+    assert placement.with_inputs(entry, copies).args == ("--data", "/there/0", "x")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -27,7 +27,8 @@ from typing import Any
 from paceline.cli.launch import run_to_end
 from paceline.launch import failure_analysis
 from paceline.launch.launcher import Takeover, secrets_of
-from paceline.launch.planning.planner import Supplies, choose_hosts
+from paceline.launch.planning.placement import Supplies
+from paceline.launch.planning.planner import choose_hosts
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel

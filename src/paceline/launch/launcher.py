@@ -25,7 +25,7 @@ from paceline.launch.nodes.connect import connect
 from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning import planner
-from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning.placement import Supplies
 from paceline.launch.planning.request import Package, Request
 from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector

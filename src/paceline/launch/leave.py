@@ -29,7 +29,7 @@ from paceline.launch.installation import installation
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.launcher import finished_result, request_of, secrets_of, write_result
 from paceline.launch.nodes.survey import read_and_cache_supplies
-from paceline.launch.planning import planner
+from paceline.launch.planning import placement, planner
 from paceline.launch.planning.request import Package, Request
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
@@ -346,7 +346,7 @@ class _DetachedStart:
         except OSError as error:
             raise data.unreadable(folder, error) from None
         if not location.in_place:
-            planner.check_data(self._detached.job, self._host, location)
+            placement.check_data(self._detached.job, self._host, location)
             sent = data.count_sent(self._screen.sending, location.size)
             await data.send(channel, folder, location, sent)
         return {"key": folder.key, "place": location.folder}

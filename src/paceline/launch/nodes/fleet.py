@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.launch import failure_analysis
-from paceline.launch.planning.planner import HostSurvey
+from paceline.launch.planning.placement import HostSurvey
 from paceline.remote import network
 from paceline.remote.channel import Channel
 from paceline.spec.errors import PacelineError

@@ -14,8 +14,8 @@ from paceline.agent.warm import FOLDER_PREFIX
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.fleet import Fleet, ForkServerError, Node
 from paceline.launch.nodes.survey import startup_loss
-from paceline.launch.planning import planner
-from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning import placement, planner
+from paceline.launch.planning.placement import Supplies
 from paceline.launch.planning.request import Request
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
@@ -87,7 +87,7 @@ class Provisioner:
             prepare_node(node, request, self.supplies.package, self._directory, self._token),
         ])  # fmt: skip
         assert node.survey is not None
-        place = planner.place_on(request.job, node.survey, self.supplies, request.run_id)
+        place = placement.place_on(request.job, node.survey, self.supplies, request.run_id)
         await self._send([(node, place.copies)])
         await fork_servers_up(fleet, [node], request.job)
 
@@ -158,7 +158,7 @@ async def _send_package(node: Node, package: Tree, request: Request) -> str:
     if warm_slot is None or not (is_warm or request.keep_warm_s):
         return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
     name = f"{FOLDER_PREFIX}{warm_slot.name}"
-    root = planner.copy_target(node.facts, name, "paceline")
+    root = placement.copy_target(node.facts, name, "paceline")
     if is_warm:
         manifest = package.manifest
         differs = await node.channel.request("compare_tree", root=root, manifest=manifest)

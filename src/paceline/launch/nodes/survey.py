@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.nodes.fleet import Fleet, Node
-from paceline.launch.planning import planner
-from paceline.launch.planning.planner import HostSurvey, Supplies
+from paceline.launch.planning import placement, planner
+from paceline.launch.planning.placement import HostSurvey, Supplies
 from paceline.launch.planning.request import Package, Request
 from paceline.remote import connectivity, interfaces, network
 from paceline.remote.channel import AgentRefusal
@@ -278,7 +278,7 @@ async def _locate_data(node: Node, job: Job, folder: DataFolder | None) -> DataP
 async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any] | None:
     if tree is None or node.host.local or job.ship.value == "always":
         return None
-    root = planner.code_root(node.host, tree)
+    root = placement.code_root(node.host, tree)
     difference = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
     if difference["exists"] and await _changed_equally(node, tree, root, difference):
         return {**difference, "missing": [], "different": []}
@@ -310,7 +310,7 @@ async def _changed_equally(
 
 
 async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
-    workdir = planner.required_workdir(job, node.host, tree)
+    workdir = placement.required_workdir(job, node.host, tree)
     if workdir is None:
         return True
     answer = await node.channel.request("look", paths=[workdir])

@@ -2,89 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from paceline.launch.planning import affinity, encryption
+from paceline.launch.planning import affinity, encryption, placement
+from paceline.launch.planning.placement import HostSurvey, Supplies
 from paceline.remote import agreement, interfaces, rdma
 from paceline.remote.network import NodeNetwork
 from paceline.remote.rdma import EXPLICIT, RdmaChoice
 from paceline.spec import jobenv, launchers
 from paceline.spec.errors import NodeError, SettingError
-from paceline.spec.formatting import pluralize, shell_text
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Entry, Job, NodeRange, bounds, count_processes
+from paceline.spec.job import Job, NodeRange, bounds, count_processes
 from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
-from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
+from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.spec.version import __version__
-from paceline.transfer.data import DataFolder, DataPlace
-from paceline.transfer.files import job_folder
-from paceline.transfer.links import reject_outward
-from paceline.transfer.tree import Tree, args_at, entry_at, relocate
 
 Facts = Mapping[str, Any]
 PIPES_A_RANK = 4  # that the agent of its node holds open
 ONECCL_BACKENDS = ("ccl", "xccl")
 SPARE_DESCRIPTORS = 128  # for what else the agent opens
-
-
-@dataclass(frozen=True, slots=True)
-class Supplies:
-    """What may have to be sent to nodes, as it is on the launching machine.
-
-    Attributes:
-        code: The job's code; ``None`` when no node can need it.
-        package: This installation's ``paceline``; ``None`` unless the job needs it.
-        inputs: Further folders by their path here.
-        data: The folder of data; ``None`` when there is none, or no node can need it.
-    """
-
-    code: Tree | None = None
-    package: Tree | None = None
-    inputs: Mapping[str, Tree] = field(default_factory=dict)
-    data: DataFolder | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostSurvey:
-    """What is known about one host: its part of the plan follows from it.
-
-    Attributes:
-        code: How its code differs from the launcher's (``exists``, ``missing``, ``different``);
-            ``None`` if there was nothing to compare.
-        has_workdir: Whether the folder of :func:`required_workdir` exists.
-        data: Where it has the data, and what is missing; ``None`` on the launching machine.
-    """
-
-    host: Host
-    facts: Facts
-    network: NodeNetwork
-    code: Mapping[str, Any] | None = None
-    has_workdir: bool = True
-    data: DataPlace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a node's ranks run.
-
-    Attributes:
-        code: The code is ``in place``, ``verified equal``, ``not compared`` or ``shipped``.
-        workdir: Folder in which they run there.
-        entry: What they run, with that node's paths.
-        copies: What is sent there first.
-        data: Its folder of data; empty for none.
-    """
-
-    code: str
-    workdir: str
-    entry: Entry
-    copies: tuple[Copy, ...] = ()
-    data: str = ""
 
 
 def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
@@ -333,6 +273,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         first_rank += len(nodes[-1].ranks)
     waiting = tuple(replace(_node(job, survey, supplies, run_id, node_rank, 0, cards), ranks=())
                     for node_rank, survey in enumerate(spares, len(nodes)))  # fmt: skip
+    copies = [copy for node in (*nodes, *waiting) for copy in node.copies]
     hosts, facts = [survey.host for survey in surveys], surveys[0].facts
     return Plan(
         run_id=run_id,
@@ -351,9 +292,9 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
         typed={"command": job.typed, "folder": job.workdir, "paceline": __version__},
         notes=(
             *notes,
-            *link_notes(job, supplies, surveys),
-            *code_notes(job, supplies),
-            *linked_folder_notes(supplies, [c for node in (*nodes, *waiting) for c in node.copies]),
+            *placement.link_notes(job, supplies, surveys),
+            *placement.code_notes(job, supplies),
+            *placement.linked_folder_notes(supplies, copies),
             *slot_notes(job, hosts),
             *gpu_notes(hosts, [survey.facts for survey in surveys]),
             *([cards.reason] if any("NCCL_NET" in node.env for node in nodes) else ()),
@@ -431,7 +372,7 @@ def _check_encryption(job: Job, surveys: Sequence[HostSurvey], first: Facts) -> 
 
 def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
           first_rank: int, cards: RdmaChoice) -> NodePlan:  # fmt: skip
-    facts, place = survey.facts, place_on(job, survey, supplies, run_id)
+    facts, place = survey.facts, placement.place_on(job, survey, supplies, run_id)
     processes = processes_on(job, survey.host, facts).value
     bound = bind(job, survey.host, facts, processes)
     return NodePlan(
@@ -445,8 +386,8 @@ def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_ra
         code=place.code,
         entry=place.entry,
         env=node_env(job, survey.host, facts, processes, survey.network, cards)
-        | data_env(job, place)
-        | inputs_env(place),
+        | placement.data_env(job, place)
+        | placement.inputs_env(place),
         ranks=tuple(RankPlan(first_rank + at, at, bound[at]) for at in range(processes)),
         devices=_devices(job, survey.host, facts),
         copies=place.copies,
@@ -482,181 +423,6 @@ def _newcomer_cards(job: Job, survey: HostSurvey,
     variables = {part.host: {name: setting.value for name, setting in part.env.items()
                              if name in rdma.CHOSEN} for _, part in running}  # fmt: skip
     return rdma.choose_for_newcomer(survey.host.name, facts, variables)
-
-
-# --- where the code is
-
-
-def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> Place:
-    """Decides where a host's ranks find code and data, and what is sent there."""
-    host, tree = survey.host, supplies.code
-    workdir = host.workdir or job.workdir
-    data = survey.data.folder if survey.data else job.data.path if job.data else ""
-    if host.local:
-        return Place("in place", workdir, job.entry, (), data)
-    code, entry, copies = "in place", job.entry, []
-    if tree is not None:
-        root = code_root(host, tree)
-        code = _code_placement(job, host, root, survey.code)
-        if code == "verified equal" and not tree.manifest:
-            code = "not compared"
-        if code == "shipped":
-            _check_links(job, tree)
-            target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
-            copies.append(Copy("code", str(tree.root), target))
-            root = copies[0].target
-        workdir = relocate(job.workdir, tree.root, root)
-        entry = entry_at(job.entry, job.workdir, tree.root, root)
-        if code == "shipped":
-            words = job.data.words if job.data else ()
-            entry = args_at(entry, tree.root, root, {*words, *supplies.inputs})
-    if not survey.has_workdir:
-        if host.workdir:
-            raise NodeError(
-                f"{host.name} has no folder {workdir}",
-                remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
-            )
-        workdir = str(survey.facts["user"]["home"])  # a program runs there as well
-    for number, path in enumerate(supplies.inputs):
-        name = f"input{number}"
-        if path not in {input_folder.path for input_folder in job.inputs if input_folder.named}:
-            _check_links(job, supplies.inputs[path])
-        target = copy_target(survey.facts, job_folder(run_id, host.name), name)
-        copies.append(Copy(name, path, target))
-    entry = with_inputs(entry, copies)
-    if job.data is not None:
-        entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
-    if job.data is not None and survey.data is not None and not survey.data.in_place:
-        check_data(job, host, survey.data)
-        copies.append(Copy("data", job.data.path, data))
-    return Place(code, workdir, entry, tuple(copies), data)
-
-
-def _check_links(job: Job, tree: Tree) -> None:
-    """Raises SettingError if the tree has links out of it that may not be followed."""
-    if not job.follow_links:
-        reject_outward(tree.root, tree.outward)
-
-
-def code_notes(job: Job, supplies: Supplies) -> list[str]:
-    """Returns notes on submodules without files, and on code that was too large to be compared."""
-    code, notes = supplies.code, list[str]()
-    if code is not None and code.empty_submodules:
-        command = f"git submodule update --init {shell_text(code.empty_submodules[:5])}"
-        notes.append(f"submodules of git are empty here. To get their files: {command}")
-    if code is not None and not code.manifest and job.ship.value == "never":
-        notes.append(f"the code in {code.root} is too large to compare with that of the hosts")
-    return notes
-
-
-def linked_folder_notes(supplies: Supplies, copies: Sequence[Copy]) -> list[str]:
-    """Returns a note on links to folders, which copies of the code do not have."""
-    links = () if supplies.code is None else supplies.code.linked_folders
-    if not links or not any(copy.name == "code" for copy in copies):
-        return []
-    remainder = f" and {len(links) - 5} more" if len(links) > 5 else ""
-    return [
-        f"links to folders are not sent with the code: {', '.join(links[:5])}{remainder}."
-        " If ranks need their content, move it into the project, or send it with --data FOLDER"
-    ]
-
-
-def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> list[str]:
-    """Returns a note on content outside of the sent folders, to which links lead."""
-    if not job.follow_links:
-        return []
-    trees = [*filter(None, [supplies.code]), *supplies.inputs.values()]
-    links = {f"{tree.root}/{path}": target
-             for tree in trees for path, target in tree.outward.items()}  # fmt: skip
-    if job.data is not None:
-        places = [survey.data for survey in surveys if survey.data is not None]
-        links |= {f"{job.data.path}/{path}": target
-                  for place in places for path, target in place.outward.items()}  # fmt: skip
-    examples = ", ".join(f"{path} -> {target}" for path, target in [*links.items()][:5])
-    remainder = f" and {len(links) - 5} more" if len(links) > 5 else ""
-    note = f"--follow-links: content from outside of the folders: {examples}{remainder}"
-    return [note] if links else []
-
-
-def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
-    """Returns the variables by which ranks find the data."""
-    if job.data is None:
-        return {}
-    detail = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
-    return {
-        jobenv.DATA_DIR: Setting(place.data, Source.FOUND, detail),
-        jobenv.LAUNCHER_DATA_DIR: Setting(job.data.path, Source.FOUND, "the launching machine"),
-    }
-
-
-def inputs_env(place: Place) -> dict[str, Setting[str]]:
-    """Returns the variable by which ranks find other folders of the launching machine."""
-    sent = {copy.source: copy.target for copy in place.copies if copy.name.startswith("input")}
-    return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
-
-
-def check_data(job: Job, host: Host, place: DataPlace) -> None:
-    """Raises PacelineError if the data that a host lacks may not be sent."""
-    assert job.data is not None
-    if job.ship.value == "never" and (place.missing or place.extra):
-        raise NodeError(
-            f"the data on {host.name} are not those of this machine, and --ship never was given",
-            found=f"{job.data.path} is missing or different there; its copy lacks"
-            f" {pluralize(len(place.missing), 'file')}, and has {len(place.extra)} too many",
-            remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
-        )
-    if not job.follow_links:
-        reject_outward(Path(job.data.path), place.outward)
-
-
-def code_root(host: Host, tree: Tree) -> str:
-    """Returns the folder on a host that may hold the same code already."""
-    return host.workdir or str(tree.root)
-
-
-def copy_target(facts: Facts, folder: str, name: str) -> str:
-    """Returns where a host's agent builds what is sent to it."""
-    user = facts["user"]
-    cache = user.get("cache") or f"{user['home']}/.cache/paceline"
-    return f"{cache}/jobs/{folder}/{name}"
-
-
-def required_workdir(job: Job, host: Host, tree: Tree | None) -> str | None:
-    """Returns the work folder that a host must have; ``None`` if the code contains it."""
-    if host.local or (tree is not None and Path(job.workdir).is_relative_to(tree.root)):
-        return None
-    return job.workdir if tree is not None else host.workdir or job.workdir
-
-
-def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
-    """Returns the entry with the paths of sent folders on the node."""
-    places = {copy.source: copy.target for copy in copies if copy.name.startswith("input")}
-    return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
-
-
-def _code_placement(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
-    """Decides how a host gets the code; NodeError if it differs and may not be sent."""
-    if job.ship.value == "always":
-        return "shipped"
-    assert code is not None
-    differing = [*code["different"], *code["missing"]]
-    if code["exists"] and not differing:
-        return "verified equal"
-    if job.ship.value != "never":
-        return "shipped"
-    reason = f"{host.name} has no folder {root}"
-    if code["exists"]:
-        examples = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
-        count = f"{len(differing)} files are" if len(differing) > 1 else "1 file is"
-        reason = f"{count} missing or different there: {examples}"
-    raise NodeError(
-        f"the code on {host.name} is not the code of this machine, and --ship never was given",
-        found=reason,
-        remedy="Leave --ship out (what differs is shipped), or bring the folders into line",
-    )
-
-
-# --- the rest
 
 
 def _devices(job: Job, host: Host, facts: Facts) -> str:

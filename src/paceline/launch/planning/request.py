@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from paceline.launch.planning import planner
-from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning.placement import Supplies
 from paceline.remote.transport import Transport
 from paceline.spec.hosts import Host, Inspect
 from paceline.spec.job import Job, NodeRange, bounds

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.agent.files.outputs import UNCOLLECTED
 from paceline.launch.nodes.fleet import Fleet, Node
-from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning.placement import Supplies
 from paceline.remote.fanout import gather_all
 from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError

@@ -1,13 +1,23 @@
-"""Folders on nodes in which a script writes files, and which of these are due to be fetched."""
+"""Folders on nodes in which a script writes files: which of these are due, and how they come."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.agent.files.safe_paths import IncomingFile
+from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import Channel
-from paceline.rundir.output_rules import SETTLE_S, WrittenFile, is_checkpoint, is_complete, is_log
+from paceline.rundir.output_rules import (
+    SETTLE_S,
+    WrittenFile,
+    group_files,
+    is_checkpoint,
+    is_complete,
+    is_log,
+)
 
 Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
 CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script replaces
@@ -15,6 +25,7 @@ GROWING_BYTES_PER_S = 256 << 10  # on average, since each copy is fetched from t
 MAX_BATCH_BYTES, MAX_BATCH_UNITS = 8 << 20, 500  # after which new files are looked for
 MAX_GROWING_BYTES = 64 << 20  # of a log whose beginning is fetched
 PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
+_NEVER_US = 1 << 52
 RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
 
 
@@ -104,3 +115,38 @@ def is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
     if has_succeeded or not is_checkpoint(unit, [file.path for file in group]):
         return all(file.is_whole for file in group)
     return is_complete(unit, group, has_ended=True, is_superseded=is_superseded)
+
+
+async def fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,
+                       share: float, may_grow: bool) -> str:  # fmt: skip
+    """Fetches a file block by block, with pauses; returns its hash as the node says."""
+    sha256 = ""
+    for offset in range(0, max(file.size, 1), BLOCK_BYTES):
+        count, started_at = min(BLOCK_BYTES, file.size - offset), time.monotonic()
+        answer, data = await folder.channel.request_with_blob(
+            "read_block", root=folder.root, path=folder.on_node(file.path), offset=offset,
+            count=count, last=offset + count == file.size, may_grow=may_grow,
+        )  # fmt: skip
+        await asyncio.to_thread(target.add, offset, data)
+        sha256 = str(answer.get("sha256", ""))
+        await asyncio.sleep((time.monotonic() - started_at) * (1 / share - 1))
+    return sha256
+
+
+async def latest_change_us(channel: Channel, root: str) -> int:
+    """Returns when the newest file below a node's folder changed, on the clock of its disk."""
+    answer = await channel.request("list_outputs", root=root, since_us=_NEVER_US)
+    return int(answer["latest_us"])
+
+
+async def await_checkpoint(channel: Channel, roots: Sequence[str], poll_s: float) -> None:
+    """Returns once a checkpoint in one of a node's folders is complete that changes after now."""
+    since_us = {root: await latest_change_us(channel, root) + 1 for root in roots}
+    while True:
+        await asyncio.sleep(poll_s)
+        for root in roots:
+            answer = await channel.request("list_outputs", root=root, since_us=since_us[root])
+            groups = group_files(WrittenFile(**entry) for entry in answer["files"])
+            if any(is_checkpoint(unit, [file.path for file in group]) and is_complete(unit, group)
+                   for unit, group in groups.items()):  # fmt: skip
+                return

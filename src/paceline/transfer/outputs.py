@@ -19,8 +19,8 @@ from pathlib import Path
 
 from paceline.agent.files import safe_paths
 from paceline.agent.files.safe_paths import INCOMING, IncomingFile, fold_name
-from paceline.agent.files.snapshot import BLOCK_BYTES, hash_file
-from paceline.remote.channel import AgentRefusal, Channel
+from paceline.agent.files.snapshot import hash_file
+from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
@@ -30,7 +30,6 @@ from paceline.rundir.output_rules import (
     WrittenFile,
     group_files,
     is_checkpoint,
-    is_complete,
     kept_out_reason,
     name_refusal,
     order_of_arrival,
@@ -65,10 +64,12 @@ from paceline.transfer.output_folders import (
     Groups,
     OutputFolder,
     batch_of,
+    fetch_slowly,
     grows,
     is_due,
     is_final,
     is_new,
+    latest_change_us,
 )
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.torch_files import has_state, is_intact
@@ -76,7 +77,6 @@ from paceline.transfer.tree import Manifest
 
 UNPLACED = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
-_NEVER_US = 1 << 52
 MIN_GROWTH_S = 10.0  # for which the beginning of a log must not change before it is fetched
 MAX_NAMED = 3  # files that a line names
 MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
@@ -150,9 +150,7 @@ class OutputStore:
         if folder.only_checkpoints:  # a list of all files would delay the start
             folder.since_us = self.journal.mark_local_start(time.time_ns() // 1000)
             return
-        answer = await folder.channel.request("list_outputs", root=folder.root,
-                                              since_us=_NEVER_US)  # fmt: skip
-        folder.since_us = int(answer["latest_us"])
+        folder.since_us = await latest_change_us(folder.channel, folder.root)
         if folder.prefix:  # nothing but files of this run is in it
             folder.since_us = 0
         elif folder.is_local:  # a launcher that was killed may not have recorded the last ones
@@ -431,7 +429,7 @@ class OutputStore:
             path = f"{UNPLACED}/{file.path}"
             target = await asyncio.to_thread(IncomingFile, str(self._run), path, False)
             try:
-                sha256 = await _fetch_slowly(folder, file, target, share, may_grow)
+                sha256 = await fetch_slowly(folder, file, target, share, may_grow)
                 try:
                     await asyncio.to_thread(target.finish, file.size, sha256)
                 except ValueError as problem:
@@ -654,38 +652,6 @@ class OutputStore:
 def format_paths(paths: Sequence[str]) -> str:
     """Lists the first paths, with an ellipsis if there are more."""
     return ", ".join(paths[:MAX_NAMED]) + (", …" if len(paths) > MAX_NAMED else "")
-
-
-async def _fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,
-                        share: float, may_grow: bool) -> str:  # fmt: skip
-    """Fetches a file block by block, with pauses; returns its hash as the node says."""
-    sha256 = ""
-    for offset in range(0, max(file.size, 1), BLOCK_BYTES):
-        count, started_at = min(BLOCK_BYTES, file.size - offset), time.monotonic()
-        answer, data = await folder.channel.request_with_blob(
-            "read_block", root=folder.root, path=folder.on_node(file.path), offset=offset,
-            count=count, last=offset + count == file.size, may_grow=may_grow,
-        )  # fmt: skip
-        await asyncio.to_thread(target.add, offset, data)
-        sha256 = str(answer.get("sha256", ""))
-        await asyncio.sleep((time.monotonic() - started_at) * (1 / share - 1))
-    return sha256
-
-
-async def await_checkpoint(channel: Channel, roots: Sequence[str], poll_s: float) -> None:
-    """Returns once a checkpoint in one of a node's folders is complete that changes after now."""
-    since_us = {}
-    for root in roots:
-        answer = await channel.request("list_outputs", root=root, since_us=_NEVER_US)
-        since_us[root] = int(answer["latest_us"]) + 1
-    while True:
-        await asyncio.sleep(poll_s)
-        for root in roots:
-            answer = await channel.request("list_outputs", root=root, since_us=since_us[root])
-            groups = group_files(WrittenFile(**entry) for entry in answer["files"])
-            if any(is_checkpoint(unit, map(_path, group)) and is_complete(unit, group)
-                   for unit, group in groups.items()):  # fmt: skip
-                return
 
 
 def _is_of_run(path: str) -> bool:

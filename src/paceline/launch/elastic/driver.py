@@ -40,7 +40,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
 from paceline.spec.formatting import format_size, pluralize, span
 from paceline.spec.plan import Plan
-from paceline.transfer.outputs import await_checkpoint
+from paceline.transfer.output_folders import await_checkpoint
 
 if TYPE_CHECKING:
     from paceline.launch.elastic.attempt import Attempt

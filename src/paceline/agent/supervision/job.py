@@ -119,7 +119,10 @@ class NodeJob:
         self._imported = None
         idle_server, self._idle_server = self._idle_server, None
         if idle_server is not None and idle_server.matches(self._server_spec):
-            self._adopt_server(idle_server)
+            self._server, self._channel = idle_server.server, idle_server.channel
+            self.token = idle_server.token
+            self._imported, self._server_sources = idle_server.imported, idle_server.sources
+            self._post(dict(idle_server.imported, seconds=0.0))
             return
         if idle_server is not None:
             idle_server.close()
@@ -142,11 +145,6 @@ class NodeJob:
             child_channel.close()
         channel.setblocking(False)
         self._channel = channel
-
-    def _adopt_server(self, idle: warm.IdleServer) -> None:
-        self._server, self._channel, self.token = idle.server, idle.channel, idle.token
-        self._imported, self._server_sources = idle.imported, idle.sources
-        self._post(dict(idle.imported, seconds=0.0))
 
     def start(self, request: Message, store_listener: Optional[socket.socket]) -> None:
         """Starts the ranks of one attempt.
@@ -198,16 +196,17 @@ class NodeJob:
             from .tunnels import Tunnels  # here, for most jobs need no TLS
 
             hosts = request["env"].get(peer_filters.VARIABLE, "")
-            self._tunnels = Tunnels(settings, hosts, self._report_altered)
+            self._tunnels = Tunnels(
+                settings,
+                hosts,
+                lambda address: self._post({"event": "connection altered", "address": address}),
+            )
             self.store.encryption = self._tunnels.encryption
 
     def _close_tunnels(self) -> None:
         if self._tunnels is not None:
             self._tunnels.close()
         self._tunnels = self.store.encryption = None
-
-    def _report_altered(self, address: str) -> None:
-        self._post({"event": "connection altered", "address": address})
 
     def admit(self, addresses: str) -> None:
         """Lets these hosts connect to the store and the tunnels instead of the former ones."""
@@ -442,9 +441,14 @@ class NodeJob:
     # --- end ---------------------------------------------------------------------------------
 
     def stop(self, signum: int, grace_s: float) -> None:
-        """Signals every rank; kills survivors after ``grace_s``."""
+        """Signals every rank; kills survivors after ``grace_s``.
+
+        Ranks that are not ordered yet count as ended by the signal.
+        """
         self._stop_signal = signum
-        self._drop_queued(signum)
+        for rank, _ in self._queued_ranks:
+            rank.status, rank.ended_at = signum, time.monotonic()
+        self._queued_ranks.clear()
         for rank in self.running_ranks():
             rank.signal(signum, self._runs_program)
         deadline = time.monotonic() + grace_s
@@ -456,12 +460,6 @@ class NodeJob:
         for rank in targets:
             rank.kill_group()
         return len(targets)
-
-    def _drop_queued(self, signum: int) -> None:
-        """Marks ranks that are not ordered yet as ended by the signal."""
-        for rank, _ in self._queued_ranks:
-            rank.status, rank.ended_at = signum, time.monotonic()
-        self._queued_ranks.clear()
 
     def tick(self) -> None:
         """Does periodic work: reports exits and stalls, kills ranks after the grace period."""

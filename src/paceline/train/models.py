@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -283,11 +283,6 @@ class Models:
         for exchange in self._exchanges:
             exchange.close()
 
-    def set_pre_step(self, pre_step: Callable[[], None]) -> None:
-        """Sets a function to call before any optimizer changes parameters."""
-        for updater in self:
-            updater.pre_step = pre_step
-
     def backward(
         self, name: str, loss: Tensor, *, is_last: bool, retain_graph: bool = False
     ) -> None:
@@ -306,7 +301,8 @@ class Models:
         if name == UNNAMED:
             updater.backward(loss)
         elif parallel.is_sharded(self.module):
-            with self._preserve_gradients(updater):
+            # the forward pass used other tensors, gathered from the shards: none can be left out
+            with _preserved_gradients(other.module for other in self if other is not updater):
                 updater.backward(loss, retain_graph=retain_graph)
         else:
             if is_last and isinstance(updater.model, parallel.ManualReplica):
@@ -315,24 +311,6 @@ class Models:
             updater.backward(loss, parameters, retain_graph=retain_graph)
         if is_last and isinstance(updater.model, parallel.Replica):
             updater.model.check_used()
-
-    @contextmanager
-    def _preserve_gradients(self, chosen: Updater) -> Iterator[None]:
-        """Context that keeps the gradients of all models except ``chosen``.
-
-        A backward pass cannot leave sharded parameters out: the forward pass used other tensors,
-        gathered from the shards.
-        """
-        modules = [updater.module for updater in self if updater is not chosen]
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, grad in zip(parameters, gradients, strict=True):
-                parameter.grad = grad
 
     @contextmanager
     def averaged(self, names: Iterable[str] = ()) -> Iterator[None]:
@@ -375,3 +353,17 @@ class Models:
             return
         for name, updater in self._updaters.items():
             updater.load_state(state["models"][name], **options)
+
+
+@contextmanager
+def _preserved_gradients(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context that hides the gradients of modules from a backward pass, and restores them."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, gradients, strict=True):
+            parameter.grad = grad

@@ -131,7 +131,8 @@ class CheckpointManager:
         self._is_writer = comms.world.rank == 0
         self._save_pending = False  # a checkpoint, at the end of the step
         self.blocked_s = 0.0
-        training.models.set_pre_step(self.wait_for_copy)
+        for updater in training.models:
+            updater.pre_step = self.wait_for_copy
 
     # -- the start -----------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from paceline.spec import rundir as names
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 
-SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")  # their words stand in the last lines of a failed run
+# their words are in the last lines of a failed run
+SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")
 
 
 def succeeded(evidence: Evidence) -> bool:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from paceline.agent import bootstrap, frames
 from paceline.agent.files import safe_paths, snapshot
-from paceline.agent.files.transfer import Uploads
+from paceline.agent.files.blocks import Uploads
 from paceline.agent.frames import HIGH_WATER_BYTES, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
 from paceline.agent.ranks import forkserver, process, process_title

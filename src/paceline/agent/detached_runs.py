@@ -23,7 +23,7 @@ from .operations import in_thread
 from .supervision import processes
 
 if TYPE_CHECKING:
-    from .server import Agent
+    from .operations import Agent
 
 Message = Dict[str, Any]
 RECORD_FILE = "about.json"

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Protocol, Tuple
+
+if TYPE_CHECKING:
+    from .files.blocks import Downloads, Uploads
+    from .files.data import DataCopies
+    from .supervision.job import NodeJob
 
 Message = Dict[str, Any]
 Operation = Callable[[Any, Message, bytes], None]  # agent, request, blob
+Work = Callable[[], None]
+
+
+class Agent(Protocol):
+    """What operations use of the agent (``server.Agent``)."""
+
+    identity: bytes
+    job: NodeJob
+    listeners: Dict[str, socket.socket]
+    sinks: List[socket.socket]
+    reserved: Optional[socket.socket]
+    folders: List[Path]
+    run_keys: Dict[str, Optional[List[str]]]
+    output_roots: Dict[str, int]
+    private: Optional[Path]
+    chosen_python: str
+    uploads: Uploads
+    downloads: Downloads
+    data_copies: DataCopies
+    listed_files: Dict[str, Dict[str, Tuple[str, int]]]
+    run_locks: Dict[str, int]
+
+    def reply(self, request: Message, blob: bytes = b"", **answer: Any) -> None: ...
+    def in_thread(self, work: Work, request: Optional[Message] = None) -> None: ...
+    def in_queue(self, name: str, work: Work, request: Message) -> None: ...
+    def on_loop(self, work: Work, request: Message) -> None: ...
 
 
 def in_thread(operation: Operation) -> Operation:

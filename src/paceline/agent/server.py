@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import detached_runs, warm
-from .files import data, outputs, snapshot, transfer
-from .files.transfer import RECEIVING, SENDING, Downloads, Uploads
+from .files import data, data_requests, outputs, snapshot, transfer
+from .files.blocks import RECEIVING, SENDING, Downloads, Uploads
 from .frames import Message
 from .lease import Lease
 from .operations import describe_error
@@ -411,7 +411,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "bye": bye,
     **requests.OPERATIONS,
     **transfer.OPERATIONS,
-    **data.OPERATIONS,
+    **data_requests.OPERATIONS,
     **outputs.OPERATIONS,
     **detached_runs.OPERATIONS,
     **checks.OPERATIONS,

@@ -12,16 +12,11 @@ import fcntl
 import hashlib
 import os
 import secrets
-import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ..operations import in_queue, in_thread
-from . import safe_paths, snapshot, transfer
-
-if TYPE_CHECKING:
-    from ..server import Agent
+from . import safe_paths, snapshot
 
 Message = Dict[str, Any]
 _Ancestors = Tuple[Tuple[int, int], ...]
@@ -31,7 +26,6 @@ ABANDONED_AFTER_S = 120.0  # without a change, after which a file's writer count
 USED = "used"  # file in a copy's folder that agents lock while they use the copy
 SIGN_PREFIX = "seen-"  # of a file in a copy's folder by which an agent shows that it sees the disk
 PAGE_ITEMS = 2000  # items in a reply
-LISTING = "listing"  # a queue: see Agent.in_queue
 MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # as for code: see transfer/tree.py
 MAX_LINKS = 1000  # visits of one folder through links
 MAX_FINGERPRINTS = 1000  # entries of a folder that are part of its fingerprint
@@ -343,72 +337,3 @@ def _open_locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> i
     except OSError:
         pass
     return file
-
-
-# --- operations ---------------------------------------------------------------------------------
-
-
-@in_thread
-def data_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers fingerprints of ``path`` here, and the folder ``name`` of the copy ``key``."""
-    folder = agent.data_copies.open_copy(request["key"], request["name"])
-    place = copy_folder(request["key"])
-    agent.reply(
-        request,
-        marks=fingerprints(request["path"]),
-        folder=str(folder),
-        sign=str(place / (SIGN_PREFIX + agent.identity.hex())),
-        free=shutil.disk_usage(str(place)).free,
-    )
-
-
-@in_queue(LISTING)
-def list_data(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers the next items below ``root``; with ``first``, from the beginning."""
-    files, is_complete = agent.data_copies.next_page(request["root"], request["first"])
-    agent.reply(request, files=files, last=is_complete)
-
-
-@in_thread
-def hash_data(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers the SHA-256 of ``paths`` below ``root``."""
-    agent.reply(request, hashes=hashes(request["root"], request["paths"]))
-
-
-@in_queue(transfer.RECEIVING)
-def settle_data(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the files ``gone`` of a copy; files in ``same`` get their originals' times."""
-    agent.data_copies.update(request["key"], request["name"], request["gone"], request["same"])
-    agent.reply(request)
-
-
-@in_queue(transfer.RECEIVING)
-def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
-    """Receives small files of a copy: their ``items``, and their contents concatenated."""
-    agent.data_copies.write_many(request["key"], request["name"], request["items"], blob)
-    agent.reply(request)
-
-
-@in_queue(transfer.RECEIVING)
-def have_data(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers how much of a copy's file ``path`` has arrived earlier."""
-    size, sha256 = agent.data_copies.resume(request["key"], request["name"], request["path"])
-    agent.reply(request, size=size, sha256=sha256)
-
-
-@in_queue(transfer.RECEIVING)
-def put_data(agent: Agent, request: Message, blob: bytes) -> None:
-    """Receives the next block of a copy's file ``path``."""
-    agent.data_copies.write_block(request["key"], request["name"], request["path"], request, blob)
-    agent.reply(request)
-
-
-OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
-    "data_folder": data_folder,
-    "list_data": list_data,
-    "hash_data": hash_data,
-    "settle_data": settle_data,
-    "put_data_files": put_data_files,
-    "have_data": have_data,
-    "put_data": put_data,
-}

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Tuple
 
 from ..operations import in_queue, in_thread
 from . import safe_paths, snapshot
-from .transfer import RECEIVING
+from .blocks import RECEIVING
 
 if TYPE_CHECKING:
-    from ..server import Agent
+    from ..operations import Agent
 
 Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed

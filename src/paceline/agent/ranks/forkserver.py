@@ -31,8 +31,6 @@ Message = Dict[str, Any]
 LENGTH = struct.Struct(">I")
 ONECCL = "oneccl_bindings_for_pytorch"
 PIPES = 4  # of a rank: output, errors, events; and control, from which it reads
-# what may end a rank: it waits while a fork is not yet the rank, which would lose it otherwise
-EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(fd: int, parent: int, preload: List[str]) -> int:
@@ -170,7 +168,7 @@ class ForkServer:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, processes.EXIT_SIGNALS)
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(server)
@@ -179,7 +177,7 @@ class ForkServer:
             for fd in self.pidfds:
                 os.close(fd)
             return 0
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.EXIT_SIGNALS)
         self.children[pid] = child
         with contextlib.suppress(AttributeError, OSError):
             self.pidfds[os.pidfd_open(pid)] = pid
@@ -207,7 +205,7 @@ def serve_store(endpoint: Message, listen_fd: int) -> int:
     A ``TCPStore`` by itself listens on every interface. Torch is imported at the first connection.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.EXIT_SIGNALS)
     process_title.show("%s %s store" % (sys.executable, sys.argv[0]))
     select.select([listen_fd], [], [])
     distributed: Any = importlib.import_module("torch.distributed")

@@ -20,7 +20,6 @@ from ..supervision import gloo_threads, processes
 from . import (
     clear_connections,
     flight_recorder,
-    forkserver,
     gloo_peers,
     gradient_watch,
     interpreter_exit,
@@ -138,7 +137,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     """Runs the script, module, function or program; returns its exit status, if it returns."""
     call: Any = None
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.EXIT_SIGNALS)  # it is a rank now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.EXIT_SIGNALS)  # it is a rank now
         enter_folder(workdir)
         if entry["kind"] == "binary":
             return _execute([entry["target"], *_arguments(entry)])

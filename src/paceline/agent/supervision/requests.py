@@ -12,7 +12,7 @@ from ..surveys import facts, probe
 from . import activation, inspection, processes
 
 if TYPE_CHECKING:
-    from ..server import Agent
+    from ..operations import Agent
 
 Message = Dict[str, Any]
 

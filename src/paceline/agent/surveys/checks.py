@@ -24,7 +24,7 @@ from ..supervision import processes, stalls
 from . import facts, host_load, probe
 
 if TYPE_CHECKING:
-    from ..server import Agent
+    from ..operations import Agent
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 18
 SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after

@@ -18,7 +18,7 @@ from . import probe
 from .checks import decode_address
 
 if TYPE_CHECKING:
-    from ..server import Agent
+    from ..operations import Agent
 Message = Dict[str, Any]
 MAX_CONNECTIONS = 100  # connections in a reply
 _ACTIVE_STATES = ("01", "02")  # TCP_ESTABLISHED, TCP_SYN_SENT

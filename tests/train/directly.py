@@ -26,8 +26,7 @@ from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR
 from paceline.train.comms import Comms
 from paceline.train.elastic import connections
 from paceline.train.reduce import direct
-from paceline.train.reduce.collectives import Collectives
-from paceline.train.reduce.reducer import ReduceContext
+from paceline.train.reduce.collectives import Collectives, ReduceContext
 from paceline.train.world import World
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

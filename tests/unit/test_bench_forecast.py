@@ -249,7 +249,7 @@ def test_little_money_is_told_too(price: float, said: str) -> None:
 
 
 def test_what_other_ways_send_is_what_they_send() -> None:
-    from paceline.train.reduce.reducer import ReduceContext
+    from paceline.train.reduce.collectives import ReduceContext
     from paceline.train.reduce.registry import REDUCERS
 
     for ranks in (2, 3, 4, 16):

@@ -17,8 +17,8 @@ from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.reduce import auto
 from paceline.train.reduce.auto import AutoMethod
 from paceline.train.reduce.choice import Communication
+from paceline.train.reduce.collectives import ReduceContext
 from paceline.train.reduce.exchange import GradientExchange
-from paceline.train.reduce.reducer import ReduceContext
 from paceline.train.reduce.registry import REDUCERS
 from paceline.train.reduce.selection import CANDIDATES, Measurement, choose
 from paceline.train.world import World

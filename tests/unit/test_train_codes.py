@@ -20,9 +20,9 @@ from each_case import each_case
 from paceline.train.reduce import codecs
 from paceline.train.reduce.buckets import _ReduceThread
 from paceline.train.reduce.codecs import BLOCK, Codec
-from paceline.train.reduce.collectives import Collectives, pack, unpack
+from paceline.train.reduce.collectives import Collectives, ReduceContext, pack, unpack
 from paceline.train.reduce.local import Local
-from paceline.train.reduce.reducer import Bucket, ReduceContext
+from paceline.train.reduce.reducer import Bucket
 from paceline.train.reduce.registry import REDUCERS
 
 CODES = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.spec.errors import JobError, PacelineError
 
-if TYPE_CHECKING:
-    from paceline.train.session import Session
+Session = Any  # paceline.train.Session, whose module imports this one
 
 
 class Callback:

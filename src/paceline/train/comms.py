@@ -12,9 +12,10 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,7 @@ from paceline.train.reduce import small_messages
 from paceline.train.world import World
 
 if TYPE_CHECKING:
-    from paceline.train.elastic.newcomer import Recording, Replay
-    from paceline.train.elastic.recovery import Recovery
+    from paceline.train.elastic.job_group import JobGroup
 
 T = TypeVar("T")
 
@@ -42,6 +42,36 @@ _MAX_IN_FLIGHT = 4  # messages of a chain
 _MAX_MESSAGE_BYTES = 1 << 28  # of a broadcast by the backend
 _MAX_TEXT_BYTES = 1 << 28
 TENSOR_TYPE = r"bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
+
+
+class FaultHandler(Protocol):
+    """What operations use of the handler of lost ranks (``elastic.recovery.Recovery``)."""
+
+    able: bool
+    group: JobGroup
+
+    @property
+    def stale(self) -> bool: ...
+    def event(self, act: Callable[[], T]) -> T: ...
+    def watched(self) -> AbstractContextManager[None]: ...
+    def patient(self, timeout: timedelta) -> AbstractContextManager[None]: ...
+
+
+class StartRecord(Protocol):
+    """What operations use of the results at the start (``elastic.newcomer.Recording``, ``Replay``).
+
+    Attributes:
+        is_replay: Whether the results are those of other ranks.
+        obstacle: Why no process can join; empty as long as one can.
+    """
+
+    is_replay: bool
+    obstacle: str
+
+    def event(self, act: Callable[[], T]) -> T: ...
+    def mark(self, name: str) -> None: ...
+    def paused(self) -> AbstractContextManager[None]: ...
+    def publish(self, store: Any, **info: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,8 +96,8 @@ class Comms:
     device: torch.device
     group: dist.ProcessGroup | None = None
     mixed: bool = False
-    fault_handler: Recovery | None = None
-    start: Recording | Replay | None = None
+    fault_handler: FaultHandler | None = None
+    start: StartRecord | None = None
     joining: bool = False
     slot: int | None = None
     waited_s: float = 0.0
@@ -104,7 +134,7 @@ class Comms:
         return self._active_handler is not None and self._active_handler.able
 
     @property
-    def _active_handler(self) -> Recovery | None:
+    def _active_handler(self) -> FaultHandler | None:
         """The fault handler, unless this process replays how the others started."""
         is_replaying = self.start is not None and self.start.is_replay
         return None if is_replaying else self.fault_handler

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,6 @@ from paceline.train.elastic.device_group import end_process
 from paceline.train.elastic.job_group import JobGroup, Superseded
 from paceline.train.elastic.waits import STUCK_S, CollectiveSpan, release_waits
 from paceline.train.world import World
-
-if TYPE_CHECKING:
-    from paceline.train.loop import TrainingLoop
 
 T = TypeVar("T")
 
@@ -110,6 +107,18 @@ class _Position(NamedTuple):
     step: int
 
 
+class Training(Protocol):
+    """What recovery uses of the training (``train.loop.TrainingLoop``)."""
+
+    @property
+    def step(self) -> int: ...
+    def event(self, name: str, **details: Any) -> None: ...
+    def renew(self) -> None: ...
+    def save_and_exit(self) -> NoReturn: ...
+    def send_models(self, comms: Comms, source: int, receivers: Sequence[int]) -> None: ...
+    def send_training(self, comms: Comms, source: int, receivers: Sequence[int]) -> None: ...
+
+
 class Recovery:
     """A rank's part in recoveries. Every rank of a job has one.
 
@@ -124,7 +133,7 @@ class Recovery:
         span: Entered around what may talk to the other ranks, apart from events.
     """
 
-    training: TrainingLoop
+    training: Training
 
     def __init__(self, slot: int, comms: Comms, control: Control, group: JobGroup) -> None:
         self.slot, self.group = slot, group

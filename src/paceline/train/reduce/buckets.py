@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.train.comms import Comms
 from paceline.train.parallel import build_buckets, only_trained
 from paceline.train.reduce import direct
-from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
+from paceline.train.reduce.collectives import ReduceContext
+from paceline.train.reduce.reducer import Bucket, GradientReducer
 
 
 class BucketExchange:

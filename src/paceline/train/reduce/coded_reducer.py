@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from paceline.train.reduce import codecs
 from paceline.train.reduce.codecs import BLOCK, Codec, chunks
-from paceline.train.reduce.collectives import Collectives
+from paceline.train.reduce.collectives import Collectives, ReduceContext
 from paceline.train.reduce.error_feedback import ErrorFeedback, Residual
-from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
+from paceline.train.reduce.reducer import Bucket, GradientReducer
 
 SMALL_PARAMETER = 1024
 """Parameters with fewer elements (biases, norms) are sent uncoded, in the same messages."""

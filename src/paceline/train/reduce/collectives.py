@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from paceline.train.elastic.waits import wait, wait_in_thread
 from paceline.train.reduce import small_messages
 from paceline.train.reduce.direct import PairMean, mesh_of
-from paceline.train.reduce.reducer import ReduceContext
 
 _COMPRESS_S_PER_BYTE = 2e-7
 """Time per byte sent from which on codes are compressed. Compressing and decompressing take a tenth
@@ -23,6 +23,28 @@ of it on a CPU, and save a quarter of the bytes."""
 _MIN_MESSAGE = 1 << 16  # bytes; shorter messages do not show how fast the network is
 _RECENT = 16  # messages that are averaged: the kernel buffers some, and later ones wait
 _HEADER = 8  # bytes before a message: size of its compressed codes, 0 when they are not
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceContext:
+    """The ranks and parameters that a reducer is made for.
+
+    Attributes:
+        group: Process group for the reducer alone; ``None`` is the whole job's.
+        names: Name of each parameter, the key of its residual in a checkpoint.
+        can_roll_back: Whether ranks may be lost in a pass, which then does not count.
+        has_unused: Whether a pass may leave parameters without gradient on every rank; DDP drops
+            their mean.
+        element_bytes: Bytes of an element of the gradients, on average.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    names: Mapping[Tensor, str] = field(default_factory=dict)
+    can_roll_back: bool = False
+    has_unused: bool = False
+    element_bytes: float = 4.0
 
 
 class Collectives:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.train.reduce.collectives import Collectives
-from paceline.train.reduce.reducer import Bucket, ReduceContext
+from paceline.train.reduce.collectives import Collectives, ReduceContext
+from paceline.train.reduce.reducer import Bucket
 
 _DTYPE = torch.bfloat16  # its own error is a five-hundredth of what is a hundredth of a gradient
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paceline.train.reduce.collectives import Collectives
-from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
+from paceline.train.reduce.collectives import Collectives, ReduceContext
+from paceline.train.reduce.reducer import Bucket, GradientReducer
 
 
 class Exact(GradientReducer):

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from paceline.train.comms import Comms
 from paceline.train.reduce.coded_reducer import Int8
-from paceline.train.reduce.collectives import Collectives
-from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
+from paceline.train.reduce.collectives import Collectives, ReduceContext
+from paceline.train.reduce.reducer import Bucket, GradientReducer
 from paceline.train.world import World
 
 LOCAL_STEPS = 10

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from paceline.train.reduce.collectives import Collectives
+from paceline.train.reduce.collectives import Collectives, ReduceContext
 
 
 @dataclass(slots=True)
@@ -31,28 +28,6 @@ class Bucket:
     parameters: list[nn.Parameter]
     gradients: list[Tensor]
     is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceContext:
-    """The ranks and parameters that a reducer is made for.
-
-    Attributes:
-        group: Process group for the reducer alone; ``None`` is the whole job's.
-        names: Name of each parameter, the key of its residual in a checkpoint.
-        can_roll_back: Whether ranks may be lost in a pass, which then does not count.
-        has_unused: Whether a pass may leave parameters without gradient on every rank; DDP drops
-            their mean.
-        element_bytes: Bytes of an element of the gradients, on average.
-    """
-
-    group: dist.ProcessGroup | None
-    rank: int
-    world_size: int
-    names: Mapping[Tensor, str] = field(default_factory=dict)
-    can_roll_back: bool = False
-    has_unused: bool = False
-    element_bytes: float = 4.0
 
 
 class GradientReducer:

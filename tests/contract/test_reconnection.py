@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -24,6 +25,7 @@ from agents import ENDLESS, CutLine
 from paceline.agent import reconnection as agents_half
 from paceline.agent.frames import HIGH_WATER_BYTES, Decoder, Outbox, UnackedFrames
 from paceline.agent.multiplexing import TALK
+from paceline.agent.reattach import connect_agent
 from paceline.agent.reconnection import MARK, ReconnectListener, mac
 from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
@@ -610,6 +612,26 @@ def test_many_who_say_nothing_keep_nobody_out(
     assert place.readers()[1:] == []
     for one in silent:
         one.close()
+
+
+@pytest.mark.parametrize("connect", [lambda name: agents_half.connect(name, 60), connect_agent])
+def test_who_finds_the_queue_full_of_others_waits(
+    connect: Callable[[str], socket.socket],
+) -> None:
+    name = f"paceline-test-{os.urandom(8).hex()}"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        full = False
+        while not full:
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            full = other.connect_ex(f"\0{name}") == errno.EAGAIN
+        accepting = threading.Timer(0.1, lambda: listener.accept()[0].close())
+        accepting.start()
+        stack.enter_context(connect(name))
+        accepting.join()
 
 
 def test_a_place_without_an_agent_is_said_to_be_gone() -> None:

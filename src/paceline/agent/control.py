@@ -7,7 +7,6 @@ is at the other end.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import socket
 import time
 from typing import Any, Dict, Optional
 
-from .reconnection import peer_uid
+from .reconnection import connect, peer_uid
 
 Message = Dict[str, Any]
 SOCKET_NAME = "paceline-run-%s"  # without the leading zero byte
@@ -44,14 +43,18 @@ def request(run_id: str, message: Message, timeout_s: float = REPLY_TIMEOUT_S) -
     if not hasattr(socket, "SO_PEERCRED"):  # no Linux: nothing listens either
         return None
     deadline = time.monotonic() + timeout_s
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
-        connection.settimeout(timeout_s)
+    try:
+        connection = connect(address(run_id)[1:], timeout_s)
+    except BlockingIOError:
+        raise TimeoutError("no answer after %.0f s" % timeout_s) from None
+    except (ConnectionError, FileNotFoundError):
+        return None
+    with connection:
         try:
-            connection.connect(address(run_id))
             if peer_uid(connection) != os.getuid():
                 return None
             connection.sendall(json.dumps(message).encode() + b"\n")
-        except (ConnectionError, FileNotFoundError):
+        except ConnectionError:
             return None
         received = b""
         while not received.endswith(b"\n"):

@@ -14,14 +14,17 @@ import socket
 import struct
 import sys
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5
 
 
 def connect_agent(name: str) -> socket.socket:
     """Connects to this user's agent. OSError if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(CONNECT_TIMEOUT_S)
+    # blocking: it waits for room if other users have filled the agent's queue
+    limit = struct.pack("@ll", CONNECT_TIMEOUT_S, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     connection.connect("\0" + name)
+    connection.settimeout(CONNECT_TIMEOUT_S)
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     if struct.unpack("3i", credentials)[1] != os.getuid():
         raise ConnectionRefusedError("somebody else's")

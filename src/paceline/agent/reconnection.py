@@ -189,6 +189,24 @@ def mac(key: bytes, *parts: str) -> str:
     return hmac.new(key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
+def connect(name: str, timeout_s: float) -> socket.socket:
+    """Connects to an abstract Unix socket; its operations time out after ``timeout_s``.
+
+    Any user may connect and fill the listener's queue. A non-blocking ``connect`` then fails at
+    once; this one waits for room. ``reattach.py`` travels alone and has its own.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.connect("\0" + name)
+        connection.settimeout(timeout_s)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def peer_uid(connection: socket.socket) -> int:
     """Returns the user at the other end of a Unix socket, from the kernel."""
     size = _CREDENTIALS.size

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+from .. import reconnection
 
 VARIABLE = "PACELINE_TUNNELS"  # as in spec/jobenv.py
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # of gloo and RPC
@@ -55,9 +56,7 @@ def open_ways(tunnels: Tunnels, ways: Sequence[Way]) -> None:
     others = [way for way in ways if way[0] != tunnels.address]
     if not others:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_TIMEOUT_S)
-        connection.connect("\0" + tunnels.agent)
+    with reconnection.connect(tunnels.agent, _TIMEOUT_S) as connection:
         connection.sendall(json.dumps(others).encode() + b"\n")
         answer = connection.recv(4096).decode()
     if answer.startswith(PORT_TAKEN):

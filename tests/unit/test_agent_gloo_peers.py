@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 from pathlib import Path
@@ -54,3 +55,22 @@ def test_looking_for_a_store_that_never_listens_leaves_no_descriptors_behind() -
         over.set()
         looking.join()
         assert opened() == before
+
+
+def test_who_connects_to_a_blocked_device_waits_even_without_packet_filters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_filters, "attach_filter", lambda listener, hosts: False)
+    with socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as epoll:
+        epoll.register(listener, select.EPOLLIN)
+        inode = os.fstat(listener.fileno()).st_ino
+        device = gloo_peers._Device(epoll.fileno(), listener.fileno(), inode)
+        device.peer_filter = peer_filters.PeerFilter(listener, peer_filters.LOOPBACK)
+        registered = gloo_peers._registrations(epoll.fileno())
+        device.block()
+        with socket.create_connection(listener.getsockname()):
+            assert epoll.poll(0.1) == []
+            assert gloo_peers._registrations(epoll.fileno()) == registered
+            device.admit(peer_filters.LOOPBACK)
+            assert epoll.poll(10) == [(listener.fileno(), select.EPOLLIN)]
+        device.peer_filter.close()

@@ -8,9 +8,12 @@ the remote addresses of all its connections are compared with the job's addresse
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import platform
 import re
+import select
 import socket
 import struct
 import sys
@@ -24,8 +27,14 @@ from . import peer_filters, tunnels
 
 _POLL_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
+_BLOCKED_BACKLOG, _BACKLOG = 64, 2048  # connections that wait for a blocked device; for another
+_EPOLL_CTL_MOD = 3
+# struct epoll_event in linux/eventpoll.h
+_EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "AMD64") else "@IQ")
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # of struct tcp_info in linux/tcp.h
-_REGISTERED = re.compile(r"^tfd: +(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
+_REGISTERED = re.compile(
+    r"^tfd: +(\d+) +events: +[0-9a-f]+ +data: +([0-9a-f]+) .*ino:([0-9a-f]+)", re.MULTILINE
+)
 
 
 class StrangerError(RuntimeError):
@@ -95,12 +104,29 @@ class _Device:
         with self.dup_listener() as listener:
             if listener is not None and self.peer_filter is not None:
                 self.peer_filter.admit(listener, hosts)
+                if self._set_events(select.EPOLLIN):
+                    listener.listen(_BACKLOG)
 
     def block(self) -> None:
-        """Accepts no connections until :meth:`admit`."""
+        """Accepts no connections until :meth:`admit`.
+
+        If the kernel does not drop them, gloo no longer learns of them: they wait in a short queue.
+        gloo would keep each of them, and end the process once it may open no more files.
+        """
         with self.dup_listener() as listener:
-            if listener is not None and self.peer_filter is not None:
-                self.peer_filter.block(listener)
+            if listener is None or self.peer_filter is None or self.peer_filter.block(listener):
+                return
+            if self._set_events(0):
+                listener.listen(_BLOCKED_BACKLOG)
+
+    def _set_events(self, events: int) -> bool:
+        """Sets the events of the listening socket that gloo learns of; returns whether it did."""
+        for fd, inode, data in _registrations(self.epoll):
+            if inode == self.inode:
+                event = _EPOLL_EVENT.pack(events, data)
+                epoll_ctl = ctypes.CDLL(None).epoll_ctl
+                return bool(epoll_ctl(self.epoll, _EPOLL_CTL_MOD, fd, event) == 0)
+        return False
 
 
 def _bytes_received(connection: socket.socket) -> int:
@@ -111,12 +137,17 @@ def _bytes_received(connection: socket.socket) -> int:
 
 def _watched_descriptors(epoll: int) -> List[Tuple[int, int]]:
     """Returns the descriptors that an epoll watches, with their inodes; empty if unknown."""
+    return [(fd, inode) for fd, inode, _ in _registrations(epoll)]
+
+
+def _registrations(epoll: int) -> List[Tuple[int, int, int]]:
+    """Returns descriptor, inode and data of all that an epoll watches; empty if unknown."""
     try:
         with open("/proc/self/fdinfo/%d" % epoll) as file:
             entries = _REGISTERED.findall(file.read())
     except OSError:
         return []
-    return [(int(fd), int(inode, 16)) for fd, inode in entries]
+    return [(int(fd), int(inode, 16), int(data, 16)) for fd, data, inode in entries]
 
 
 def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:

@@ -241,12 +241,14 @@ class PeerFilter:
             with contextlib.suppress(OSError):
                 _attach(listener, SO_ATTACH_REUSEPORT_CBPF, self._selection)
 
-    def block(self, listener: socket.socket) -> None:
+    def block(self, listener: socket.socket) -> bool:
         """Drops connections until :meth:`admit`: the kernel repeats those that came too early.
 
-        Without packet filters it does nothing: a rank that came too early would be rejected.
+        Returns False, and does nothing, without packet filters: a rank that came too early would be
+        rejected.
         """
         self._has_filter = attach_filter(listener, NO_HOSTS)
+        return self._has_filter
 
     def accept_rejected(self) -> str:
         """Closes one refused connection; returns its address the first time it is seen, else "".

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +15,8 @@ import pytest
 
 from paceline.launch import leave
 from paceline.launch.leave import MARK, Login, SupervisorMessages
+from paceline.remote.agent_code import detach_source
+from paceline.remote.openssh import agent_command
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.schema import InvalidValue
@@ -73,3 +80,19 @@ def test_a_hostile_supervisor_starts_no_second_callers(
     with pytest.raises(NodeError, match="n1 sent what no supervisor of this version sends"):
         asyncio.run(follow())
     assert started == [[("10.0.0.1", 4000)]]
+
+
+def test_the_arguments_of_a_supervisor_do_not_tell_the_name_of_the_run(tmp_path: Path) -> None:
+    """Its socket has that name, and other users could take it first."""
+    python, run_id = tmp_path / "python", "0123456789ab"
+    python.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nenv > {tmp_path}/environ\n')
+    python.chmod(0o700)
+    order = json.dumps({"python": str(python), "run_id": run_id, "trees": {}}).encode()
+    source = detach_source("supervisor") + b"%010d" % len(order) + order
+    subprocess.run(
+        agent_command(sys.executable), input=source, timeout=60, check=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    arguments, environ = ((tmp_path / name).read_text() for name in ("arguments", "environ"))
+    assert run_id not in arguments
+    assert f"PACELINE_SUPERVISED={tmp_path}/paceline/detached/{run_id}\n" in environ

@@ -14,8 +14,9 @@ NAMES = ["python3"] + ["python3.%d" % minor for minor in range(20, 9, -1)]
 END_S = 3.0
 RETENTION_S = 7 * 24 * 3600.0  # results that nobody fetches, where their run says nothing else
 DAY_S = 24 * 3600.0
-RUN = ("import sys; sys.path.insert(0, sys.argv.pop(1)); "
-       "from paceline.cli.supervise import main; sys.exit(main())")
+FOLDER_VARIABLE = "PACELINE_SUPERVISED"  # as in cli/supervise.py
+RUN = ("import os, sys; sys.path.insert(0, os.environ['%s'] + '/control'); "
+       "from paceline.cli.supervise import main; sys.exit(main())" % FOLDER_VARIABLE)
 
 def report(**words):
     os.write(1, b"\xf5PLleave " + json.dumps(words).encode() + b"\n")
@@ -115,7 +116,8 @@ def detach_supervisor():
     """Writes the run's files and starts the supervisor, which inherits the standard streams.
 
     The supervisor reports on a pipe when it no longer needs them. If it ends before, the run's
-    folder is removed.
+    folder is removed. The folder's name is not in its arguments, which all users can read: the
+    run's socket has this name, and another user could take it first.
     """
     told = json.loads(read_exactly(int(read_exactly(10))).decode())
     python = told["python"] or find_python()
@@ -127,15 +129,15 @@ def detach_supervisor():
     try:
         for name, path in told["trees"].items():
             shutil.move(path, os.path.join(folder, name))
-        control = os.path.join(folder, "control")
-        code = ["-I", "-c", RUN, control] if "control" in told["trees"] else [
+        code = ["-I", "-c", RUN] if "control" in told["trees"] else [
             # without the current folder, which may be a run directory with files of hosts
             "-c", "import sys; sys.path[:] = filter(None, sys.path)\n"
             "from paceline.cli.supervise import main; raise SystemExit(main())"]
         alone, needed = os.pipe()
         os.set_inheritable(needed, True)
-        child = subprocess.Popen([python] + code + [folder, str(needed)], close_fds=True,
-                                 pass_fds=[needed], start_new_session=True)
+        child = subprocess.Popen([python] + code + [str(needed)], close_fds=True,
+                                 pass_fds=[needed], start_new_session=True,
+                                 env=dict(os.environ, **{FOLDER_VARIABLE: folder}))
     except BaseException:
         shutil.rmtree(folder, True)
         raise

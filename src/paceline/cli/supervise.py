@@ -46,6 +46,7 @@ from paceline.transfer.detached_outputs import adopt_outputs
 from paceline.transfer.tree import Tree
 
 MARK = b"\xf5PLleave "
+FOLDER_VARIABLE = "PACELINE_SUPERVISED"  # names the folder of the run; set in agent/detach.py
 MIN_QUIET_S = 2.0  # without a failure since the last rank began
 MAX_SCREEN_BYTES = 4 << 20  # of the ranks' output that is kept for the screen; the logs have all
 LOG = "supervisor.log"  # its own errors
@@ -211,8 +212,8 @@ class StartDetector:
 
 
 def main() -> int:
-    """Runs the supervisor; its arguments are FOLDER and a descriptor."""
-    folder, needed = Path(sys.argv[1]), int(sys.argv[2])
+    """Runs the supervisor: its argument is a descriptor, and a variable names its folder."""
+    folder, needed = Path(os.environ.pop(FOLDER_VARIABLE)), int(sys.argv[1])
     line = LauncherLink(needed, folder / LOG)
     order = line.order
     job, cluster = from_jsonable(order["job"]), from_jsonable(order["cluster"])

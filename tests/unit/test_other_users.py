@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,10 @@ from paceline.agent.frames import MAX_HELLO, Decoder, encode
 from paceline.agent.multiplexing import FILES, Reassembler
 from paceline.agent.supervision.activation import INDUCTOR_CACHE, job_environment
 from paceline.cli import main
-from paceline.rundir.directory import RunDirectory
+from paceline.cli.settings_file import read_settings_file
+from paceline.hosts import read_hosts
+from paceline.rundir.directory import RunDirectory, require_usable
+from paceline.spec.errors import HostsError, SettingError
 from paceline.train import files
 
 
@@ -77,6 +81,13 @@ def test_compiled_code_lies_in_a_folder_of_the_user(places: Path) -> None:
     assert INDUCTOR_CACHE not in job_environment({INDUCTOR_CACHE: "/x"}, unset)
 
 
+def test_a_folder_that_others_could_rename_is_not_used(places: Path) -> None:
+    for mode, is_used in ((0o1777, True), (0o777, False)):
+        (places / "tmp").chmod(mode)
+        env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
+        assert (Path(env[INDUCTOR_CACHE]).parent == places / "tmp") == is_used
+
+
 @pytest.mark.parametrize("made", ["link", "file", "open to others", "of another user"])
 def test_a_folder_that_somebody_else_made_is_not_used(
     places: Path, made: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +107,47 @@ def test_a_folder_that_somebody_else_made_is_not_used(
     env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
     assert Path(env[INDUCTOR_CACHE]) == places / "cache" / "paceline" / "torchinductor"
     assert stat.S_IMODE(Path(env[INDUCTOR_CACHE]).lstat().st_mode) == 0o700
+
+
+# --- names that somebody else made first
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where everybody may make files, as /tmp is."""
+    tmp_path.chmod(0o1777)
+    monkeypatch.chdir(tmp_path)
+    theirs, lstat = os.getuid() + 1, os.lstat
+
+    def planted(path: str) -> SimpleNamespace:
+        status = lstat(path)
+        uid = theirs if path.endswith((".toml", "planted", "n1")) else status.st_uid
+        return SimpleNamespace(st_uid=uid, st_mode=status.st_mode)
+
+    monkeypatch.setattr(os, "lstat", planted)
+    return tmp_path
+
+
+def test_results_are_not_written_where_another_user_could_replace_them(open_folder: Path) -> None:
+    (open_folder / "planted").mkdir()
+    for name in ("planted", "planted/one"):
+        with pytest.raises(SettingError, match="belongs to another user"):
+            require_usable(open_folder / name)
+    require_usable(open_folder / "own")
+    open_folder.chmod(0o775)  # of a team
+    require_usable(open_folder / "planted")
+
+
+def test_settings_and_hosts_that_another_user_left_there_are_refused(open_folder: Path) -> None:
+    (open_folder / "paceline.toml").write_text('[run]\nhosts = "elsewhere"\n')
+    with pytest.raises(SettingError, match=r"paceline\.toml belongs to another user"):
+        read_settings_file(open_folder)
+    (open_folder / "n1").write_text("elsewhere\n")
+    with pytest.raises(HostsError, match="n1 is a file of another user"):
+        read_hosts("n1", environ={}, cwd=open_folder)
+    for source, name in (("n1,", "n1"), ("./n1", "elsewhere")):
+        cluster = read_hosts(source, environ={}, cwd=open_folder)
+        assert [host.name for host in cluster.hosts] == [name]
 
 
 # --- a folder that goes, a greeting that is long

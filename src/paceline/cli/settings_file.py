@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from paceline.agent.files import safe_paths
 from paceline.cli.options import settings_registry
 from paceline.cli.variables import RUN_TABLE, is_setting, key_of
 from paceline.spec.errors import SettingError
@@ -21,11 +22,18 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
     """Reads paceline.toml of the folder; empty if there is none.
 
     Raises:
-        SettingError: It has an unknown table or an unknown key in ``[run]``.
+        SettingError: It has an unknown table or an unknown key in ``[run]``, or another user put it
+            into a folder where everybody may make files.
         HostsError: It is no TOML, or a ``[hosts.NAME]`` table is wrong.
     """
     from paceline.hosts import load_toml
 
+    if safe_paths.is_planted(str(cwd / TOML_NAME)):
+        raise SettingError(
+            f"{TOML_NAME} belongs to another user, and everybody may make files in this folder",
+            found=str(cwd / TOML_NAME),
+            remedy=f"Work in a folder of yours, and copy {TOML_NAME} there if you trust it",
+        )
     toml = dict(load_toml(cwd / TOML_NAME))
     for table, content in toml.items():
         if table not in TABLES:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from paceline.agent.files import safe_paths
 from paceline.hosts.dialect import (
     COLON_MEANINGS,
     LIST_LABEL,
@@ -170,6 +171,12 @@ def _read_source(source: str, context: _Context) -> Cluster:
     if (lab := lab_name(source)) is not None:
         return _read_lab(lab, context)
     if exists:
+        if "/" not in source and safe_paths.is_planted(str(path)):
+            raise HostsError(
+                f"{source} is a file of another user, in a folder where everybody may make files",
+                found=str(path),
+                remedy=f"write ./{source} for the file, or {source}, for a host of that name",
+            )
         return _read_file(source, None, context.cwd, context)
     prefix, _, file = source.partition(":")
     if file and not file.isdigit() and canonical_name(prefix) in DIALECTS:  # `slurm:4` is a host

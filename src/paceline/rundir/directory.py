@@ -275,8 +275,9 @@ def require_usable(folder: Path) -> None:
 
     That is so if files that a run would replace are not those of a run; if a detached run is not
     over, or its results are not here; or if a name of a run is a link: then a folder from elsewhere
-    would choose what is read, sent to hosts and removed. Nor may its path have control characters,
-    which no agent accepts.
+    would choose what is read, sent to hosts and removed. Nor may another user have made it or the
+    folder above where everybody may: that user could put another folder in its place. Nor may its
+    path have control characters, which no agent accepts.
     """
     path = str(folder.absolute())
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
@@ -285,6 +286,13 @@ def require_usable(folder: Path) -> None:
             found=repr(path),
             remedy="Rename the folder, or give a --run-dir elsewhere",
         )
+    for planted in (folder.parent, folder):
+        if safe_paths.is_planted(str(planted)):
+            raise SettingError(
+                f"{planted} belongs to another user, and everybody may make files beside it",
+                found="its owner could read and replace the results of the run",
+                remedy="Work in a folder of yours, or give a --run-dir there",
+            )
     if not folder.is_dir():
         return
     if links := [path for path in names.run_entries(folder) if path.is_symlink()]:

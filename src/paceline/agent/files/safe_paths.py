@@ -234,13 +234,36 @@ def _open_regular(folder: int, name: str, flags: int) -> int:
     return fd
 
 
+def is_planted(path: str) -> bool:
+    """Whether another user made a file or folder where everybody may make some, as in /tmp.
+
+    Files of the owner of such a folder do not count.
+    """
+    try:
+        status, parent = os.lstat(path), os.stat(os.path.dirname(os.path.abspath(path)))
+    except OSError:  # there is none
+        return False
+    is_open = bool(parent.st_mode & stat.S_IWOTH)
+    return is_open and status.st_uid not in (0, os.getuid(), parent.st_uid)
+
+
+def _keeps_names(folder: str) -> bool:
+    """Whether other users cannot rename what this user makes in a folder."""
+    status = os.stat(folder)
+    is_sticky_or_closed = status.st_mode & stat.S_ISVTX or not status.st_mode & 0o022
+    return bool(is_sticky_or_closed) and status.st_uid in (0, os.getuid())
+
+
 def private_temp_folder(name: str, fallback: str) -> str:
     """Makes a folder below /tmp that only this user can write; ``fallback`` if the name is taken.
 
-    Any user could have made a folder of that name before.
+    Any user could have made a folder of that name before. ``fallback`` also if other users could
+    rename the folder, because somebody has set ``TMPDIR`` to such a place.
     """
     path = os.path.join(tempfile.gettempdir(), name)
     with contextlib.suppress(OSError):
+        if not _keeps_names(os.path.dirname(path)):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.lstat(path)

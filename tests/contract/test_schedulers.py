@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -145,6 +146,7 @@ def test_a_script_is_submitted_and_recorded(
     job = submission.submit_job(scheduler, "the script", tmp_path / "run")
     assert re.fullmatch(scheduler.job_id, job.job)
     assert (tmp_path / "run" / scheduler.script).read_text() == "the script"
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700  # its logs will lie there
     assert job.outputs == (tmp_path / "run" / scheduler.output.replace("{job}", job.job),)
     found = submission.read_submission(tmp_path / "run")
     assert found is not None

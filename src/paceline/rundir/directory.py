@@ -286,13 +286,7 @@ def require_usable(folder: Path) -> None:
             found=repr(path),
             remedy="Rename the folder, or give a --run-dir elsewhere",
         )
-    for planted in (folder.parent, folder):
-        if safe_paths.is_planted(str(planted)):
-            raise SettingError(
-                f"{planted} belongs to another user, and everybody may make files beside it",
-                found="its owner could read and replace the results of the run",
-                remedy="Work in a folder of yours, or give a --run-dir there",
-            )
+    require_own_place(folder)
     if not folder.is_dir():
         return
     if links := [path for path in names.run_entries(folder) if path.is_symlink()]:
@@ -319,6 +313,17 @@ def require_usable(folder: Path) -> None:
             found=f"{', '.join(foreign)}, and no run was here",
             remedy="Give another --run-dir, or move those files away",
         )
+
+
+def require_own_place(folder: Path) -> None:
+    """Raises SettingError if another user made a folder, or the one above, where everybody may."""
+    for path in (folder.parent, folder):
+        if safe_paths.is_planted(str(path)):
+            raise SettingError(
+                f"{path} belongs to another user, and everybody may make files beside it",
+                found="its owner could read and replace the results of the run",
+                remedy="Work in a folder of yours, or give a --run-dir there",
+            )
 
 
 def write_text(folder: Path, name: str, text: str) -> None:

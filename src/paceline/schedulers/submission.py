@@ -15,7 +15,7 @@ from typing import IO
 
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
-from paceline.rundir.directory import write_text
+from paceline.rundir.directory import require_own_place, write_text
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
@@ -62,7 +62,9 @@ def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = F
         SettingError: The scheduler refuses it, or the directory cannot be written.
     """
     with _explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        require_own_place(directory)
         Arrivals(directory)  # before anything else lies there: see its _is_own
         write_text(directory, scheduler.script, text)
     job = scheduler.submit(directory / scheduler.script)

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from paceline.recipes.language.token_files import (
     encoded_rows,
     token_folder,
     train_bpe,
+    write_tokens,
 )
 from paceline.recipes.optimization import Curve
 from paceline.recipes.tokens import read_tokenizer
@@ -163,6 +165,12 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
         corpus(path)
     with pytest.raises(DataError, match="no such file or folder"):
         corpus(tmp_path / "missing")
+
+
+def test_nobody_else_reads_the_tokens_of_a_text(tmp_path: Path, data: Path) -> None:
+    tmp_path.chmod(0o755)
+    write_tokens(corpus(data), 280, tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def without_adapters(network: TrainedPart) -> Iterator[TrainedPart]:
 
 def _write(losses: Tensor, folder: Path) -> None:
     try:
+        folder.chmod(0o700)
         files.write_bytes(folder / FILE, losses.numpy().astype("<f8").tobytes())
     except OSError as error:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None

@@ -78,10 +78,13 @@ def token_folder(corpus: Corpus, vocabulary: int) -> Path:
 def write_tokens(corpus: Corpus, vocabulary: int, folder: Path) -> None:
     """Trains a tokenizer and writes it, the tokens of each part, and a summary into a folder.
 
+    Only this user can read the folder: the tokens are the text.
+
     Raises:
         DataError: The disk is full, or the corpus cannot be read.
     """
     try:
+        folder.chmod(0o700)
         tokenizer = train_bpe(corpus.texts("train"), vocabulary)
         content = tokenizer.to_json().encode()
         files.write_bytes(folder / TOKENIZER, content)

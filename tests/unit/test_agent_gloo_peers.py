@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,24 @@ def test_who_connects_to_a_blocked_device_waits_even_without_packet_filters(
             device.admit(peer_filters.LOOPBACK)
             assert epoll.poll(10) == [(listener.fileno(), select.EPOLLIN)]
         device.peer_filter.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"rank 1"])
+def test_another_user_of_the_host_is_no_rank(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    found: list[str] = []
+    gloo_filter = gloo_peers.GlooFilter(None, found.append, found.append)
+    with socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as epoll:
+        epoll.register(listener, select.EPOLLIN)
+        inode = os.fstat(listener.fileno()).st_ino
+        device = gloo_peers._Device(epoll.fileno(), listener.fileno(), inode)
+        with socket.create_connection(listener.getsockname()) as caller:
+            caller.sendall(sent)
+            with listener.accept()[0] as accepted:
+                epoll.register(accepted, select.EPOLLIN)
+                expected = pytest.raises(gloo_peers.StrangerError) if sent else nullcontext()
+                with expected:
+                    gloo_filter.verify([device], peer_filters.LOOPBACK, 2)
+                caller.settimeout(10)
+                assert caller.recv(1) == b""
+    assert found == (["127.0.0.1"] if sent else [])

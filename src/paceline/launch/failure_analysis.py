@@ -38,7 +38,8 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
         return failed("exit" if signum is None else "signal", headline, code=code, signal=signum)
     if event.kind == "stranger":
         headline = f"connection with {event['address']}, which is not one of this job's hosts"
-        return failed("stranger", f"{headline}: somebody pretends to be one of its ranks")
+        return failed("stranger", f"{headline} or belongs to another user: somebody pretends to be"
+                                  " one of its ranks")  # fmt: skip
     if event.kind == "fork server died":
         return failed("forkserver", describe_fork_server_end(event))
     if event.kind == "asked to end":

@@ -2,7 +2,8 @@
 
 Anybody may write to the rendezvous store, and gloo's connection numbers can be guessed. So gloo's
 devices accept only the job's hosts, and nobody once a group is complete. Before a group is used,
-the remote addresses of all its connections are compared with the job's addresses.
+the remote addresses of all its connections are compared with the job's addresses, and the users at
+the other ends of connections within this host with this process's user.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
+from ..supervision import socket_users
 from ..surveys import netlink
 from . import peer_filters, tunnels
 
@@ -38,12 +40,13 @@ _REGISTERED = re.compile(
 
 
 class StrangerError(RuntimeError):
-    """A group has a connection with an address of no host of the job."""
+    """A group has a connection with no host of the job, or with another user of this one."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            "gloo has a connection with %s, which is not one of this job's hosts: somebody pretends"
-            " to be one of its ranks. Nothing was exchanged with it" % address
+            "gloo has a connection with %s, which is not one of this job's hosts or belongs to"
+            " another user: somebody pretends to be one of its ranks. Nothing was exchanged with it"
+            % address
         )
 
 
@@ -74,10 +77,11 @@ class _Device:
         with duplicate or contextlib.nullcontext():
             yield duplicate
 
-    def connections(self, hosts: peer_filters.HostSet) -> Iterator[Tuple[str, bool]]:
-        """Yields each connection's remote address, and whether a stranger there has sent nothing.
+    def connections(self, hosts: peer_filters.HostSet) -> Iterator[Tuple[str, bool, bool]]:
+        """Yields each connection's remote address, whether a stranger is there, and is silent.
 
-        Incoming connections from other addresses than ``hosts`` are shut down.
+        Strangers are all but ``hosts``, and other users of this one. Their connections are shut
+        down. Those that have sent nothing are silent.
         """
         with self.dup_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0
@@ -87,12 +91,13 @@ class _Device:
                 continue
             with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
                 address, has_sent_nothing = str(connection.getpeername()[0]), False
+                is_stranger = address not in hosts or _is_another_users(connection)
                 if connection.getsockname()[1] == port:
                     peer_filters.detach_filter(connection)
-                    if address not in hosts:
+                    if is_stranger:
                         connection.shutdown(socket.SHUT_RDWR)
                         has_sent_nothing = not _bytes_received(connection)
-                yield address, has_sent_nothing
+                yield address, is_stranger, has_sent_nothing
 
     @property
     def is_open(self) -> bool:
@@ -127,6 +132,15 @@ class _Device:
                 epoll_ctl = ctypes.CDLL(None).epoll_ctl
                 return bool(epoll_ctl(self.epoll, _EPOLL_CTL_MOD, fd, event) == 0)
         return False
+
+
+def _is_another_users(connection: socket.socket) -> bool:
+    """Whether the other end is a process of another user of this host."""
+    try:
+        user = socket_users.peer_user(connection)
+    except OSError:  # too many open files: strangers could cause that
+        return True
+    return user not in (os.getuid(), socket_users.NO_USER, socket_users.UNKNOWN_USER)
 
 
 def _bytes_received(connection: socket.socket) -> int:
@@ -260,11 +274,13 @@ class GlooFilter:
     def verify(self, devices: List[_Device], hosts: peer_filters.HostSet, ranks: int) -> None:
         """Checks the connections of a group of ``ranks`` ranks; then blocks its devices.
 
-        Raises StrangerError if a connection leads to none of ``hosts``.
+        Raises StrangerError if a connection leads to none of ``hosts``, or to another user of this
+        one.
         """
         for device in devices:
             connections = list(device.connections(hosts))
-            strangers = [connection for connection in connections if connection[0] not in hosts]
+            strangers = [(address, is_silent) for address, is_stranger, is_silent in connections
+                         if is_stranger]  # fmt: skip
             num_verified = len(connections) - len(strangers)
             for address, never_spoke in strangers:
                 # A stranger may have connected before the filter was attached. It is harmless

@@ -10,6 +10,7 @@ import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,22 @@ def test_an_index_is_not_written_through_a_link(folder: Path, tmp_path: Path) ->
     assert len(ShardedDataset(folder)) == 37
     assert [path.name for path in other.iterdir()] == ["index.json"]
     assert (other / "index.json").read_text() == "{}"
+
+
+def test_an_index_that_another_user_made_first_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That user could hold its lock, and change where samples are."""
+    index, lstat = folder / ".paceline-index", Path.lstat
+    index.mkdir()
+
+    def planted(path: Path) -> object:
+        status = lstat(path)
+        return SimpleNamespace(st_mode=status.st_mode, st_uid=4242) if path == index else status
+
+    monkeypatch.setattr(Path, "lstat", planted)
+    assert len(ShardedDataset(folder)) == 37
+    assert [*index.iterdir()] == []
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o600), (0o002, 0o620)])

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import secrets
+import stat
 import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -337,11 +338,24 @@ def _index_of(files: tuple[_File, ...]) -> _Index:
 
 
 def _index_folders(folder: Path) -> Iterator[Path]:
-    if not (folder / _INDEX).is_symlink():  # the folder may come from somebody else
+    if _is_trusted_index(folder / _INDEX):
         yield folder / _INDEX
     with contextlib.suppress(RuntimeError):  # nobody's home
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         yield Path(_CACHE_FOLDER).expanduser() / name
+
+
+def _is_trusted_index(place: Path) -> bool:
+    """Whether an index folder is missing, or a folder of this user, root or the data's owner.
+
+    Where everybody may make files, anybody could make it, hold its lock and change its content.
+    """
+    try:
+        status = place.lstat()
+    except OSError:
+        return True
+    owners = (os.getuid(), 0, place.parent.stat().st_uid)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid in owners
 
 
 def _load_or_extend(place: Path, files: tuple[_File, ...]) -> _Index:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import stat
 import time
+from pathlib import Path
 
 import pytest
 
 from each_case import each_case
-from paceline.report.bundle import redact
+from paceline.report.bundle import redact, write
 
 HEX = "0123456789abcdef" * 3
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV"
@@ -64,3 +66,14 @@ def test_long_hostile_texts_take_no_time(part: str) -> None:
     began = time.monotonic()
     redact(part * (200_000 // len(part)))
     assert time.monotonic() - began < 20
+
+
+def test_a_file_that_another_user_made_first_does_not_get_the_bundle(tmp_path: Path) -> None:
+    bundle, theirs = tmp_path / "b.tgz", tmp_path / "theirs"
+    theirs.touch()
+    bundle.hardlink_to(theirs)
+    bundle.chmod(0o666)
+    write(bundle, {"log.txt": "of the run"})
+    assert theirs.read_bytes() == b""
+    assert stat.S_IMODE(bundle.stat().st_mode) == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.tgz", "theirs"]

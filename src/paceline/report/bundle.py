@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import platform
 import re
+import secrets
 import sys
 import tarfile
 from collections.abc import Mapping
@@ -63,7 +65,7 @@ def _redact_keys(text: str) -> str:
 
 
 def write(path: Path, contents: Mapping[str, Any]) -> None:
-    """Writes the archive, readable by its owner only.
+    """Writes the archive, readable by its owner only, in place of whatever has that name.
 
     Args:
         contents: By file name, a text or a value that becomes JSON.
@@ -74,13 +76,18 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
     versions = {"paceline": paceline.__version__, "python": sys.version,
                 "system": platform.platform()}  # fmt: skip
     folder = path.name.removesuffix(".gz").removesuffix(".tar")
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for name, content in {"about.json": versions, **contents}.items():
                 _add(archive, f"{folder}/{name}", content)
+        temporary.replace(path)
     except OSError as error:
         raise SettingError(f"cannot write the bundle {path}", found=str(error.strerror)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _add(archive: tarfile.TarFile, name: str, content: Any) -> None:

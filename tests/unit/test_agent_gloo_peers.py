@@ -1,13 +1,12 @@
-"""Which address gloo listens on."""
+"""Where gloo and torch's own stores listen."""
 
 from __future__ import annotations
 
 import os
 import select
 import socket
-import threading
 from contextlib import nullcontext
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,23 +38,6 @@ def test_in_a_job_that_talks_ipv6_it_is_not_the_ipv4_address(
     monkeypatch.setattr(netlink, "addresses", lambda: BOTH)
     monkeypatch.setenv("MASTER_ADDR", master)
     assert gloo_peers.job_address(interface) == expected
-
-
-def test_looking_for_a_store_that_never_listens_leaves_no_descriptors_behind() -> None:
-    def opened() -> int:
-        return len([*Path("/proc/self/fd").iterdir()])
-
-    over, rejects = threading.Event(), peer_filters.RejectWatcher(lambda address: None)
-    with Path(os.devnull).open(), socket.create_server(("127.0.0.1", 0)) as other:
-        before, port = opened(), other.getsockname()[1] ^ 1
-        looking = threading.Thread(
-            target=gloo_peers._filter_port, args=(port, peer_filters.ALL_HOSTS, rejects, over)
-        )
-        looking.start()
-        over.wait(5 * gloo_peers._POLL_S)
-        over.set()
-        looking.join()
-        assert opened() == before
 
 
 def test_who_connects_to_a_blocked_device_waits_even_without_packet_filters(
@@ -96,3 +78,30 @@ def test_another_user_of_the_host_is_no_rank(sent: bytes, monkeypatch: pytest.Mo
                 caller.settimeout(10)
                 assert caller.recv(1) == b""
     assert found == (["127.0.0.1"] if sent else [])
+
+
+def test_a_store_of_torch_gets_a_socket_that_never_takes_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_ADDRESSES", "10.0.0.1")
+    monkeypatch.setattr(peer_filters, "LOOPBACK", peer_filters.NO_HOSTS)
+    peer_filters.parse_hosts.cache_clear()
+    rejects = peer_filters.RejectWatcher(lambda address: None)
+    made: list[dict[str, Any]] = []
+    make = gloo_peers._guard_stores(lambda **kwargs: made.append(kwargs), rejects)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        taken = {"host_name": "n1", "port": port, "is_master": True}
+        client = {"host_name": "n1", "port": port, "is_master": False}
+        make(**taken)
+        make(**client)
+    assert made == [taken, client]
+    make(**taken)
+    with socket.socket(fileno=made[-1]["master_listen_fd"]) as listener:
+        listener.settimeout(0.1)
+        with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", port), 0.1):
+            listener.accept()
+    make(**taken)  # a later one on the same port
+    with socket.socket(fileno=made[-1]["master_listen_fd"]):
+        rejects.end()
+    peer_filters.parse_hosts.cache_clear()

@@ -86,6 +86,29 @@ def test_others_are_admitted_and_in_the_end_nobody(listener: socket.socket) -> N
     peer_filter.close()
 
 
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_a_socket_that_begins_to_listen_later_never_takes_a_stranger(
+    has_filters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_filters:
+        monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
+    with socket.socket() as listener:
+        listener.settimeout(5)
+        listener.bind(("127.0.0.1", 0))
+        peer_filter = PeerFilter(listener, of(OURS))
+        assert peer_filter.reject_socket is not None
+        with call(peer_filter.reject_socket, OTHER):  # at first, only this one listens
+            wait_at(peer_filter.reject_socket)
+            assert peer_filter.accept_rejected() == OTHER
+        listener.listen()
+        with call(listener, OURS), listener.accept()[0] as taken:
+            assert taken.getpeername()[0] == OURS
+        peer_filter.admit(listener, of(OTHER))
+        with call(peer_filter.reject_socket, OURS):
+            wait_at(peer_filter.reject_socket)
+        peer_filter.close()
+
+
 @pytest.mark.parametrize("address", ["::1", "::"])
 def test_both_families_go_by_one_filter(address: str) -> None:
     with socket.create_server((address, 0), family=socket.AF_INET6) as listener:

@@ -18,7 +18,6 @@ import select
 import socket
 import struct
 import sys
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
@@ -27,7 +26,7 @@ from ..supervision import socket_users
 from ..surveys import netlink
 from . import peer_filters, tunnels
 
-_POLL_S = 0.01
+_BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _BLOCKED_BACKLOG, _BACKLOG = 64, 2048  # connections that wait for a blocked device; for another
 _EPOLL_CTL_MOD = 3
@@ -334,54 +333,48 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
 
     gloo.__init__ = init
     rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
-    if hasattr(rendezvous, "_create_c10d_store"):
-        original_store = rendezvous._create_c10d_store
-        rendezvous._create_c10d_store = _wrap_store(original_store, gloo_filter.rejects)
+    if hasattr(rendezvous, "TCPStore"):
+        rendezvous.TCPStore = _guard_stores(rendezvous.TCPStore, gloo_filter.rejects)
     for name in ("split_group", "merge_remote_group"):
         if hasattr(c10d.ProcessGroup, name):
             method = getattr(c10d.ProcessGroup, name)
             setattr(c10d.ProcessGroup, name, _wrap_group_method(method, gloo_filter))
 
 
-def _wrap_store(
-    create: Callable[..., Any], rejects: peer_filters.RejectWatcher
-) -> Callable[..., Any]:
-    """Wraps torch's maker of stores: a store of rank 0, on all interfaces, gets a filter."""
+def _guard_stores(store: Callable[..., Any], rejects: peer_filters.RejectWatcher) -> Any:
+    """Wraps torch's ``TCPStore`` for rendezvous: rank 0's, on all interfaces, gets a filter."""
 
-    @functools.wraps(create)
-    def wrapped(hostname: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
-        hosts = peer_filters.job_hosts()
-        if hosts is None or rank != 0:
-            return create(hostname, port, rank, *args, **kwargs)
-        is_done = threading.Event()
-        watcher = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, is_done))
-        watcher.start()
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        hosts, port = peer_filters.job_hosts(), kwargs.get("port", 0)
+        if hosts is None or not port or not kwargs.get("is_master"):
+            return store(*args, **kwargs)
+        rejects.close_orphans()  # of an earlier store on this port
         try:
-            return create(hostname, port, rank, *args, **kwargs)  # returns once all have connected
-        finally:
-            is_done.set()
-            watcher.join()
+            listener = _listen_everywhere(port, hosts, rejects)
+        except OSError:  # this process has a store there, or torch says what is wrong
+            return store(*args, **kwargs)
+        return store(*args, **kwargs, master_listen_fd=listener.detach())
 
-    return wrapped
+    return guarded
 
 
-def _filter_port(port: int, hosts: peer_filters.HostSet, rejects: peer_filters.RejectWatcher,
-                 is_done: threading.Event) -> None:  # fmt: skip
-    """Waits until this process listens on a port, and restricts that socket to ``hosts``."""
-    while True:
-        is_final = is_done.is_set()
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            duplicate = _dup_if_listening(fd)
-            if duplicate is None:
-                continue
-            with duplicate, contextlib.suppress(OSError):
-                is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if is_listening and duplicate.getsockname()[1] == port:
-                    rejects.watch(peer_filters.PeerFilter(duplicate, hosts), fd)
-                    return
-        if is_final:
-            return
-        is_done.wait(_POLL_S)
+def _listen_everywhere(
+    port: int, hosts: peer_filters.HostSet, rejects: peer_filters.RejectWatcher
+) -> socket.socket:
+    """Listens on all interfaces, and never accepts others than ``hosts``. May raise OSError."""
+    has_ipv6 = socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if has_ipv6 else socket.AF_INET)
+    try:
+        if has_ipv6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", port))
+        rejects.watch(peer_filters.PeerFilter(listener, hosts), listener.fileno())
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _wrap_group_method(method: Callable[..., Any], gloo_filter: GlooFilter) -> Callable[..., Any]:

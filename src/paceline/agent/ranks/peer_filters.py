@@ -30,7 +30,7 @@ REJECT_BACKLOG = 4
 REPORT_PERIOD_S = 60.0  # between two reports of an address by a process with many sockets
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
 WHOLE_PACKET = 0xFFFFFFFF  # bytes of a packet that are kept
-LISTENER_INDEX, REJECT_INDEX = 0, 1  # in the order in which they began to listen
+LISTENER_INDEX, REJECT_INDEX = 0, 1  # if the listener was the first to listen
 
 Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
@@ -179,10 +179,10 @@ def attach_filter(listener: socket.socket, hosts: HostSet) -> bool:
 
 
 def open_reject_socket(listener: socket.socket, program: bytes) -> socket.socket:
-    """Opens a second socket on a listening socket's port, and has a program choose between both.
+    """Opens a second socket on a socket's port, and has a program choose between both.
 
-    ``program``: returns :data:`LISTENER_INDEX` or :data:`REJECT_INDEX`. Raises OSError if the
-    kernel is too old, or a sandbox refuses it.
+    ``program``: returns the index of one of them, in the order in which they begin to listen.
+    Raises OSError if the kernel is too old, or a sandbox refuses it.
     """
     reject_socket = socket.socket(listener.family, socket.SOCK_STREAM)
     try:
@@ -195,7 +195,7 @@ def open_reject_socket(listener: socket.socket, program: bytes) -> socket.socket
         reject_socket.bind(listener.getsockname())
         reject_socket.listen(REJECT_BACKLOG)
         reject_socket.setblocking(False)
-        _attach(listener, SO_ATTACH_REUSEPORT_CBPF, program)
+        _attach(reject_socket, SO_ATTACH_REUSEPORT_CBPF, program)
     except OSError:
         reject_socket.close()
         raise
@@ -211,6 +211,9 @@ def detach_filter(connection: socket.socket) -> None:
 class PeerFilter:
     """Restricts a listening socket to some hosts and learns which other addresses try.
 
+    Other hosts may have connected, or have begun to, before the filter is attached; not to a
+    ``listener`` that is bound and begins to listen later.
+
     Attributes:
         is_attached: Whether the kernel keeps all other connections from the socket.
         reject_socket: Takes refused connections; ``None`` when there is none.
@@ -220,6 +223,9 @@ class PeerFilter:
         self.reject_socket: Optional[socket.socket] = None
         self._hosts = hosts
         self._rejected: List[str] = []
+        self._indices = LISTENER_INDEX, REJECT_INDEX
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            self._indices = REJECT_INDEX, LISTENER_INDEX  # it is the second to listen
         self._has_filter = attach_filter(listener, hosts)
         with contextlib.suppress(OSError):
             self.reject_socket = open_reject_socket(listener, self._selection)
@@ -231,7 +237,7 @@ class PeerFilter:
     @property
     def _selection(self) -> bytes:
         """Program that hands connections of other hosts to the reject socket."""
-        return self._hosts.program(LISTENER_INDEX, REJECT_INDEX)
+        return self._hosts.program(*self._indices)
 
     def admit(self, listener: socket.socket, hosts: HostSet) -> None:
         """Accepts the connections of ``hosts`` instead of the former ones."""
@@ -239,7 +245,7 @@ class PeerFilter:
         self._has_filter = attach_filter(listener, hosts)
         if self.reject_socket is not None:
             with contextlib.suppress(OSError):
-                _attach(listener, SO_ATTACH_REUSEPORT_CBPF, self._selection)
+                _attach(self.reject_socket, SO_ATTACH_REUSEPORT_CBPF, self._selection)
 
     def block(self, listener: socket.socket) -> bool:
         """Drops connections until :meth:`admit`: the kernel repeats those that came too early.
@@ -374,7 +380,7 @@ class RejectWatcher:
             state = (self._epoll, self._filters)
             threading.Thread(target=self._watch_loop, args=state, name="paceline-rejects",
                              daemon=True).start()  # fmt: skip
-        self._close_orphans(self._epoll)
+        self.close_orphans()
         fd = peer_filter.reject_socket.fileno()
         self._filters[fd] = peer_filter, listener, os.fstat(listener).st_ino
         self._epoll.register(fd, select.EPOLLIN)
@@ -386,14 +392,16 @@ class RejectWatcher:
             if peer_filter.reject_socket is not None:
                 peer_filter.reject_socket.shutdown(socket.SHUT_RDWR)  # wakes it
 
-    def _close_orphans(self, epoll: select.epoll) -> None:
-        """Closes reject sockets whose listening socket is closed."""
+    def close_orphans(self) -> None:
+        """Closes reject sockets whose listening socket is closed: they hold its port."""
+        if self._epoll is None or self._pid != os.getpid():
+            return
         for reject_socket, (peer_filter, listener, inode) in list(self._filters.items()):
             with contextlib.suppress(OSError):
                 if os.fstat(listener).st_ino == inode:
                     continue
             del self._filters[reject_socket]
-            epoll.unregister(reject_socket)  # a forked child may still have it
+            self._epoll.unregister(reject_socket)  # a forked child may still have it
             peer_filter.close()
 
     def _watch_loop(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import select
 import socket
 import threading
@@ -107,6 +108,27 @@ def test_a_socket_that_begins_to_listen_later_never_takes_a_stranger(
         with call(peer_filter.reject_socket, OURS):
             wait_at(peer_filter.reject_socket)
         peer_filter.close()
+
+
+def test_who_called_before_is_gone_with_the_former_socket(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
+    with call(listener, OTHER) as early:
+        peer_filter = PeerFilter(listener, of(OURS))
+        former = os.fstat(listener.fileno()).st_ino
+        peer_filter.renew(listener)
+        early.settimeout(5)
+        with pytest.raises(ConnectionResetError):
+            early.recv(1)
+    assert os.fstat(listener.fileno()).st_ino != former
+    assert peer_filter.reject_socket is not None
+    with call(listener, OTHER):
+        wait_at(peer_filter.reject_socket)
+        assert peer_filter.accept_rejected() == OTHER
+    with call(listener, OURS), listener.accept()[0] as taken:
+        assert taken.getpeername()[0] == OURS
+    peer_filter.close()
 
 
 @pytest.mark.parametrize("address", ["::1", "::"])

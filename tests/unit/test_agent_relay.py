@@ -620,9 +620,9 @@ def test_who_came_before_the_store_is_not_served(monkeypatch: pytest.MonkeyPatch
     """No filter could keep a stranger from a port that was held for the store."""
     monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
     node = Store()
-    with socket.create_server((LOCAL, 0)) as held, held.dup() as listener:
+    with socket.create_server((LOCAL, 0)) as held:
         with socket.create_connection(held.getsockname(), PATIENCE_S, ("127.0.0.3", 0)) as early:
-            node.restrict(listener, "10.77.0.11")
+            node.restrict(held, "10.77.0.11")
             assert is_closed(early)
         with socket.create_connection(held.getsockname(), PATIENCE_S), held.accept()[0] as served:
             assert served.getpeername()[0] == LOCAL

@@ -26,7 +26,7 @@ VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
 MAX_REPORTED = 16  # addresses for each socket
 MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
 MAX_PORTS = 400  # of callers that are connecting, in one filter
-REJECT_BACKLOG = 4
+BACKLOG, REJECT_BACKLOG = 128, 4
 REPORT_PERIOD_S = 60.0  # between two reports of an address by a process with many sockets
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
 WHOLE_PACKET = 0xFFFFFFFF  # bytes of a packet that are kept
@@ -246,6 +246,25 @@ class PeerFilter:
         if self.reject_socket is not None:
             with contextlib.suppress(OSError):
                 _attach(self.reject_socket, SO_ATTACH_REUSEPORT_CBPF, self._selection)
+
+    def renew(self, listener: socket.socket) -> None:
+        """Replaces a listening socket by a new one on its port, under the same descriptor.
+
+        This ends the connections to it that were made, or begun, before the filter was attached.
+        The listening socket must have no other descriptor. May raise OSError.
+        """
+        with socket.socket(listener.family) as renewed:
+            if listener.family == socket.AF_INET6:
+                ipv6_only = listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+                renewed.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, ipv6_only)
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                renewed.setsockopt(socket.SOL_SOCKET, option, 1)
+            renewed.settimeout(listener.gettimeout())
+            renewed.bind(listener.getsockname())
+            attach_filter(renewed, self._hosts)
+            renewed.listen(BACKLOG)
+            # the kernel gives it the index of the one that this closes
+            os.dup2(renewed.fileno(), listener.fileno(), inheritable=False)
 
     def block(self, listener: socket.socket) -> bool:
         """Drops connections until :meth:`admit`: the kernel repeats those that came too early.

@@ -29,16 +29,6 @@ GATEWAY_DESCRIPTORS = 4096  # two for each rank of another node, and unproven co
 Message = Dict[str, Any]
 
 
-def _close_pending(listener: socket.socket) -> None:
-    """Closes the connections that nobody has accepted yet."""
-    timeout = listener.gettimeout()
-    listener.setblocking(False)
-    with contextlib.suppress(OSError):  # there is none any more
-        while True:
-            listener.accept()[0].close()
-    listener.settimeout(timeout)
-
-
 def _listen_inside(port: int) -> socket.socket:
     """Listens for the closed store on a loopback address; OSError if there is none.
 
@@ -77,13 +67,14 @@ class Store:
     def restrict(self, listener: socket.socket, addresses: str) -> None:
         """Lets only the job's hosts connect to the caller's listening socket, for the next store.
 
-        Closes connections that were made before.
+        Ends connections that were made, or begun, before.
 
         ``addresses``: the hosts, as in :data:`peer_filters.VARIABLE`; empty for all.
         """
-        self._listener = listener.dup()
         self._filter = peer_filters.PeerFilter(listener, peer_filters.admitted_hosts(addresses))
-        _close_pending(listener)
+        with contextlib.suppress(OSError):  # a sandbox without SO_REUSEPORT
+            self._filter.renew(listener)
+        self._listener = listener.dup()
 
     def open_gateway(self, store: Message, listener: socket.socket) -> socket.socket:
         """Makes ``listener`` the gateway to a closed store; returns the store's listening socket.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
-from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,12 +74,50 @@ def test_another_user_of_the_host_is_no_rank(sent: bytes, monkeypatch: pytest.Mo
             caller.sendall(sent)
             with listener.accept()[0] as accepted:
                 epoll.register(accepted, select.EPOLLIN)
-                expected = pytest.raises(gloo_peers.StrangerError) if sent else nullcontext()
+                expected = (
+                    pytest.raises(gloo_peers.StrangerError) if sent else contextlib.nullcontext()
+                )
                 with expected:
                     gloo_filter.verify([device], peer_filters.LOOPBACK, 2)
                 caller.settimeout(10)
                 assert caller.recv(1) == b""
     assert found == (["127.0.0.1"] if sent else [])
+
+
+class FakeGloo:
+    """Listens as gloo's devices do; somebody calls the first ``num_called`` devices at once."""
+
+    def __init__(self, num_called: int) -> None:
+        self._num_called = num_called
+        self.ports: list[int] = []
+        self.closing = contextlib.ExitStack()
+
+    def _Options(self) -> Any:
+        return SimpleNamespace(_devices=[])
+
+    def create_device(self, hostname: str) -> int:
+        listener = self.closing.enter_context(socket.create_server((hostname, 0)))
+        epoll = self.closing.enter_context(select.epoll())
+        epoll.register(listener, select.EPOLLIN)
+        self.ports.append(listener.getsockname()[1])
+        if len(self.ports) <= self._num_called:
+            self.closing.enter_context(socket.create_connection(listener.getsockname()))
+        return self.ports[-1]
+
+
+@pytest.mark.parametrize(("num_called", "num_made"), [(0, 1), (2, 3), (999, 100)])
+def test_a_device_that_somebody_called_before_it_had_a_filter_is_not_used(
+    num_called: int, num_made: int
+) -> None:
+    gloo = FakeGloo(num_called)
+    gloo_filter = gloo_peers.GlooFilter(gloo, lambda address: None, lambda address: None)
+    with gloo.closing:
+        options, (device,) = gloo_filter.make_options(
+            timedelta(1), peer_filters.LOOPBACK, "127.0.0.1"
+        )
+        assert len(gloo.ports) == num_made
+        assert options._devices == [device.port] == [gloo.ports[-1]]
+        gloo_filter.rejects.end()
 
 
 def test_a_store_of_torch_gets_a_socket_that_never_takes_strangers(

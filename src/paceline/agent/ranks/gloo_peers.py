@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
-from ..supervision import socket_users
+from ..supervision import processes, socket_users
 from ..surveys import netlink
 from . import peer_filters, tunnels
 
+_MAX_DEVICES = 100  # that somebody calls before they have a filter
 _BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
-_BLOCKED_BACKLOG, _BACKLOG = 64, 2048  # connections that wait for a blocked device; for another
+_BLOCKED_BACKLOG, _DEVICE_BACKLOG = 64, 2048  # connections that wait for a blocked device; for another
 _EPOLL_CTL_MOD = 3
 # struct epoll_event in linux/eventpoll.h
 _EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "AMD64") else "@IQ")
@@ -98,6 +99,18 @@ class _Device:
                         has_sent_nothing = not _bytes_received(connection)
                 yield address, is_stranger, has_sent_nothing
 
+    def has_callers(self) -> bool:
+        """Whether somebody has connected to a new device, or has begun to.
+
+        The job's ranks do not know its port yet. Strangers try all ports, and gloo listens shortly
+        before the filter is attached.
+        """
+        try:
+            port = self.port
+        except OSError:
+            return False
+        return processes.has_connections(port) or port in _accepted_ports()
+
     @property
     def is_open(self) -> bool:
         """Whether gloo has not closed these descriptors."""
@@ -109,7 +122,7 @@ class _Device:
             if listener is not None and self.peer_filter is not None:
                 self.peer_filter.admit(listener, hosts)
                 if self._set_events(select.EPOLLIN):
-                    listener.listen(_BACKLOG)
+                    listener.listen(_DEVICE_BACKLOG)
 
     def block(self) -> None:
         """Accepts no connections until :meth:`admit`.
@@ -165,14 +178,14 @@ def _registrations(epoll: int) -> List[Tuple[int, int, int]]:
 
 def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:
     """Duplicates gloo's socket; ``None`` if the descriptor belongs to another file by now."""
-    duplicate = _dup_if_listening(fd)
+    duplicate = _dup_if_socket(fd)
     if duplicate is not None and os.fstat(duplicate.fileno()).st_ino != inode:
         duplicate.close()
         return None
     return duplicate
 
 
-def _dup_if_listening(fd: int) -> Optional[socket.socket]:
+def _dup_if_socket(fd: int) -> Optional[socket.socket]:
     """Duplicates a descriptor as a socket; ``None`` if it is none."""
     with contextlib.suppress(OSError):
         duplicate = os.dup(fd)
@@ -181,6 +194,18 @@ def _dup_if_listening(fd: int) -> Optional[socket.socket]:
         except OSError:
             os.close(duplicate)
     return None
+
+
+def _accepted_ports() -> Iterator[int]:
+    """Yields the local port of each connection of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        duplicate = _dup_if_socket(int(name))
+        if duplicate is None:
+            continue
+        with duplicate, contextlib.suppress(OSError):
+            is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
+                yield int(duplicate.getsockname()[1])
 
 
 def _epolls() -> List[int]:
@@ -247,22 +272,27 @@ class GlooFilter:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options, devices = self._gloo._Options(), []
         for interface in [""] if address else interfaces or [""]:
-            epolls = _epolls()
-            if address:
-                gloo_device = self._gloo.create_device(hostname=address)
-            elif interface:
-                address = job_address(interface)
-                gloo_device = self._gloo.create_device(hostname=address, interface=interface)
-            else:
-                gloo_device = self._gloo.create_default_device()
+            for _ in range(_MAX_DEVICES):
+                epolls = _epolls()
+                gloo_device = self._create_device(interface, address)
+                device = _find_device(epolls)
+                if device is not None:
+                    self._attach(device, hosts)
+                if device is None or not device.has_callers():
+                    break
             options._devices = [*options._devices, gloo_device]
-            device = _find_device(epolls)
             if device is not None:
                 devices.append(device)
-                self._attach(device, hosts)
         options._timeout = timeout
         options._threads = 2 * len(options._devices)
         return options, devices
+
+    def _create_device(self, interface: str, address: str) -> Any:
+        if address:
+            return self._gloo.create_device(hostname=address)
+        if interface:
+            return self._gloo.create_device(hostname=job_address(interface), interface=interface)
+        return self._gloo.create_default_device()
 
     def _attach(self, device: _Device, hosts: peer_filters.HostSet) -> None:
         with device.dup_listener() as listener:

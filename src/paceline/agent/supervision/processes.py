@@ -23,6 +23,7 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 SPARE_DESCRIPTORS = 64  # for what else a process opens
 MAX_KILL_ROUNDS = 50
+_TIME_WAIT, _LISTEN = "06", "0A"  # states in /proc/net/tcp
 
 
 class Process(NamedTuple):
@@ -83,6 +84,15 @@ def tcp_sockets(pid: Union[int, str] = "self") -> List[List[str]]:
     tables = (read_text("/proc/%s/net/%s" % (pid, name)) for name in ("tcp", "tcp6"))
     rows = (line.split() for table in tables for line in table.splitlines())
     return [fields for fields in rows if fields and fields[0] != "sl"]
+
+
+def has_connections(port: int) -> bool:
+    """Whether a connection exists at this local port, or is being made."""
+    local = ":%04X" % port
+    return any(
+        fields[1].endswith(local) and fields[3] not in (_LISTEN, _TIME_WAIT)
+        for fields in tcp_sockets()
+    )
 
 
 def bytes_moved(pid: int) -> int:

@@ -345,6 +345,20 @@ def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> Non
     assert eventually(lambda: altered == [LOCAL], PATIENCE_S)
 
 
+@pytest.mark.parametrize(
+    ("error", "is_change"),
+    [
+        (ssl.SSLError(1, "[SSL: DECRYPTION_FAILED_OR_BAD_RECORD_MAC]"), True),
+        (ssl.SSLError(1, "[SSL: INVALID_SESSION_ID]"), True),  # while they agree on keys
+        (ssl.SSLError(1, "[SSL: SSLV3_ALERT_ILLEGAL_PARAMETER]"), True),  # the other side saw it
+        (ssl.SSLEOFError(8, "[SSL: UNEXPECTED_EOF_WHILE_READING]"), False),
+        (ConnectionResetError(), False),
+    ],
+)
+def test_whatever_makes_tls_fail_is_a_change(error: OSError, is_change: bool) -> None:
+    assert Encryption.shows_change(error) is is_change
+
+
 @encrypted
 def test_nobody_in_between_can_pass_the_proofs_on(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch

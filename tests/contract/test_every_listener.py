@@ -41,6 +41,7 @@ NONSENSE = (b"GET / HTTP/1.1\r\n\r\n" * 20, b"\n" * 500, b"\0" * 4000, os.urando
 LISTENERS = {
     "agent/reconnection.py": "Unix socket: tests/contract/test_reconnection.py",
     "agent/ranks/forkserver.py": "the store, on loopback: tests/unit/test_agent_relay.py",
+    "agent/ranks/gloo_peers.py": "a store of rank 0 by itself: tests/train/test_strangers.py",
     "agent/ranks/peer_filters.py": "closes every connection: tests/unit/test_agent_peers.py",
     "agent/supervision/requests.py": "becomes the gateway; accepts nothing before",
     "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_relay.py",

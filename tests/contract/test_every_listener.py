@@ -121,7 +121,7 @@ def tunnels(closing: contextlib.ExitStack, _: Path) -> Service:
                 "certificate": certificate, "private_key": private_key}  # fmt: skip
     opened = Tunnels(settings, "", lambda address: None)
     closing.callback(opened.close)
-    request = f"7f460501{rank.getsockname()[1]:04x}"
+    request = f"7f4605017f460502{rank.getsockname()[1]:04x}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     served: list[socket.socket] = []

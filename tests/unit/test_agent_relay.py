@@ -413,10 +413,9 @@ def tunnels(hosts: Hosts) -> Tunnels:
 def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts, tunnels: Tunnels) -> None:
     loopback, gateway, port, _ = tunnels.description.split()
     rank = hosts.closing.enter_context(socket.create_server((loopback, 0)))
-    forwarder, asking = hosts.listen(), hosts.listen()
-    relaying = Relay(tunnels.encryption)
+    forwarder, relaying = hosts.listen(), Relay(tunnels.encryption)
     hosts.closing.callback(relaying.close)
-    request = f"7f460301{rank.getsockname()[1]:04x}"
+    request = f"7f4603017f460302{rank.getsockname()[1]:04x}"
     route = Route((gateway, int(port)), KEY, is_gateway=False, request=request)
     relaying.listen(forwarder, route)
     calling = hosts.dial(forwarder)
@@ -431,9 +430,13 @@ def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts, tunnels: Tu
     while data := calling.recv(1 << 16):
         received += data
     assert received == b"all of this" * 10000  # also what came before the end
-    nobody = Route((gateway, int(port)), KEY, is_gateway=False, request="7f4603010001")
-    relaying.listen(asking, nobody)
-    assert is_closed(hosts.dial(asking))
+    nobody = "7f4603017f4603020001"
+    led_here_by_somebody = request.replace("7f460302", "7f460303")
+    for refused in (nobody, led_here_by_somebody):
+        route = Route((gateway, int(port)), KEY, is_gateway=False, request=refused)
+        with hosts.listen() as asking:
+            relaying.listen(asking, route)
+            assert is_closed(hosts.dial(asking))
 
 
 @pytest.mark.parametrize("source", ["127.70.3.1", LOCAL])
@@ -444,7 +447,7 @@ def test_other_hosts_do_not_reach_other_programs_from_loopback(
     _, gateway, port, _ = tunnels.description.split()
     listening = "" if source != LOCAL else "127.70.3.2"
     program = hosts.closing.enter_context(socket.create_server((listening, 0)))
-    request = socket.inet_aton(source).hex() + f"{program.getsockname()[1]:04x}"
+    request = f"{socket.inet_aton(source).hex()}7f460302{program.getsockname()[1]:04x}"
     relaying, forwarder = Relay(tunnels.encryption), hosts.listen()
     hosts.closing.callback(relaying.close)
     relaying.listen(forwarder, Route((gateway, int(port)), KEY, is_gateway=False, request=request))

@@ -39,7 +39,7 @@ BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
-REQUEST_CHARS = 12  # source address and port
+REQUEST_CHARS = 20  # addresses of source and target, and port
 
 Address = Tuple[str, int]
 
@@ -75,6 +75,7 @@ class _Link:
     Attributes:
         inner: Its side on loopback; a gateway connects it after the proof.
         outer: Its side to the other host; ``None`` until a forwarder tries again.
+        host: Address of the other host.
         deadline: When it has to be proven.
         dial_at: When a forwarder without ``outer`` connects.
         unsent: What has to be written to a side before more is read from the opposite one.
@@ -82,9 +83,13 @@ class _Link:
     """
 
     def __init__(
-        self, route: Route, inner: Optional[socket.socket], outer: Optional[socket.socket]
+        self,
+        route: Route,
+        inner: Optional[socket.socket],
+        outer: Optional[socket.socket],
+        host: str,
     ) -> None:
-        self.route = route
+        self.route, self.host = route, host
         self.inner, self.outer = inner, outer
         self.deadline = time.monotonic() + PROOF_TIMEOUT_S
         self.dial_at = 0.0
@@ -201,7 +206,7 @@ class Relay:
     def _accept(self, listener: socket.socket) -> None:
         route = self._routes[listener]
         try:
-            accepted, _ = listener.accept()
+            accepted, caller = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._drop_oldest()
@@ -217,7 +222,8 @@ class Relay:
             accepted.close()
             return
         is_caller = route.is_gateway or route.key is None
-        link = _Link(route, *((None, accepted) if is_caller else (accepted, None)))
+        sides = (None, accepted) if is_caller else (accepted, None)
+        link = _Link(route, *sides, str((caller if route.is_gateway else route.target)[0]))
         self._links[link] = None
         if route.key is None:
             self._selector.register(accepted, selectors.EVENT_READ, link)
@@ -292,8 +298,7 @@ class Relay:
             # noise of a caller without the key says nothing about the network
             encryption = None if link in self._unproven else self._encryption
             if encryption is not None and encryption.shows_change(error):
-                with contextlib.suppress(OSError):
-                    encryption.on_altered(side.getpeername()[0])
+                encryption.on_altered(link.host)
             self._fail(link)
         except Exception:  # wrong proofs, and whatever else: the others go on
             self._drop(link)
@@ -406,9 +411,11 @@ def _requested(route: Route, request: str) -> Tuple[Address, str]:
     """
     if not route.request_length:
         return route.target, ""
-    source, number = struct.unpack("!4sH", bytes.fromhex(request))
+    source, host, number = struct.unpack("!4s4sH", bytes.fromhex(request))
     target = route.target[0], int(number)
-    if source[:2] != socket.inet_aton(target[0])[:2]:
+    if host != socket.inet_aton(target[0]):
+        raise ValueError("for another host: somebody in between has led it here")
+    if source[:2] != host[:2]:
         raise ValueError("not an address of the job's ranks")
     if not socket_users.listens(target):
         raise ValueError("this user does not listen at this address")

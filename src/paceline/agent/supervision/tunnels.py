@@ -140,7 +140,8 @@ class Tunnels:
             return
         if listener is not None:  # the host has come back with another agent
             self._relay.end_listening(self._ways.pop(target)[0])
-        request = socket.inet_aton(self._loopback).hex() + "%04x" % target[1]
+        ends = socket.inet_aton(self._loopback) + socket.inet_aton(target[0])
+        request = ends.hex() + "%04x" % target[1]
         route = Route(gateway, self._key, is_gateway=False, request=request)
         try:
             with socket.create_server(target, backlog=128) as new:

@@ -222,8 +222,9 @@ class Relay:
             accepted.close()
             return
         is_caller = route.is_gateway or route.key is None
-        sides = (None, accepted) if is_caller else (accepted, None)
-        link = _Link(route, *sides, str((caller if route.is_gateway else route.target)[0]))
+        inner, outer = (None, accepted) if is_caller else (accepted, None)
+        host = str(caller[0]) if route.is_gateway else route.target[0]
+        link = _Link(route, inner, outer, host)
         self._links[link] = None
         if route.key is None:
             self._selector.register(accepted, selectors.EVENT_READ, link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -199,6 +200,33 @@ def test_a_flood_of_silent_connections_keeps_nobody_out(hosts: Hosts) -> None:
     assert answered(early, b"still here")
     assert len(flood[0].recv(200)) == 32
     assert is_closed(flood[0])
+
+
+def test_connections_go_on_while_no_more_descriptors_can_be_opened(hosts: Hosts) -> None:
+    calling = hosts.dial(hosts.forwarder())
+    assert answered(calling, b"before")
+    waiting = hosts.closing.enter_context(socket.socket())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(waiting.fileno())
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        waiting.connect(hosts.gateway_listener.getsockname())
+        start = time.monotonic()
+        assert all(answered(calling, b"meanwhile") for _ in range(50))
+        took_s = time.monotonic() - start
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert took_s < 50 * relay.PAUSE_S / 2
+    assert len(waiting.recv(200)) == 32
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 20, MAX_UNPROVEN), (400, 50), (-1, 512)])
+def test_unproven_connections_leave_most_descriptors_to_others(
+    limit: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert relay._max_unproven() == expected
 
 
 def test_a_flood_does_not_end_connections_that_this_host_makes(

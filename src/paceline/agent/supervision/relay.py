@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from .encryption import Encryption, TlsSocket
 
 MAX_UNPROVEN = 512  # connections that may be proving the key; beyond that the oldest goes
+UNPROVEN_SHARE = 8  # at most one of so many descriptors is for them; an agent has two relays
+PAUSE_S = 0.1  # after the limit of open files was reached
 BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
@@ -113,6 +116,7 @@ class Relay:
     def __init__(self, encryption: Optional[Encryption] = None) -> None:
         self._encryption = encryption
         self._routes: Dict[socket.socket, Route] = {}
+        self._paused: Dict[socket.socket, float] = {}  # listeners, and when they go on
         self._unproven: Dict[_Link, None] = {}  # callers of gateways, oldest first
         self._dialing: Dict[_Link, None] = {}  # of forwarders, which wait for a gateway's proof
         self._links: Dict[_Link, None] = {}
@@ -179,6 +183,7 @@ class Relay:
                 self._routes[listener] = route
                 self._selector.register(listener, selectors.EVENT_READ)
             elif self._routes.pop(listener, None):
+                self._paused.pop(listener, None)
                 self._close_side(listener)
 
     def _end(self) -> None:
@@ -190,16 +195,22 @@ class Relay:
         self._selector.close()
 
     def _check_deadlines(self) -> Optional[float]:
-        """Drops connections that took too long; returns seconds until the next check."""
+        """Drops connections that took too long, continues paused listeners and dialing.
+
+        Returns seconds until the next check.
+        """
         current = time.monotonic()
         for links in (self._unproven, self._dialing):
             while links and next(iter(links)).deadline <= current:
                 self._drop(next(iter(links)))
+        for listener in [each for each, until in self._paused.items() if until <= current]:
+            del self._paused[listener]
+            self._selector.register(listener, selectors.EVENT_READ)
         redialing = [link for link in self._dialing if not link.outer]
         for link in redialing:
             if link.dial_at <= current:
                 self._dial(link)
-        due = [link.dial_at for link in redialing]
+        due = [link.dial_at for link in redialing] + list(self._paused.values())
         due += [next(iter(links)).deadline for links in (self._unproven, self._dialing) if links]
         return max(0.0, min(due) - current) if due else None
 
@@ -210,7 +221,8 @@ class Relay:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._drop_oldest()
-                time.sleep(REDIAL_S)
+                self._selector.unregister(listener)
+                self._paused[listener] = time.monotonic() + PAUSE_S
             return
         _prepare(accepted)
         try:
@@ -230,7 +242,7 @@ class Relay:
             self._selector.register(accepted, selectors.EVENT_READ, link)
             self._join(link, route.target)
         elif route.is_gateway:
-            if len(self._unproven) >= MAX_UNPROVEN:
+            if len(self._unproven) >= _max_unproven():
                 self._drop_oldest()
             self._unproven[link] = None
             self._begin(link)
@@ -403,6 +415,11 @@ class Relay:
         with contextlib.suppress(KeyError, ValueError):  # it is not watched, or closed
             self._selector.unregister(side)
         side.close()
+
+
+def _max_unproven() -> int:
+    limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(MAX_UNPROVEN, limit // UNPROVEN_SHARE) if limit > 0 else MAX_UNPROVEN
 
 
 def _requested(route: Route, request: str) -> Tuple[Address, str]:

@@ -27,9 +27,9 @@ from ..surveys import netlink
 from . import peer_filters, tunnels
 
 _MAX_DEVICES = 100  # that somebody calls before they have a filter
-_BACKLOG = 1024  # of a store that rank 0 holds by itself
+_STORE_BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
-_BLOCKED_BACKLOG, _DEVICE_BACKLOG = 64, 2048  # connections that wait for a blocked device; for another
+_BLOCKED_BACKLOG, _DEVICE_BACKLOG = 64, 2048  # of a gloo device that is blocked, or not
 _EPOLL_CTL_MOD = 3
 # struct epoll_event in linux/eventpoll.h
 _EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "AMD64") else "@IQ")
@@ -400,7 +400,7 @@ def _listen_everywhere(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("", port))
         rejects.watch(peer_filters.PeerFilter(listener, hosts), listener.fileno())
-        listener.listen(_BACKLOG)
+        listener.listen(_STORE_BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from paceline import __main__ as entry_point
 from paceline import cli
-from paceline.cli import job_options, options, program, settings_file
+from paceline.cli import dispatch, job_options, options, program, settings_file
 from paceline.launch.planning.entry import entry_of, preload_of
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
@@ -370,3 +370,31 @@ def test_a_typed_option_still_wins_over_the_file(folder: Path) -> None:
     done = CliRunner().invoke(program, ["train", "image", "--epochs", "1", "--plan", "-v"])
     assert done.exit_code == 0
     assert "--epochs=1" in done.output
+
+
+# --- started several times
+
+
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("environ", [SRUN, MPIRUN])
+def test_a_copy_of_the_command_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(SettingError, match="started this command 2 times"):
+        dispatch.refuse_later_copy({"rdzv": None, "hosts": None}, environ)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rdzv", "environ"),
+    [
+        (None, None, {**SRUN, "SLURM_PROCID": "0"}),  # also the shell of srun --pty
+        (None, None, {"RANK": "1", "WORLD_SIZE": "2"}),  # a pod of a PyTorchJob
+        (None, "n1:29400", SRUN),
+        ("local", None, SRUN),
+    ],
+)
+def test_copies_with_a_purpose(
+    hosts: str | None, rdzv: str | None, environ: dict[str, str]
+) -> None:
+    dispatch.refuse_later_copy({"rdzv": rdzv, "hosts": hosts}, environ)

@@ -19,6 +19,7 @@ from paceline.schedulers.scheduler import ContainerOptions, Options, Scheduler
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
+from paceline.spec.launchers import later_copy
 
 if TYPE_CHECKING:
     from paceline.remote.transport import Transport
@@ -155,8 +156,29 @@ def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(folder) for folder in folders))
 
 
+def refuse_later_copy(params: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Refuses a job that srun or mpirun started several times; the first process launches it.
+
+    Each process would train the whole job, and all would write the same files.
+
+    Raises:
+        SettingError: This is not the first process, and the job is not for this machine alone.
+    """
+    copy = None if params["rdzv"] or params["hosts"] == "local" else later_copy(environ)
+    if copy is not None:
+        launcher, number = copy
+        raise SettingError(
+            f"{launcher} started this command {number} times, and once is enough",
+            found="Paceline starts the ranks itself: each of these commands would train the whole "
+            "job and overwrite the files of the others",
+            remedy="Type `paceline` without srun or mpirun before it; for separate jobs on "
+            "purpose, add -H local",
+        )
+
+
 def prepare(ctx: click.Context) -> tuple[Cluster, Dispatch]:
     """Reads the hosts and how they are started."""
+    refuse_later_copy(ctx.params, os.environ)
     mode = launch_mode(ctx.params)
     check_applicable(ctx, mode)
     resolve_node_range(ctx, mode)

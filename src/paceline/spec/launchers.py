@@ -105,6 +105,18 @@ def foreign_variables(names: Sequence[str], place: Mapping[str, str]) -> dict[st
     return {name: value for name, value in variables.items() if name not in _SRUN_ONLY}
 
 
+def later_copy(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """The launcher that started this command several times, and their number.
+
+    ``None`` in the first of these processes, which can do the work for all, and outside of them.
+    """
+    for dialect in DIALECTS:
+        rank, size = environ.get(dialect.rank, ""), environ.get(dialect.size, "")
+        if dialect.name != "torchrun" and rank.isdigit() and size.isdigit() and int(rank) > 0:
+            return dialect.name, int(size)
+    return None
+
+
 def torchrun_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
     """torchrun's variables for this process; empty if no launcher started it.
 

@@ -25,8 +25,8 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 TYPED = re.compile(r"\bpaceline ([a-z]+)\b([^.;\n()]*)")
 # other programs' options that remedies name beside ours
 OTHERS = {
-    "--cap-add", "--format", "--now", "--privileged", "--query-gpu", "--shm-size", "--user",
-    "--version",
+    "--cap-add", "--format", "--index-url", "--now", "--privileged", "--query-gpu", "--shm-size",
+    "--user", "--version",
 }  # fmt: skip
 PARTS = {"remedy", "confirm", "found"}
 

@@ -706,6 +706,27 @@ def test_missing_torch_is_refused_where_it_is_needed() -> None:
     assert found == []
 
 
+@pytest.mark.parametrize(
+    ("python", "change", "remedy"),
+    [
+        ("3.11.7", {}, "On n2: /py -m pip install torch==2.13.0+cpu --index-url "
+                       "https://download.pytorch.org/whl/cpu"),
+        ("3.11.2", {"externally_managed": True}, "/py -m venv ~/venv && ~/venv/bin/python -m pip"),
+        ("3.9.18", {}, "Python 3.9.18 is too old for torch 2.13.0+cpu"),
+    ],
+)  # fmt: skip
+def test_the_remedy_installs_the_build_of_the_other_hosts(
+    python: str, change: dict[str, bool], remedy: str
+) -> None:
+    """pip takes 2.13.0+cpu for 2.13.0, and changes no system's own Python."""
+    for torch in (None, "2.13.0+cu130"):
+        other = facts(torch=torch, python=python)
+        other["python"] |= change
+        with pytest.raises(NodeError) as caught:
+            agree(n1=facts(), n2=other)
+        assert remedy in caught.value.remedy
+
+
 def test_another_interpreter_than_the_wanted_is_refused() -> None:
     hosts = [Host("n1", python="/own/python")]
     with pytest.raises(NodeError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host
 
 Facts = Mapping[str, Any]
+_MIN_PYTHON = (3, 10)  # of the oldest torch that jobs can use
 
 
 def interpreter_problem(host: Host, requested: str, actual: str, facts: Facts) -> NodeError | None:
@@ -32,25 +34,54 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
     """An error if torch is missing on a node or its versions differ."""
     versions = {host.name: (facts[host.name].get("torch") or {}).get("version") for host in hosts}
     lacking = [name for name, version in versions.items() if version is None]
+    present = {name: version for name, version in versions.items() if version is not None}
+    expected = (most_common(present) or "") if present else ""
     if lacking:
         python = facts[lacking[0]]["python"]["executable"]
         return NodeError(
             f"no torch on {', '.join(lacking)}",
             found=f"{python} on {lacking[0]} has no torch package",
-            remedy=f"On {lacking[0]}: {shell_text([python])} -m pip install torch"
-            "\n(or --python PATH for another interpreter; --no-torch for a script without torch)",
+            remedy=_install_remedies(lacking, expected, facts)
+            + "\n(or --python PATH for another interpreter; --no-torch for a script without torch)",
         )
     if len(set(versions.values())) < 2:
         return None
-    expected = (most_common(versions) or "").split("+")[0]
     return NodeError(
         "the nodes have different torch versions",
         found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
-        remedy="\n".join(
-            f"On {name}: {shell_text([facts[name]['python']['executable']])} -m pip install"
-            f" torch=={expected}"
-            for name in outliers(versions)
-        ),
+        remedy=_install_remedies(outliers(versions), expected, facts),
+    )
+
+
+def _install_remedies(names: Sequence[str], version: str, facts: Mapping[str, Facts]) -> str:
+    """Returns how to install that version of torch on each host, one line for equal hosts."""
+    hosts: dict[str, list[str]] = {}
+    for name in names:
+        hosts.setdefault(_install_remedy(version, facts[name]["python"]), []).append(name)
+    return "\n".join(f"On {', '.join(hosts[remedy])}: {remedy}" for remedy in hosts)
+
+
+def _install_remedy(version: str, python: Facts) -> str:
+    """Returns the command that installs torch, or why this Python cannot have it.
+
+    Without the index of its build, pip takes ``2.13.0+cpu`` for ``2.13.0`` and installs nothing.
+    """
+    if tuple(int(number) for number in python["version"].split(".")[:2]) < _MIN_PYTHON:
+        return (
+            f"Python {python['version']} is too old for torch {version or '2.10'}: install Python "
+            "3.10 or newer with torch, and name it with --python"
+        )
+    release, _, build = version.partition("+")
+    has_index = re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build) is not None
+    package = f"torch=={version if has_index else release}" if version else "torch"
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if has_index else ""
+    executable = shell_text([python["executable"]])
+    if not python.get("externally_managed"):
+        return f"{executable} -m pip install {package}{index}"
+    return (
+        f"{executable} -m venv ~/venv && ~/venv/bin/python -m pip install {package}{index}\n"
+        "(pip may not change this system's own Python. Name the full path of ~/venv/bin/python "
+        "with --python, or as python under [hosts.NAME] in paceline.toml)"
     )
 
 

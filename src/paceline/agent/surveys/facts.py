@@ -33,7 +33,14 @@ def python_facts() -> Facts:
         "version": platform.python_version(),
         "implementation": platform.python_implementation(),
         "prefix": sys.prefix,
+        "externally_managed": is_externally_managed(),
     }
+
+
+def is_externally_managed() -> bool:
+    """Whether pip refuses to install into this interpreter (PEP 668); not so in environments."""
+    marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+    return sys.prefix == sys.base_prefix and os.path.exists(marker)
 
 
 def library_folders() -> List[str]:

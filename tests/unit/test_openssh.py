@@ -77,7 +77,12 @@ RECORDED = [
      "Disconnected from 10.77.0.12 port 22\r\n", "too many keys offered", "IdentitiesOnly"),
     ("me@10.77.0.12: Permission denied (publickey,password).\r\n",
      "login refused", "ssh-copy-id -p 2222 me@10.77.0.12"),
+    ("no such identity: /home/me/.ssh/cluster: No such file or directory\n"
+     "me@10.77.0.12: Permission denied (publickey).\r\n",
+     "private key cannot be read", "is missing"),
     ("paceline-boot: no Python: tried /py python3\n", "no Python", "[hosts.n2]"),
+    ("Unknown option: -I\nusage: /usr/bin/python [option] ... [-c cmd | -m mod | file | -] [arg]\n",
+     "no Python", "3.9 or newer"),
     ("This account is currently not available.\n", "login shell fails", "chsh"),
     ("Access denied by pam_slurm_adopt: you have no active jobs on this node\n"
      "Connection closed by 10.30.1.14 port 22\n", "no job on this host", "salloc"),

@@ -159,7 +159,7 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "no Python",
-        r"paceline-boot: no Python",
+        r"paceline-boot: no Python|Unknown option: -I\s+usage: ",  # the second by Python 2
         "Install Python 3.9 or newer on {name}, or name one: "
         'python = "/path/to/python" under [hosts.{name}] in paceline.toml',
     ),
@@ -300,7 +300,7 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "private key cannot be read",
-        r"Load key .{1,300}: |Identity file \S{1,300} not accessible",
+        r"Load key .{1,300}: |Identity file \S{1,300} not accessible|no such identity: ",
         "The key file named above is missing or no private key of OpenSSH (a public key, or "
         "Windows line ends): ssh-keygen -yf FILE must print its public half",
     ),

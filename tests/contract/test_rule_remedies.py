@@ -131,7 +131,7 @@ READ_BY = {
     "huggingface_hub": {"HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN"},
     "httpx": {"SSL_CERT_FILE", "https_proxy"},
     "requests": {"REQUESTS_CA_BUNDLE"},
-    "paceline": {"PACELINE_DATA_DIR"},
+    "paceline": {"PACELINE_DATA_DIR", "XDG_CACHE_HOME"},
 }  # fmt: skip
 DOCUMENTED = {
     "Python": {"PYTHONFAULTHANDLER", "TMPDIR"},

@@ -109,6 +109,12 @@ def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
     assert hint in caught.value.remedy
 
 
+def test_hosts_without_commas(folder: Path) -> None:
+    with pytest.raises(SettingError) as caught:  # -H n1 n2 train.py
+        entry_of("n2", ("train.py", "--lr", "1"))
+    assert caught.value.remedy.endswith("-H HOST,n2 train.py")
+
+
 @pytest.mark.parametrize(
     ("script", "args", "remedy"),
     [

@@ -43,7 +43,7 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
         raise SettingError(
             f"there is no script {script}",
             found=f"nothing at {path.absolute()}",
-            remedy=_suggestion(path),
+            remedy=_suggestion(path, args),
         )
     if not path.is_file() and not path.is_dir():
         raise SettingError(
@@ -137,7 +137,10 @@ def _scripts(folder: Path) -> list[str]:
     return sorted(names - {"__init__.py"})
 
 
-def _suggestion(path: Path) -> str:
+def _suggestion(path: Path, args: tuple[str, ...]) -> str:
+    script = next((arg for arg in args if arg.endswith(".py") and Path(arg).is_file()), None)
+    if script and not path.suffix:  # -H n1 n2 train.py
+        return f"If {path} is a host, join the hosts with a comma: -H HOST,{path} {script}"
     if match := closest_match(path.name, _scripts(path.parent)):
         return f"Did you mean {path.parent / match}?"
     return "For a module add -m, for a program that is not Python --no-python"

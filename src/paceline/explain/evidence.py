@@ -170,8 +170,8 @@ class Evidence:
             )
         if self.checkpoint_step is None:
             return (
-                "training starts from step 0, because there is no checkpoint of paceline.train. If"
-                " the script has checkpoints of its own in files/HOST of the run directory, first"
+                "training starts from step 0, unless the script finds checkpoints of its own: there"
+                " is none of paceline.train. If some are in files/HOST of the run directory, first"
                 " copy them from there into the project"
             )
         return f"training resumes from the checkpoint of step {self.checkpoint_step}"

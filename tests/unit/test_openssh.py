@@ -52,9 +52,9 @@ RECORDED = [
     ("Connection timed out during banner exchange\r\nConnection to 10.0.0.1 port 22 timed out\n",
      "sshd does not speak", "overloaded"),
     ("kex_exchange_identification: read: Connection reset by peer\r\n"
-     "Connection reset by 10.77.0.12 port 22\r\n", "too many logins at once", "MaxStartups"),
+     "Connection reset by 10.77.0.12 port 22\r\n", "dropped before the login", "MaxStartups"),
     ("kex_exchange_identification: Connection closed by remote host\r\n"
-     "Connection closed by 10.77.0.12 port 22\r\n", "too many logins at once", "MaxStartups"),
+     "Connection closed by 10.77.0.12 port 22\r\n", "dropped before the login", "MaxStartups"),
     ("/bin/sh: 1: exec: nc: not found\nkex_exchange_identification: Connection closed by remote "
      "host\r\nConnection closed by UNKNOWN port 65535\r\n",
      "the ssh config's proxy fails", "ssh -G n2"),
@@ -71,7 +71,7 @@ RECORDED = [
      "remote host\r\nConnection closed by UNKNOWN port 65535\r\n",
      "the ssh config's proxy fails", "ProxyJump"),
     ("kex_exchange_identification: Connection closed by remote host\r\n"
-     "Connection closed by UNKNOWN port 65535\r\n", "too many logins at once", "MaxStartups"),
+     "Connection closed by UNKNOWN port 65535\r\n", "dropped before the login", "MaxStartups"),
     (OPEN_KEY, "private key is open to others", "chmod 600"),
     ("Received disconnect from 10.77.0.12 port 22:2: Too many authentication failures\r\n"
      "Disconnected from 10.77.0.12 port 22\r\n", "too many keys offered", "IdentitiesOnly"),
@@ -153,7 +153,7 @@ def test_what_refusals_mean(words: str, cause: str, remedy: str) -> None:
     assert "{" not in found.remedy
     assert "debug1" not in found.details
     assert "@@@" not in found.details
-    assert found.is_transient == (cause == "too many logins at once")
+    assert found.is_transient == (cause == "dropped before the login")
 
 
 def test_both_fingerprints_can_be_told() -> None:

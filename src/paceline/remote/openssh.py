@@ -368,9 +368,11 @@ CAUSES: tuple[_Cause, ...] = (
         "The login shell of that user does not run commands: chsh -s /bin/sh USER on {name}",
     ),
     _Cause(
-        "too many logins at once",
+        "dropped before the login",
         r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by",
-        "sshd on {name} drops connections (MaxStartups): raise MaxStartups in its sshd_config",
+        "sshd on {name} drops connections. Its log says why: journalctl -u ssh there. Too many "
+        "logins at once: raise MaxStartups in its sshd_config. This address is barred: fail2ban or "
+        "/etc/hosts.deny",
         is_transient=True,
     ),
     _Cause(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
@@ -38,6 +38,7 @@ from paceline.launch.nodes.fleet import (
     describe_end,
     describe_silence,
 )
+from paceline.launch.nodes.provisioner import fork_servers_up
 from paceline.launch.nodes.survey import choose_networks
 from paceline.launch.planning.placement import HostSurvey, Supplies
 from paceline.launch.planning.request import Request
@@ -855,6 +856,27 @@ def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.Mo
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_a_failed_import_names_what_can_be_typed() -> None:
+    """Torch for another Python; the compiler is imported only if there is one."""
+
+    async def scene() -> None:
+        ready = asyncio.get_running_loop().create_future()
+        node, peer = (
+            SimpleNamespace(name=name, host=Host(name), facts={"python": {"version": version}},
+                            fork_server_died=False, ready=ready)
+            for name, version in (("n1", "3.12.1"), ("n2", "3.11.7"))
+        )  # fmt: skip
+        ready.set_result(ForkServerError("import", "ImportError: torch._C"))
+        fleet: Any = SimpleNamespace(nodes=[node, peer])
+        job: Any = SimpleNamespace(preload=("torch", "torch._dynamo?"), python="/py")
+        with pytest.raises(NodeError) as caught:
+            await fork_servers_up(fleet, [cast(Any, node)], job)
+        assert caught.value.remedy == "Look there: /py -c 'import torch'"
+        assert "n1 3.12.1, n2 3.11.7" in caught.value.found
+
+    asyncio.run(scene())
 
 
 def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(

@@ -326,13 +326,16 @@ async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None
 def _no_fork_server(fleet: Fleet, node: Node, error: ForkServerError, job: Job) -> NodeError:
     if error.kind == "lost":
         return startup_loss(fleet, node, error.text)
-    modules = ", ".join(job.preload)
+    modules = ", ".join(module for module in job.preload if not module.endswith("?"))
     python = planner.python_of(job, node.host)
     if error.kind == "died":
         text = f"{error.text} while starting"
         return NodeError(f"{node.name} could not start its ranks", found=text)
     output = "\n".join(error.text.strip().splitlines()[-8:])
     remedy = f"Look there: {python} -c 'import {modules}'"
+    pythons = {peer.name: str(peer.facts["python"]["version"]) for peer in fleet.nodes}
+    for difference in agreement.differences("Python", pythons):  # built for another one
+        output += f"\n{difference}"
     if variables := agreement.loader_variables(node.facts):
         output += f"\nthe login on {node.name} sets {variables}"
         remedy += "\nIf one of these variables is the cause, hide it from the job: --unset NAME"

@@ -42,9 +42,11 @@ from paceline.transfer.tree import (
 Networks = dict[str, network.NodeNetwork]
 
 # of the package, all that a script on paceline.train needs in a rank, and a recipe
-OF_TRAIN = ("__init__.py", "program.py", "progress.py", "py.typed", "spec", "train",
-            "agent/__init__.py", "agent/ranks/__init__.py", "agent/ranks/checksum.py",
-            "agent/ranks/peer_filters.py", "agent/ranks/tunnels.py")  # fmt: skip
+OF_TRAIN = (
+    *("__init__.py", "program.py", "progress.py", "py.typed", "spec", "train"),
+    *("agent/__init__.py", "agent/reconnection.py", "agent/ranks/__init__.py"),
+    *("agent/ranks/checksum.py", "agent/ranks/peer_filters.py", "agent/ranks/tunnels.py"),
+)
 OF_RECIPES = (*OF_TRAIN, "recipes")
 PORT_RELEASE_S = 2.0  # for an unknown holder of a port, which may be ending
 AGENT_EXIT_S = 5.0  # for an agent without launcher and its ranks to end

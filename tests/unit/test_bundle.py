@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from each_case import each_case
 from paceline.report.bundle import redact, write
+from paceline.spec.errors import SettingError
 
 HEX = "0123456789abcdef" * 3
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV"
@@ -77,3 +79,11 @@ def test_a_file_that_another_user_made_first_does_not_get_the_bundle(tmp_path: P
     assert theirs.read_bytes() == b""
     assert stat.S_IMODE(bundle.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.tgz", "theirs"]
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(SettingError, match="cannot write the bundle"):
+        write(path, {})
+    assert path.is_fifo()

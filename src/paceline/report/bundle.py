@@ -65,7 +65,7 @@ def _redact_keys(text: str) -> str:
 
 
 def write(path: Path, contents: Mapping[str, Any]) -> None:
-    """Writes the archive, readable by its owner only, in place of whatever has that name.
+    """Writes the archive, readable by its owner only, in place of a file of that name.
 
     Args:
         contents: By file name, a text or a value that becomes JSON.
@@ -77,6 +77,8 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
                 "system": platform.platform()}  # fmt: skip
     folder = path.name.removesuffix(".gz").removesuffix(".tar")
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    if path.exists() and not path.is_file():  # such as /dev/null, which root would replace
+        raise SettingError(f"cannot write the bundle {path}", found="it exists and is no file")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:

@@ -57,7 +57,7 @@ class CutLine:
     def close(self) -> None:
         self._writer.close()
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()

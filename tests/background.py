@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 C = TypeVar("C", bound="BackgroundCommand")
-PATIENCE_S = 120.0  # for what a quiet machine does in seconds; only a failing test waits so long
+TIMEOUT_S = 120.0  # for what a quiet machine does in seconds; only a failing test waits so long
 
 
 class BackgroundCommand:
@@ -42,11 +42,11 @@ class BackgroundCommand:
     def err(self) -> str:
         return self._err.read_text(errors="replace")
 
-    def wait_for(self: C, text: str, times: int = 1, patience: float = PATIENCE_S) -> C:
+    def wait_for(self: C, text: str, times: int = 1, patience: float = TIMEOUT_S) -> C:
         """Waits until ``text`` was written so many times on standard output."""
         return self.until(lambda: self.out.count(text) >= times, repr(text), patience)
 
-    def until(self: C, true: Callable[[], bool], what: str = "", patience: float = PATIENCE_S) -> C:
+    def until(self: C, true: Callable[[], bool], what: str = "", patience: float = TIMEOUT_S) -> C:
         """Waits until it comes true; ends the command if it does not in time, or before its end."""
         try:
             ready = eventually(lambda: true() or self.process.poll() is not None, patience)
@@ -61,7 +61,7 @@ class BackgroundCommand:
         self.process.send_signal(signum)
 
 
-def eventually(condition: Callable[[], bool], patience: float = PATIENCE_S) -> bool:
+def eventually(condition: Callable[[], bool], patience: float = TIMEOUT_S) -> bool:
     """Whether the condition became true in time."""
     deadline = time.monotonic() + patience
     while not condition():

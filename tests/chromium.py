@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "chromium"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def _high(pair: tuple[int, int]) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Chromium:
         os.close(theirs)
         os.close(ours)
         self._left = b""
-        self._timer = threading.Timer(PATIENCE_S, self._process.kill)  # ends every wait for it
+        self._timer = threading.Timer(TIMEOUT_S, self._process.kill)  # ends every wait for it
         self._timer.start()
         self._session = ""
         target = self.do("Target.createTarget", url="about:blank")["targetId"]

@@ -39,7 +39,7 @@ LONGEST = (  # files of labs, by the seconds that they take
     "test_sizes", "test_trackers_read_back", "test_trackers_online", "test_wheel",
     "test_recipes", "test_run_wire", "test_live",
 )  # fmt: skip
-PATIENCE_S = 120.0  # an ssh client notices after 15 s that its host is gone
+TIMEOUT_S = 120.0  # an ssh client notices after 15 s that its host is gone
 
 _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
@@ -215,7 +215,7 @@ def _nothing_is_left() -> Iterator[None]:
     """Fails a test that leaves a variable, thread, process, descriptor, file, mount or network."""
     before = Belongings.now()
     yield
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     if Belongings.now().leaked_since(before):
         gc.collect()  # descriptors in reference cycles would stay open until the next collection
     while leaked := Belongings.now().leaked_since(before):

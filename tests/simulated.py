@@ -98,7 +98,7 @@ class Simulated:
 
     abort = close
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         self.close()
 
     def _say(self, message: Message, blob: bytes = b"") -> None:

@@ -25,7 +25,7 @@ from paceline.cli.completion import shells
 from paceline.cli.completion.shells import SHELLS, VARIABLE
 from paceline.cli.completion.suggestions import VALUES
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 # parameters that take any text or number, which nobody can guess
 FREE = {
     "account", "address", "array", "arguments", "at", "colon", "constraint", "folder", "gpus",
@@ -185,7 +185,7 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """What is shown from now on; fails when it does not come."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while (found := re.search(pattern, self.shown)) is None:
             assert time.monotonic() < deadline, f"{pattern} is not in {self.shown[-3000:]!r}"
             if select.select([self._fd], [], [], 0.1)[0]:

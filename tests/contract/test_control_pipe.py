@@ -21,7 +21,7 @@ from paceline.remote.agent_code import _MAIN
 
 AGENT = Path(agent_job.__file__).parents[1]
 TOKEN = "0" * 32
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 # says every line that it is told; "deaf" reads none
 SCRIPT = """
 import json, os, subprocess, sys, time
@@ -51,7 +51,7 @@ class Here:
 
     def until(self, true: Callable[[], Any]) -> Any:
         """Does the agent's rounds until it comes true."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not (found := true()):
             assert time.monotonic() < deadline, self.heard
             poll = select.poll()

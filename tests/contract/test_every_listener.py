@@ -32,7 +32,7 @@ from paceline.train.checkpoints import receiver
 from paceline.train.reduce import direct
 
 KEY = b"k" * 32
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 PROOF_S = 1.5  # instead of five seconds
 MAX_REPLY_BYTES = 200  # that a stranger gets: a random number, or an alert of TLS
 MAX_TLS_REPLY_BYTES = 1000  # the same who begins TLS: a certificate without a name
@@ -106,7 +106,7 @@ def gateway(closing: contextlib.ExitStack, _: Path) -> Service:
     closing.callback(gateway.close)
 
     def call(address: Any) -> None:
-        with socket.create_connection(address, PATIENCE_S) as connection:
+        with socket.create_connection(address, TIMEOUT_S) as connection:
             challenge.run(connection, challenge.caller_handshake(KEY))
             assert connection.recv(5) == b"store"
 
@@ -128,7 +128,7 @@ def tunnels(closing: contextlib.ExitStack, _: Path) -> Service:
 
     def call(address: Any) -> None:
         with (
-            socket.create_connection(address, PATIENCE_S) as connection,
+            socket.create_connection(address, TIMEOUT_S) as connection,
             context.wrap_socket(connection) as tls,
         ):
             binding = hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
@@ -148,7 +148,7 @@ def sink(closing: contextlib.ExitStack, _: Path) -> Service:
     def call(address: Any) -> None:
         sent = checks.send_to_sink({
             "address": address[0], "port": address[1], "key": KEY.hex(), "seconds": 0.01,
-            "timeout_s": PATIENCE_S,
+            "timeout_s": TIMEOUT_S,
         })  # fmt: skip
         assert sent["bytes"] == sent["sent"] > 0
         served.append(sent)
@@ -169,17 +169,17 @@ def nodes(closing: contextlib.ExitStack, _: Path) -> Service:
     thread.start()
 
     def stop() -> None:
-        asyncio.run_coroutine_threadsafe(listener.close(), loop).result(PATIENCE_S)
+        asyncio.run_coroutine_threadsafe(listener.close(), loop).result(TIMEOUT_S)
         for connection in served:
             loop.call_soon_threadsafe(connection.writer.transport.abort)
         loop.call_soon_threadsafe(loop.call_later, 0.1, loop.stop)
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         loop.close()
 
     closing.callback(stop)
 
     def call(address: Any) -> None:
-        caller.call(*address, KEY, {"stream": "frames"}, PATIENCE_S).close()
+        caller.call(*address, KEY, {"stream": "frames"}, TIMEOUT_S).close()
 
     return Service(listener.addresses[0], call, lambda: len(served))
 
@@ -190,7 +190,7 @@ def checkpoint_copies(closing: contextlib.ExitStack, folder: Path) -> Service:
     served = []
 
     def call(address: Any) -> None:
-        with socket.create_connection(address, PATIENCE_S) as connection:
+        with socket.create_connection(address, TIMEOUT_S) as connection:
             talk = receiver.CopyChannel.connect(connection, KEY)
             talk.send(name="0", manifest="{}", token=1)
             with pytest.raises(receiver.CopyRefused, match="damaged"):
@@ -209,7 +209,7 @@ def gradients(closing: contextlib.ExitStack, _: Path) -> Service:
     def add(peer: int, connection: socket.socket) -> socket.socket:
         return served.setdefault(peer, connection)
 
-    deadline = time.monotonic() + 4 * PATIENCE_S
+    deadline = time.monotonic() + 4 * TIMEOUT_S
     arguments = (listener, endpoints, 0, deadline, add)
     accepting = threading.Thread(target=direct._accept_higher_ranks, args=arguments)
     accepting.start()
@@ -219,12 +219,12 @@ def gradients(closing: contextlib.ExitStack, _: Path) -> Service:
             return closing.enter_context(connection)
 
         rank = len(served) + 1
-        direct._call_lower_ranks([(*address, KEY)], rank, time.monotonic() + PATIENCE_S, keep)
+        direct._call_lower_ranks([(*address, KEY)], rank, time.monotonic() + TIMEOUT_S, keep)
 
     def stop() -> None:
         while len(served) < 3:
             call(listener.getsockname())
-        accepting.join(PATIENCE_S)
+        accepting.join(TIMEOUT_S)
         for connection in served.values():
             connection.close()
 
@@ -260,11 +260,11 @@ def record_call(service: Service) -> bytes:
 
     def serve(listener: socket.socket) -> None:
         inner = listener.accept()[0]
-        with inner, socket.create_connection(service.address, PATIENCE_S) as outer:
+        with inner, socket.create_connection(service.address, TIMEOUT_S) as outer:
             backward = threading.Thread(target=pump, args=(outer, inner, bytearray()))
             backward.start()
             pump(inner, outer, sent)
-            backward.join(PATIENCE_S)
+            backward.join(TIMEOUT_S)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
@@ -290,7 +290,7 @@ def test_strangers_get_nothing_and_honest_peers_get_through(
     assert service.num_served() == 1
 
     def stranger(sent: bytes) -> socket.socket:
-        connection = closing.enter_context(socket.create_connection(service.address, PATIENCE_S))
+        connection = closing.enter_context(socket.create_connection(service.address, TIMEOUT_S))
         with contextlib.suppress(ConnectionError):  # hung up on while it sends
             connection.sendall(sent)
         return connection
@@ -318,7 +318,7 @@ def test_a_listener_without_the_key_is_told_nothing(
 
     def serve() -> None:
         with impostor.accept()[0] as connection, contextlib.suppress(OSError):
-            connection.settimeout(PATIENCE_S)
+            connection.settimeout(TIMEOUT_S)
             connection.sendall(b"0" * 32)
             time.sleep(0.3)
             received.extend(connection.recv(1 << 16))
@@ -328,7 +328,7 @@ def test_a_listener_without_the_key_is_told_nothing(
     thread.start()
     with pytest.raises((OSError, ValueError)):
         service.call(impostor.getsockname())
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     is_tls = open_service in (nodes, tunnels)
     assert 0 < len(received) < (2000 if is_tls else 120)
     assert service.num_served() == 0
@@ -338,7 +338,7 @@ def test_a_reachability_listener_reads_nothing() -> None:
     """It says which agent it is, and hangs up."""
     with probe.listen("127.0.0.1") as listener:
         for sent in (b"", *NONSENSE):
-            with socket.create_connection(listener.getsockname(), PATIENCE_S) as connection:
+            with socket.create_connection(listener.getsockname(), TIMEOUT_S) as connection:
                 connection.sendall(sent)
                 probe.answer(listener, b"i" * probe.IDENTITY_BYTES)
                 assert read_to_end(connection) in (b"i" * probe.IDENTITY_BYTES, b"")

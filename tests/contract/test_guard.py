@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from background import PATIENCE_S, eventually
+from background import TIMEOUT_S, eventually
 from paceline.agent.supervision import processes
 from paceline.remote.agent_code import agent_code
 
@@ -56,6 +56,6 @@ def test_nothing_outlives_the_agent(package: str, signum: signal.Signals, errors
         os.kill(guard.pid if signum == signal.SIGTERM else agent, signum)
         assert gone(child)
         assert gone(agent)
-        assert guard.wait(PATIENCE_S) == 128 + signum
+        assert guard.wait(TIMEOUT_S) == 128 + signum
         if errors == "read":
             assert f"killed by {signum.name}" in guard.stderr.read().decode()

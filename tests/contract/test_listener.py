@@ -33,7 +33,7 @@ from paceline.rendezvous.peers import HostAdmission, Peers
 from paceline.spec.hosts import Host
 
 KEY = b"k" * 32
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @contextlib.asynccontextmanager
@@ -107,7 +107,7 @@ def test_noise_is_hung_up_on(
                 writer.write_eof()
             heard = b""
             with contextlib.suppress(OSError):
-                heard = await asyncio.wait_for(reader.read(), PATIENCE_S)
+                heard = await asyncio.wait_for(reader.read(), TIMEOUT_S)
             assert heard == b"" or not encrypted  # in the clear it may be an alert of TLS
             writer.close()
             assert not calls
@@ -126,7 +126,7 @@ def test_a_line_without_an_end_is_hung_up_on(caplog: pytest.LogCaptureFixture) -
                     writer.write(b"x" * 65536)
                     await writer.drain()
             with contextlib.suppress(OSError):
-                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+                assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
             writer.close()
 
     asyncio.run(go())
@@ -144,7 +144,7 @@ def test_a_stranger_with_another_key_learns_nothing() -> None:
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.3)  # it does not speak first
             writer.write(f"{caller.MAGIC} {'0' * 32} {'0' * 64} {{}}\n".encode())
-            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b"wrong-key\n"
+            assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b"wrong-key\n"
             writer.close()
 
     asyncio.run(go())
@@ -186,7 +186,7 @@ def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
             assert not listener._unproven
             for reader, writer in silent:
                 with contextlib.suppress(OSError):
-                    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+                    assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
                 writer.close()
             connection.close()
             calls[0].writer.close()
@@ -250,15 +250,15 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
                 *caller_command(config),
                 env={"PATH": os.environ["PATH"], caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
             )
-            await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
+            await asyncio.wait_for(peers.complete.wait(), TIMEOUT_S)
             link = peer_link(peers)
             sent = SECRET + b"x" * size
             link.writer.write(sent)
             link.writer.write_eof()
-            assert await asyncio.wait_for(link.reader.read(), PATIENCE_S) == sent
-            said = await asyncio.wait_for(link.errors.read(), PATIENCE_S)
+            assert await asyncio.wait_for(link.reader.read(), TIMEOUT_S) == sent
+            said = await asyncio.wait_for(link.errors.read(), TIMEOUT_S)
             assert said == b"said\n" + caller.AGENT_ENDED + b"\n"
-            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 0
             await link.end(1.0)
             assert len(seen) > 2 * size
             for word in (SECRET, b"said", KEY.hex().encode(), b"session", b"paceline-call"):
@@ -277,9 +277,9 @@ def test_a_lost_launcher_ends_an_agents_input() -> None:
                 *caller_command(config),
                 env={"PATH": os.environ["PATH"], caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
             )
-            await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
+            await asyncio.wait_for(peers.complete.wait(), TIMEOUT_S)
             peers.by_place[0].frames.writer.transport.abort()
-            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 7
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 7
             peers.hang_up()
 
     asyncio.run(go())
@@ -292,7 +292,7 @@ async def joined(peers: Peers, listener: Listener) -> tuple[asyncio.subprocess.P
         *caller_command(config),
         env={**os.environ, caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
     )
-    await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
+    await asyncio.wait_for(peers.complete.wait(), TIMEOUT_S)
     (channel,) = await peers.channels()
     return child, channel
 
@@ -307,9 +307,9 @@ def test_a_killed_agent_is_known_at_once_and_ends_nobody_elses_agent() -> None:
             looked = []
             channel.reconnect = lambda: looked.append(1)  # type: ignore[method-assign]
             os.kill(channel_agent(child.pid), signal.SIGKILL)
-            await asyncio.wait_for(channel.lost.wait(), PATIENCE_S)
+            await asyncio.wait_for(channel.lost.wait(), TIMEOUT_S)
             assert not looked
-            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 0
             await channel.close()
 
     asyncio.run(go())
@@ -332,7 +332,7 @@ def test_what_is_said_to_a_closed_connection_is_lost_and_no_error() -> None:
             link.writer.write(b"anybody?")
             link.writer.write_eof()
             await channel.close()
-            await asyncio.wait_for(child.wait(), PATIENCE_S)
+            await asyncio.wait_for(child.wait(), TIMEOUT_S)
 
     asyncio.run(go())
 
@@ -352,7 +352,7 @@ def test_a_node_that_was_cut_off_calls_again() -> None:
                     if len(told) >= times:
                         break
                     await asyncio.sleep(0.01)
-                assert (await asyncio.wait_for(channel.request("clock"), PATIENCE_S))["time"] > 0
+                assert (await asyncio.wait_for(channel.request("clock"), TIMEOUT_S))["time"] > 0
             assert told == ["connection restored"] * 3
 
             stranger = {"session": "ab", "stream": "frames", "again": True}
@@ -362,7 +362,7 @@ def test_a_node_that_was_cut_off_calls_again() -> None:
 
             await channel.request("bye")
             await channel.close(5)
-            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 0
             stranger["session"] = peers.by_place[0].session
             with pytest.raises(caller.CallRefused, match="given up"):
                 await asyncio.to_thread(caller.dial, where, KEY, stranger, time.monotonic())
@@ -381,11 +381,11 @@ def test_a_node_calls_again_when_a_meeting_came_to_nothing(monkeypatch: pytest.M
         async with listening(peers.admit) as listener:
             child, channel = await joined(peers, listener)
             peers.by_place[0].frames.writer.transport.abort()
-            assert (await asyncio.wait_for(channel.request("clock"), PATIENCE_S))["time"] > 0
+            assert (await asyncio.wait_for(channel.request("clock"), TIMEOUT_S))["time"] > 0
             assert not lines
             await channel.request("bye")
             await channel.close(5)
-            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 0
 
     asyncio.run(go())
 
@@ -397,7 +397,7 @@ def test_a_node_whose_launcher_has_ended_ends() -> None:
             child, channel = await joined(peers, listener)
             channel._dial = None  # as if this process had been killed
         peers.by_place[0].frames.writer.transport.abort()
-        await asyncio.wait_for(child.wait(), PATIENCE_S)
+        await asyncio.wait_for(child.wait(), TIMEOUT_S)
         await channel.close()
 
     asyncio.run(go())
@@ -464,7 +464,7 @@ def test_something_else_that_listens_is_left_alone() -> None:
         with child, other.accept()[0] as connection:
             heard = connection.recv(4096)
             connection.sendall(b"220 mail.example.org ESMTP\n")
-            _, err = child.communicate(timeout=PATIENCE_S)
+            _, err = child.communicate(timeout=TIMEOUT_S)
     assert heard.startswith(b"\x16\x03")
     assert KEY.hex().encode() not in heard
     assert "something else answers there" in err

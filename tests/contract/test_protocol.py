@@ -269,7 +269,7 @@ class Said:
 
     abort = close
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         self.close()
 
 

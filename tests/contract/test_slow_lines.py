@@ -100,7 +100,7 @@ class SlowLine:
     async def drop(self) -> None:
         self.close()
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         self.close()
         self.reader.feed_eof()
 

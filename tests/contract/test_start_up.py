@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli.completion.shells import VARIABLE
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 # whoever needs one of them imports it where that is
 HEAVY = {
     "torch", "numpy", "rich", "yaml", "psutil", "cloudpickle", "PIL", "safetensors", "zipfile",
@@ -64,7 +64,7 @@ print("imported", *sys.modules)
 def imported(code: str, cwd: Path, **env: str) -> set[str]:
     """The modules that an interpreter says it has in the end."""
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env={**os.environ, **env},
-                          capture_output=True, text=True, timeout=PATIENCE_S)  # fmt: skip
+                          capture_output=True, text=True, timeout=TIMEOUT_S)  # fmt: skip
     assert "imported " in done.stdout, done.stderr
     return set(done.stdout.rpartition("imported ")[2].split())
 
@@ -79,7 +79,7 @@ def test_a_run_is_light_until_it_talks_to_hosts(tmp_path: Path) -> None:
 def test_a_start_hardly_looks_for_garbage(tmp_path: Path) -> None:
     """Python's own threshold makes it look 39 times, which takes a tenth of the CPU time."""
     done = subprocess.run([sys.executable, "-c", COLLECTING], cwd=tmp_path, capture_output=True,
-                          text=True, check=True, timeout=PATIENCE_S)  # fmt: skip
+                          text=True, check=True, timeout=TIMEOUT_S)  # fmt: skip
     assert int(done.stdout.rpartition("collections ")[2]) < 20
 
 

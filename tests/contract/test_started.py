@@ -20,7 +20,7 @@ from paceline.rendezvous.scheduled import ScheduledTransport, Start, _Command, e
 from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
 from paceline.spec.hosts import Host
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 HOSTS = (Host("n1", local=True), Host("n2", local=True))
 # As a scheduler's command: one process for each name, by which it knows its node; waits for all.
 FAN = """
@@ -71,7 +71,7 @@ def agent_of(transport: ScheduledTransport, number: int, place: int = 0) -> int:
 
 
 async def gone(pid: int) -> None:
-    for _ in range(int(PATIENCE_S / 0.02)):
+    for _ in range(int(TIMEOUT_S / 0.02)):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -86,7 +86,7 @@ def test_a_lost_agent_is_started_again_and_the_others_stay() -> None:
         transport = ScheduledTransport(starter)
         first, second = await opened(transport, *HOSTS)
         os.kill(agent_of(transport, 0, 1), signal.SIGKILL)
-        await asyncio.wait_for(second.lost.wait(), PATIENCE_S)
+        await asyncio.wait_for(second.lost.wait(), TIMEOUT_S)
         (again,) = await opened(transport, HOSTS[1])
         assert again.host == HOSTS[1]
         assert again.identity != second.identity
@@ -100,7 +100,7 @@ def test_a_lost_agent_is_started_again_and_the_others_stay() -> None:
         assert caught.value.brief == "n2 is DOWN"
         assert (await first.request("clock"))["time"] > 0
         await first.request("bye")
-        await first.close(PATIENCE_S)
+        await first.close(TIMEOUT_S)
         await transport.close(0)
         assert starter.ended
 
@@ -139,7 +139,7 @@ def test_an_agent_that_was_only_cut_off_is_refused_once_it_was_replaced() -> Non
             assert "was given up" in await calls(start=odd)
         for channel in (first, third):
             await channel.request("bye")
-            await channel.close(PATIENCE_S)
+            await channel.close(TIMEOUT_S)
         await transport.close(0)
 
     asyncio.run(go())
@@ -176,14 +176,14 @@ def test_a_command_for_each_host_from_the_beginning() -> None:
         process = transport._commands[1]._process
         assert process is not None
         os.kill(agent_of(transport, 1), signal.SIGKILL)
-        await asyncio.wait_for(second.lost.wait(), PATIENCE_S)
-        await asyncio.wait_for(process.wait(), PATIENCE_S)
+        await asyncio.wait_for(second.lost.wait(), TIMEOUT_S)
+        await asyncio.wait_for(process.wait(), TIMEOUT_S)
         name = Path(sys.executable).name
         assert (await transport.loss_reason(HOSTS[1])).startswith(f"{name} ended with status ")
         assert not await transport.loss_reason(HOSTS[0])
         assert (await first.request("clock"))["time"] > 0
         await first.request("bye")
-        await first.close(PATIENCE_S)
+        await first.close(TIMEOUT_S)
         await transport.close(0)
 
     asyncio.run(go())
@@ -220,7 +220,7 @@ def test_with_a_command_ends_what_it_has_left_in_a_group_of_its_own() -> None:
             *command, stdout=asyncio.subprocess.PIPE, start_new_session=True
         )
         assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), PATIENCE_S) == b"up\n"
+        assert await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S) == b"up\n"
         pids = [pid for pid, _ in this_machine.session_processes(process.pid)]
         assert len(pids) == 2
         await end_group(process)
@@ -271,7 +271,7 @@ def test_what_a_command_leaves_in_a_session_of_its_own_is_ended_with_it() -> Non
         os.kill(command._process.pid, signal.SIGKILL)
         while command.status is None:
             await asyncio.sleep(0.01)
-        await asyncio.wait_for(command.end(0.0), PATIENCE_S)
+        await asyncio.wait_for(command.end(0.0), TIMEOUT_S)
         await gone(int(command.output))
 
     asyncio.run(go())

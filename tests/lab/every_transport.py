@@ -8,7 +8,7 @@ from pathlib import Path
 
 from captures import MARKS, captured, readable
 from intruders import check_intruders
-from launches import PATIENCE_S, Ended, eventually
+from launches import TIMEOUT_S, Ended, eventually
 from transports import Transport, contents, largest_difference, reference, said_in_logs
 
 # what a batch system adds to a run directory
@@ -80,7 +80,7 @@ class EveryTransport:
             assert check_intruders(site, "n3", packets, since)
             checkpoints_saved(directory, saved)
             child.send_signal(signal.SIGINT)
-            out, err = child.communicate(timeout=PATIENCE_S)
+            out, err = child.communicate(timeout=TIMEOUT_S)
         assert child.returncode == 128 + signal.SIGINT, out + err
         assert readable(packets) == set(MARKS)
 
@@ -90,7 +90,7 @@ class EveryTransport:
         with transport.started(*words) as (child, directory):
             assert transport.waits(directory, 2)
             child.send_signal(signal.SIGINT)
-            _, err = child.communicate(timeout=PATIENCE_S)
+            _, err = child.communicate(timeout=TIMEOUT_S)
         assert child.returncode == 128 + signal.SIGINT, err
 
     def test_stopped_from_another_terminal(self, transport: Transport) -> None:
@@ -99,7 +99,7 @@ class EveryTransport:
             assert transport.waits(directory, 2)
             assert "running" in transport.verb("status", str(directory)).lower()
             transport.verb("stop", str(directory))
-            _, err = child.communicate(timeout=PATIENCE_S)
+            _, err = child.communicate(timeout=TIMEOUT_S)
         assert child.returncode == 128 + signal.SIGTERM, err
         assert said_in_logs(directory, "saved") == 2
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from background import PATIENCE_S, BackgroundCommand, eventually
+from background import TIMEOUT_S, BackgroundCommand, eventually
 from paceline.lab import Lab
 
 JOBS = Path(__file__).with_name("jobs")
@@ -144,7 +144,7 @@ class Site:
         activity = self.lab.activity()
         return not any(any(activity[name]) for name in activity if name not in but)
 
-    def leftovers(self, patience: float = PATIENCE_S, but: Sequence[str] = ()) -> str:
+    def leftovers(self, patience: float = TIMEOUT_S, but: Sequence[str] = ()) -> str:
         """What still runs or listens after a while, in words; empty when all is clean."""
         if eventually(lambda: self.clean(but), patience):
             return ""
@@ -160,7 +160,7 @@ class Launch(BackgroundCommand):
         popen = partial(subprocess.Popen, argv, env=env, cwd=site.project, start_new_session=True)
         super().__init__(directory, popen)
 
-    def end(self, patience: float = PATIENCE_S) -> Ended:
+    def end(self, patience: float = TIMEOUT_S) -> Ended:
         """Waits for its end."""
         self.process.wait(patience)
         return Ended(self.process.returncode, self.out, self.err, self.directory)

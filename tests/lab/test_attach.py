@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
+from launches import SOURCE, TIMEOUT_S, Site, eventually, project_at
 
 from paceline.agent.control import request
 from paceline.rundir import detached_file
@@ -47,7 +47,7 @@ def typed(where: Path, *words: str, **how: Any) -> subprocess.Popen[str]:
 def said(where: Path, *words: str) -> tuple[int, str, str]:
     """The same to its end: status, and what it wrote."""
     with typed(where, *words) as process:
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, out, err
 
 
@@ -77,7 +77,7 @@ def left(site: Site, *job: str, launched_in: Path) -> Iterator[tuple[DetachedRec
         yield about, folder
     finally:
         process.terminate()
-        process.wait(PATIENCE_S)
+        process.wait(TIMEOUT_S)
 
 
 def leads_there(site: Site, about: DetachedRecord, folder: Path) -> None:
@@ -119,9 +119,9 @@ def test_a_run_on_a_host_is_looked_at_from_two_places_ended_and_comes_home(
             code, _, err = said(here, "stop", "one")
             assert code == 0, err
             assert "stopped" in err
-            first_out, first_err = first.communicate(timeout=PATIENCE_S)
-            second_out, second_err = second.communicate(timeout=PATIENCE_S)
-            logged, _ = logs.communicate(timeout=PATIENCE_S)
+            first_out, first_err = first.communicate(timeout=TIMEOUT_S)
+            second_out, second_err = second.communicate(timeout=TIMEOUT_S)
+            logged, _ = logs.communicate(timeout=TIMEOUT_S)
         assert first.returncode == second.returncode == 143, (first_err, second_err)
         assert logs.returncode == 0
         assert "/0] 0 out " in first_out
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_a_run_on_a_host_and_a_closed_terminal_leaves_it(
             with file.open("w") as err, typed(tmp_path, "attach", stderr=err) as attached:
                 assert eventually(lambda f=file: "Ctrl-C stops" in f.read_text())  # type: ignore[misc]
                 attached.send_signal(signum)
-                attached.communicate(timeout=PATIENCE_S)
+                attached.communicate(timeout=TIMEOUT_S)
             ends[signum] = attached.returncode, file.read_text()
         code, said_then = ends[signal.SIGHUP]
         assert code == 0
@@ -218,13 +218,13 @@ def test_a_run_of_another_terminal_saves_tells_and_goes_on(tmp_path: Path) -> No
             shown = read_until(ours, b"leaves it running")
             attached.send_signal(signal.SIGTSTP)
             shown += read_until(ours, b"to attach again")
-            attached.wait(PATIENCE_S)
+            attached.wait(TIMEOUT_S)
         os.close(ours)
         assert attached.returncode == 0, shown
         assert launcher.poll() is None
         code, _, err = said(project, "stop")
         assert code == 0, err
-        launcher.wait(PATIENCE_S)
+        launcher.wait(TIMEOUT_S)
     assert launcher.returncode == 143
     kinds = [json.loads(line)["event"] for line in (folder / "events.jsonl").open()]
     assert kinds.count("saving") == kinds.count("checkpoint") - 1 == 2  # and one at the stop

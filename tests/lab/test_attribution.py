@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, Ended, Launch, Site, eventually, shared_site
+from launches import TIMEOUT_S, Ended, Launch, Site, eventually, shared_site
 
 pytestmark = pytest.mark.lab
 
 LEASE_S = 6.0
 OPTIONS = ("--nnodes", "2", "--no-torch", "--lease", str(LEASE_S))
 TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S))
-LONG_GRACE = ("--grace", str(2 * PATIENCE_S))  # nobody here waits to its end
+LONG_GRACE = ("--grace", str(2 * TIMEOUT_S))  # nobody here waits to its end
 
 
 @pytest.fixture(scope="module")

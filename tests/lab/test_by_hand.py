@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from every_transport import EveryTransport
-from launches import PATIENCE_S, TEST_LIMIT_S, Ended, Site, eventually
+from launches import TEST_LIMIT_S, TIMEOUT_S, Ended, Site, eventually
 from transports import ByHand, Transport, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -137,7 +137,7 @@ def test_another_script(site: Site) -> None:
         stack.enter_context(first)
         assert eventually(lambda: meets(site))
         second = typed(site, "n2").run("--no-torch", "tell.py", "other")
-        _, err = first.communicate(timeout=PATIENCE_S)
+        _, err = first.communicate(timeout=TIMEOUT_S)
     assert second.code == 1
     assert "this node was given another script or other arguments" in second.err
     assert "1 of 2 nodes did not come" in err
@@ -154,7 +154,7 @@ def test_a_key_is_made_up_and_told(site: Site) -> None:
         unnamed = typed(site, "n2", "--rdzv-timeout", "5", key=key)
         assert "is called '456'" in unnamed.run("--no-torch", "tell.py").err
         other = typed(site, "n2", "--rdzv-id", "456", key=key).run("--no-torch", "tell.py")
-        child.communicate(timeout=PATIENCE_S)
+        child.communicate(timeout=TIMEOUT_S)
     assert (child.returncode, other.code) == (0, 0)
     assert eventually(site.clean)
 

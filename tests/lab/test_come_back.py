@@ -24,7 +24,7 @@ from launches import SOURCE, Site, eventually, project_at
 pytestmark = pytest.mark.lab
 
 LAUNCHING, WORKERS, OTHER = "n1", ("n2", "n3"), "n4"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ class Typed:
     def ended(self) -> int:
         """Its exit status."""
         try:
-            return self.process.wait(PATIENCE_S)
+            return self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.said()) from None
 
@@ -128,10 +128,10 @@ def test_the_machine_that_started_a_run_dies_and_another_looks_at_it_and_ends_it
     with other.typing("attach", "-H", "hostfile") as attached, \
             other.typing("logs", "-f", "-n", "1", "-H", "hostfile") as logs:  # fmt: skip
         for looking in (attached, logs):
-            assert eventually(lambda one=looking: "/1] 1 out " in one.said(), PATIENCE_S)  # type: ignore[misc]
+            assert eventually(lambda one=looking: "/1] 1 out " in one.said(), TIMEOUT_S)  # type: ignore[misc]
             seen = looking.said().count("/1] 1 out ")
             assert eventually(lambda one=looking, n=seen: one.said().count("/1] 1 out ") > n + 9,
-                              PATIENCE_S), looking.said()  # type: ignore[misc]  # fmt: skip
+                              TIMEOUT_S), looking.said()  # type: ignore[misc]  # fmt: skip
         assert "the run has not ended: its supervisor is on n2" in other.typed("explain", code=2)
         other.typed("report", "one")
         assert (other.path / "runs/one/report.html").stat().st_size > 10_000
@@ -188,9 +188,9 @@ def test_a_supervisors_host_that_dies_takes_the_run_with_it_and_says_so_once_it_
     mine.typed("run", "-H", "hostfile", "--detach", "--no-torch", "--run-dir", "runs/three",
                "--lease", "3", "count.py", "9999", "0.1")  # fmt: skip
     with mine.typing("attach") as attached:
-        assert eventually(lambda: "/1] 1 out " in attached.said(), PATIENCE_S)
+        assert eventually(lambda: "/1] 1 out " in attached.said(), TIMEOUT_S)
         site.lab.fault("power-off", "n2")
-        assert eventually(lambda: not site.lab.processes("n3"), PATIENCE_S)  # the lease
+        assert eventually(lambda: not site.lab.processes("n3"), TIMEOUT_S)  # the lease
         assert not site.lab.listeners("n3")
         assert "n2 could not be asked" in other.typed("runs", "-H", "hostfile")
         cut_off = mine.typed("status", code=1)
@@ -217,7 +217,7 @@ def test_what_hosts_keep_of_runs_that_are_over_is_brought_home_or_removed(
     kept = left_on(site, "n2")
     assert len(kept) == 2, kept
     over = lambda one: json.loads((one / "about.json").read_text())["ended"] is not None  # noqa: E731
-    assert eventually(lambda: all(map(over, kept)), PATIENCE_S)
+    assert eventually(lambda: all(map(over, kept)), TIMEOUT_S)
     mine.typed("status", "four")
     assert len(left_on(site, "n2")) == 1
     assert "removed from n2: five" in mine.typed("runs", "--prune")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, TEST_LIMIT_S, Ended, Launch, Site, eventually, project_at
+from launches import TEST_LIMIT_S, TIMEOUT_S, Ended, Launch, Site, eventually, project_at
 
 from paceline.spec.errors import LabError
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lab
 
 LINES, PAUSE_S = 800, 0.01
 SESSION = "sshd: .*notty"
-LONG_LEASE = ("--lease", str(2 * PATIENCE_S))  # nobody here waits to its end
+LONG_LEASE = ("--lease", str(2 * TIMEOUT_S))  # nobody here waits to its end
 SIZE = 40 << 20  # bytes, so that some seconds pass on a link that is made slow
 COPIES = """
 import os

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Site, eventually, paceline, project_at
+from launches import SOURCE, TIMEOUT_S, Site, eventually, paceline, project_at
 from transports import largest_difference
 
 pytestmark = pytest.mark.lab
@@ -280,7 +280,7 @@ def on_a_terminal(site: Site, argv: list[str]) -> Iterator[tuple[subprocess.Pope
             os.close(ours)
 
 
-def shown_until(fd: int, text: bytes, patience: float = PATIENCE_S) -> bytes:
+def shown_until(fd: int, text: bytes, patience: float = TIMEOUT_S) -> bytes:
     """What a terminal shows, until a text is there, it is closed, or it takes too long."""
     shown, until = b"", time.monotonic() + patience
     while text not in shown and select.select([fd], [], [], until - time.monotonic())[0]:
@@ -299,7 +299,7 @@ def test_kept_it_outlives_ctrl_z_and_the_closed_window(site: Site) -> None:
         assert b"Ctrl-Z leaves it running" in shown, shown
         os.write(terminal, b"\x1a")
         shown = shown_until(terminal, b"to attach again: paceline attach")
-        assert kept.wait(PATIENCE_S) == 0, shown
+        assert kept.wait(TIMEOUT_S) == 0, shown
     folder = folder_of(site, "n1", run)
     log = folder / "run/logs/n3/2.log"
     before = log.stat().st_size
@@ -307,12 +307,12 @@ def test_kept_it_outlives_ctrl_z_and_the_closed_window(site: Site) -> None:
     with on_a_terminal(site, [*paceline, "attach", "--lines", str(run)]) as (again, terminal):
         assert b" out " in shown_until(terminal, b" out ")
         os.close(terminal)
-        again.wait(PATIENCE_S)
+        again.wait(TIMEOUT_S)
     before = log.stat().st_size
     assert eventually(lambda: log.stat().st_size > before)
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     stopped = subprocess.run([*paceline, "stop", str(run)], env=env, cwd=site.project, check=False,
-                             capture_output=True, text=True, timeout=PATIENCE_S)  # fmt: skip
+                             capture_output=True, text=True, timeout=TIMEOUT_S)  # fmt: skip
     assert stopped.returncode == 0, stopped.stderr
     assert eventually(lambda: not folder.exists())  # who looked on from that window may be leaving
     assert site.leftovers() == ""
@@ -351,7 +351,7 @@ def test_on_this_machine_without_ssh(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "paceline", "run", "--detach", "--no-torch", "--run-dir",
             "runs/one", "work.py"]  # fmt: skip
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True,
-                          timeout=PATIENCE_S, text=True, check=False)  # fmt: skip
+                          timeout=TIMEOUT_S, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "supervised on this machine\n  attach:     paceline attach one\n" in done.stderr
     run = tmp_path / "runs/one"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, Launch, Site, eventually, healed, paceline, project_at
+from launches import TIMEOUT_S, Launch, Site, eventually, healed, paceline, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -80,7 +80,7 @@ def status(launch: Launch) -> Any:
 
 def saw(launch: Launch, said: str, times: int = 1) -> bool:
     """Whether it is told at last."""
-    return eventually(lambda: len(re.findall(said, launch.err)) >= times, 2 * PATIENCE_S)
+    return eventually(lambda: len(re.findall(said, launch.err)) >= times, 2 * TIMEOUT_S)
 
 
 def test_each_hang_is_named_with_its_line_and_its_reason(site: Site) -> None:
@@ -112,7 +112,7 @@ def test_each_hang_is_named_with_its_line_and_its_reason(site: Site) -> None:
         for launch in launches.values():
             launch.signal(signal.SIGINT)
         for kind, launch in launches.items():
-            ended = launch.end(2 * PATIENCE_S)
+            ended = launch.end(2 * TIMEOUT_S)
             assert ended.code == 130
             assert re.search("paceline: it hung: rank 1 on n2 waits in all_reduce", ended.err), kind
             assert "the job hung: rank 1 on n2 waits in all_reduce" in typed("explain", launch)
@@ -128,7 +128,7 @@ def test_a_hang_is_ended_where_it_was_asked_for_or_the_ranks_go_on(site: Site) -
             )
             for kind, options in words.items()
         }
-        ended = launches["plain"].end(2 * PATIENCE_S)
+        ended = launches["plain"].end(2 * TIMEOUT_S)
         assert ended.code == 1
         assert re.search(
             rf"rank 1 on n2: hung for longer than --hang-timeout 8: {STILL}", ended.err
@@ -160,7 +160,7 @@ def test_a_stopped_rank_is_frozen_and_its_script_goes_on_with_it(site: Site) -> 
 
 def test_another_tensors_shape_names_who_came_with_it(site: Site) -> None:
     with site.start("--nnodes", "3", "hang.py", "plain", "shape") as launch:
-        ended = launch.end(2 * PATIENCE_S)
+        ended = launch.end(2 * TIMEOUT_S)
     assert ended.code != 0
     assert re.search(
         rf"cause: ranks came to one collective with different tensors: rank \d on n\d .*"

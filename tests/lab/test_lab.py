@@ -19,7 +19,7 @@ import launches
 import pytest
 
 import paceline.lab
-from background import PATIENCE_S, eventually
+from background import TIMEOUT_S, eventually
 from paceline.hosts.lab import list_labs, parent_folder, read_owner
 from paceline.lab import Lab, LabOptions
 from paceline.lab import processes as looking
@@ -95,16 +95,16 @@ def healed(pair: Lab) -> Iterator[Lab]:
 
 
 def output(lab: Lab, host: str, *argv: str) -> str:
-    return lab.exec(host, argv, timeout=2 * PATIENCE_S, check=True).stdout.strip()
+    return lab.exec(host, argv, timeout=2 * TIMEOUT_S, check=True).stdout.strip()
 
 
 def ssh(lab: Lab, host: str, *words: str, patience: int = 30) -> subprocess.CompletedProcess[str]:
     options = ["-o", f"ConnectTimeout={patience}"]
     argv = ["ssh", "-F", str(lab.ssh_config), *options, host, *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
 
 
-def connect(lab: Lab, host: str, to: str, port: int, patience: float = PATIENCE_S) -> str:
+def connect(lab: Lab, host: str, to: str, port: int, patience: float = TIMEOUT_S) -> str:
     return output(lab, host, sys.executable, "-c", CONNECT, to, str(port), str(patience))
 
 
@@ -270,7 +270,7 @@ def test_power_off_and_on(healed: Lab) -> None:
     with healed.popen("n2", ["sleep", "100"]) as child:
         assert eventually(lambda: len(healed.processes("n2")) == 1)
         healed.fault("power-off", "n2")
-        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+        assert child.wait(TIMEOUT_S) == -signal.SIGKILL
     refused = healed.exec("n2", ["true"])
     assert (refused.returncode, refused.stderr) == (255, "paceline lab: n2 is powered off\n")
     done = ssh(healed, "n2", "true", patience=1)
@@ -376,12 +376,12 @@ def test_kill_by_number_and_by_name(healed: Lab) -> None:
     with healed.popen("n2", ["sleep", "101"]) as child:
         assert eventually(lambda: len(healed.processes("n2")) == 1)
         healed.fault("kill", "n2", "sleep 10.")
-        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+        assert child.wait(TIMEOUT_S) == -signal.SIGKILL
     argv = ["sh", "-c", "echo $$; exec sleep 102"]
     with healed.popen("n2", argv, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         healed.fault("kill", "n2", child.stdout.readline().strip())
-        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+        assert child.wait(TIMEOUT_S) == -signal.SIGKILL
     with pytest.raises(LabError, match="no process"):
         healed.fault("kill", "n2", "sleep 10.")
 
@@ -579,7 +579,7 @@ def test_down_leaves_nothing_and_can_be_repeated(latency: str, fault: str) -> No
         if fault:
             lab.fault(fault, "n1")
         lab.down()
-        assert client.wait(PATIENCE_S) == 255  # it sees its connection end
+        assert client.wait(TIMEOUT_S) == 255  # it sees its connection end
     lab.down()
     assert not folder.exists()
     # one that was killed may not have been waited for yet
@@ -622,7 +622,7 @@ def test_filtering_beside_it_does_not_reach_in() -> None:
         "END\n"
     )
     argv = ["unshare", "--net", "sh", "-c", script]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
     assert (done.stdout.strip(), done.returncode) == ("n2", 0), done.stderr
 
 
@@ -689,7 +689,7 @@ def _as_user(uid: int, argv: list[str], source: str) -> subprocess.CompletedProc
         argv,
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE_S,
+        timeout=2 * TIMEOUT_S,
         check=False,
         env=env,
         cwd="/",
@@ -706,7 +706,7 @@ CLI = "from paceline.cli.verbs.lab import command; command()"
 
 def paceline_lab(*words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", CLI, *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
 
 
 def test_commands_from_up_to_down() -> None:
@@ -742,7 +742,7 @@ def test_foreground_ends_with_sigterm() -> None:
         assert up.stdout is not None
         assert "1 host up" in up.stdout.readline()
         up.terminate()
-        assert up.wait(PATIENCE_S) == 0
+        assert up.wait(TIMEOUT_S) == 0
     assert "fg" not in _labs()
 
 

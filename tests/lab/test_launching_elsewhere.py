@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Ended, Site, eventually, project_at
+from launches import SOURCE, TEST_LIMIT_S, TIMEOUT_S, Ended, Site, eventually, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -138,7 +138,7 @@ def test_a_run_is_owned_seen_and_stopped_from_another_terminal(mac: Elsewhere) -
             assert "in use" in second.err
             stop = mac.paceline("stop", "long", hosts=False)
             assert (stop.code, stop.err) == (0, "long: stopped\n")
-            run.communicate(timeout=PATIENCE_S)
+            run.communicate(timeout=TIMEOUT_S)
         finally:
             run.kill()
     assert run.returncode == 143

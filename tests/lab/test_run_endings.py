@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Launch, Site, eventually, shared_site
+from launches import SOURCE, TEST_LIMIT_S, TIMEOUT_S, Launch, Site, eventually, shared_site
 
 from paceline.launch.interrupts import ECHO_S
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.lab
 LEASE_S = 4.0
 LOSSES = ("--no-torch", "--lease", str(LEASE_S))  # where somebody is waited for in vain
 # all else ends without that: longer than any test here is patient
-OPTIONS = ("--no-torch", "--lease", str(2 * PATIENCE_S))
-LONG_GRACE = ("--grace", str(2 * PATIENCE_S))
+OPTIONS = ("--no-torch", "--lease", str(2 * TIMEOUT_S))
+LONG_GRACE = ("--grace", str(2 * TIMEOUT_S))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_nobody_reads_the_output(site: Site) -> None:
         assert eventually(result.exists, TEST_LIMIT_S)
         assert launch.stdout is not None
         launch.stdout.read()
-        assert launch.wait(PATIENCE_S) == 0
+        assert launch.wait(TIMEOUT_S) == 0
         assert launch.stderr is not None
         launch.stderr.read()
 
@@ -235,7 +235,7 @@ def test_the_output_is_closed(site: Site) -> None:
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launch:  # fmt: skip
         assert launch.stdout is not None
         launch.stdout.close()
-        _, err = launch.communicate(timeout=PATIENCE_S)
+        _, err = launch.communicate(timeout=TIMEOUT_S)
     assert launch.returncode == 0, err
     assert b"Traceback" not in err
 

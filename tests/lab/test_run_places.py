@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import PATIENCE_S, SOURCE, Site, project_at
+from launches import SOURCE, TIMEOUT_S, Site, project_at
 from safetensors.torch import save_file
 
 from paceline.recipes.networks import MODELS
@@ -350,5 +350,5 @@ def test_other_login_shells() -> None:
         found = subprocess.run(["sh", "-c", f"command -v {shell}"], capture_output=True)
         if found.returncode == 0:
             done = subprocess.run([shell, "-c", line], input=b"exec('print(\"agent\")')\n",
-                                  capture_output=True, timeout=PATIENCE_S)  # fmt: skip
+                                  capture_output=True, timeout=TIMEOUT_S)  # fmt: skip
             assert done.stdout == b"agent\n", (shell, done.stderr)

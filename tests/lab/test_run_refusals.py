@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Ended, Site, healed, project_at, trust_settings
+from launches import SOURCE, TIMEOUT_S, Ended, Site, healed, project_at, trust_settings
 
 pytestmark = pytest.mark.lab
 
@@ -300,7 +300,7 @@ def test_the_disk_of_the_run_directory_is_full(site: Site) -> None:
     small = site.project.parent / "small"
     words = ["--run-dir", f"{small}/run", "--no-torch", "--show", "none", "end.py", "flood"]
     argv = site.argv(*words, inside="n1")
-    done = site.lab.exec("n1", argv, cwd=site.project, timeout=PATIENCE_S,
+    done = site.lab.exec("n1", argv, cwd=site.project, timeout=TIMEOUT_S,
                          env={"PYTHONPATH": str(SOURCE)})  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "No space left" in done.stderr
@@ -313,7 +313,7 @@ def test_results_that_do_not_fit_here(site: Site) -> None:
     small = site.project.parent / "small"
     words = ["--run-dir", f"{small}/run", "--no-torch", "--ship", "always", "end.py", "large"]
     argv = site.argv(*words, inside="n1")
-    done = site.lab.exec("n1", argv, cwd=site.project, timeout=PATIENCE_S,
+    done = site.lab.exec("n1", argv, cwd=site.project, timeout=TIMEOUT_S,
                          env={"PYTHONPATH": str(SOURCE)})  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "the results on n2 do not fit on this disk" in done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Site, eventually, paceline, shared_site
+from launches import SOURCE, TIMEOUT_S, Site, eventually, paceline, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -261,7 +261,7 @@ def test_plan_prints_and_starts_nothing(site: Site) -> None:
     commands = re.findall(r"^ +rank \d+: (.*)$", done.stdout, re.MULTILINE)
     assert len(commands) == 2
     for name, typed in zip(site.lab.names, commands, strict=True):
-        by_hand = site.lab.exec(name, ["sh", "-c", typed], timeout=PATIENCE_S)
+        by_hand = site.lab.exec(name, ["sh", "-c", typed], timeout=TIMEOUT_S)
         assert by_hand.returncode == 0, by_hand.stderr
         said = json.loads(by_hand.stdout)
         assert said["argv"] == [b"a b".hex(), b";".hex()]
@@ -279,7 +279,7 @@ def test_the_plan_by_hand_trains(site: Site) -> None:
         for name, typed in zip(site.lab.names, commands, strict=True)
     ]
     for rank in ranks:
-        out, _ = rank.communicate(timeout=PATIENCE_S)
+        out, _ = rank.communicate(timeout=TIMEOUT_S)
         assert "sum 3" in out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from every_transport import EveryTransport
-from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Site, eventually
+from launches import SOURCE, TEST_LIMIT_S, TIMEOUT_S, Site, eventually
 from slurmlab import Slurm, slurm_on
 from transports import (
     IMAGE_RECIPE,
@@ -207,7 +207,7 @@ def test_the_documents_own_batch(site: Site, slurm: Slurm) -> None:
         DOCUMENTS_BATCH.format(project=project, python=PYTHON, runs=directory)
     )
     line = "sbatch -N2 --cpus-per-task=16 --mem=32GB --gpus=v100:4 --output=output.txt train.sh"
-    site.lab.exec("n1", line.split(), env=slurm.env, cwd=project, timeout=PATIENCE_S, check=True)
+    site.lab.exec("n1", line.split(), env=slurm.env, cwd=project, timeout=TIMEOUT_S, check=True)
     output = project / "output.txt"
     assert eventually(lambda: "real\t" in text_of(output)), text_of(output)
     assert json.loads((directory / "result.json").read_text())["exit_code"] == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import OURS, PATIENCE_S, TEST_LIMIT_S, Ended, Site, eventually, project_at
+from launches import OURS, TEST_LIMIT_S, TIMEOUT_S, Ended, Site, eventually, project_at
 
 # where tools/system-parts.sh puts what is not a Debian package
 PARTS = Path(os.environ.get("PACELINE_TEST_PARTS", "/opt/paceline-test"))
@@ -113,7 +113,7 @@ class Transport:
         env = {**OURS, **(self.env or {})}
         argv = [sys.executable, "-m", "paceline", *words]
         done = self.site.lab.exec(
-            self.host, argv, env=env, timeout=PATIENCE_S, check=True, cwd=self.site.project
+            self.host, argv, env=env, timeout=TIMEOUT_S, check=True, cwd=self.site.project
         )
         return done.stdout
 
@@ -137,7 +137,7 @@ class ByHand(Transport):
     def run(self, *words: str, verb: str = "run") -> Ended:
         with self._second().started(*words, verb=verb) as (second, _):
             ended = super().run(*words, verb=verb)
-            assert (second.wait(PATIENCE_S) == 0) == (ended.code == 0)
+            assert (second.wait(TIMEOUT_S) == 0) == (ended.code == 0)
         return ended
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class ByHand(Transport):
         with self._second().started(*words, verb=verb) as (second, _):
             with super().started(*words, verb=verb) as first:
                 yield first
-            assert second.wait(PATIENCE_S) != 0
+            assert second.wait(TIMEOUT_S) != 0
 
 
 def said_in_logs(directory: Path, word: str) -> int:

@@ -25,7 +25,7 @@ from paceline.train.elastic.job_group import JobGroup
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.world import World
 
-RANKS, FLOATS, PATIENCE_S = 2, 16 << 20, 20.0
+RANKS, FLOATS, TIMEOUT_S = 2, 16 << 20, 20.0
 WAYS = ("at once", "promised", "chain")
 
 
@@ -82,7 +82,7 @@ def trial(way: str, lost: int, folder: Path) -> float | None:
         time.sleep(0.5)
         word = {"generation": 1, "members": [], "store": {"address": "n1", "port": 1}}
         os.write(ends[1 - lost], json.dumps({**word, "planned": False}).encode() + b"\n")
-        found, late = folder / f"{1 - lost}.json", time.monotonic() + PATIENCE_S
+        found, late = folder / f"{1 - lost}.json", time.monotonic() + TIMEOUT_S
         while not (found.exists() and found.read_text()) and time.monotonic() < late:
             time.sleep(0.02)
         return float(json.loads(found.read_text())) if found.exists() else None

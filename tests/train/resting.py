@@ -15,13 +15,13 @@ import torch.distributed as dist
 from paceline.train.elastic import gloo
 from paceline.train.elastic.connections import GlooConnections
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 BUSY_S = 0.2  # of a CPU's time, used by a thread that has nothing to do
 
 
 def until(true: Callable[[], bool]) -> bool:
     """Whether it comes true in time."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not true():
         if time.monotonic() > deadline:
             return False

@@ -361,7 +361,7 @@ def test_a_hostile_or_silent_host_is_replaced(
     answer: object, reason: str,
 ) -> None:  # fmt: skip
     """Whatever a host answers to an offer, the next one gets this copy and later ones."""
-    monkeypatch.setattr(copies, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(copies, "_TIMEOUT_S", 0.3)
     calls: list[CopyChannel] = []
 
     def serve(listener: socket.socket) -> None:

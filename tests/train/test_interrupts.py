@@ -20,7 +20,7 @@ from terminals import Terminal, on_terminal
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 PACELINE = [sys.executable, "-m", "paceline"]
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 Interrupt = Callable[[Terminal, Path], None]
 
@@ -85,7 +85,7 @@ def ranks_of(run: Path) -> list[psutil.Process]:
 
 
 def wait_for(path: Path, terminal: Terminal) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline, terminal.said.decode()
         assert terminal.program.poll() is None or path.exists(), terminal.said.decode()
@@ -106,7 +106,7 @@ def interrupted(name: str, moment: str, folder: Path, guards: set[psutil.Process
     folder.mkdir()
     ranks = "2" if moment == "collective" else "1"
     argv = [*PACELINE, "run", "--screen", "lines", "-p", ranks, "--keep-warm", "5m"]
-    argv += ["--grace", str(PATIENCE_S), "--run-dir", str(run), str(SCRIPT), moment, "fork"]
+    argv += ["--grace", str(TIMEOUT_S), "--run-dir", str(run), str(SCRIPT), moment, "fork"]
     with on_terminal([*argv, str(ready)], cwd=folder, columns=500) as terminal:
         wait_for(ready, terminal)
         processes = [process for rank in ranks_of(run) for process in rank.children(recursive=True)]
@@ -190,10 +190,10 @@ PROGRAM = f"""
 def test_without_a_session(tmp_path: Path, options: str, text: str, saved: str) -> None:
     """Its own handler, or that of a child, has the time to save, and the workers to save with."""
     (tmp_path / "script").write_text(textwrap.dedent(text))
-    argv = [*PACELINE, "run", "--no-torch", "--screen", "lines", "--grace", str(PATIENCE_S)]
+    argv = [*PACELINE, "run", "--no-torch", "--screen", "lines", "--grace", str(TIMEOUT_S)]
     argv += ["--run-dir", "run", *options.split(), "script"]
     with on_terminal(argv, cwd=tmp_path) as terminal:
-        assert terminal.reads(b"ready", PATIENCE_S), terminal.said.decode()
+        assert terminal.reads(b"ready", TIMEOUT_S), terminal.said.decode()
         terminal.types(b"\x03")
         assert terminal.ends() == 130
     assert saved in terminal.said.decode()

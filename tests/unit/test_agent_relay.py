@@ -33,7 +33,7 @@ from paceline.agent.surveys import probe
 from paceline.rendezvous.certificate import make_certificate
 
 KEY, LOCAL = b"key of the job", "127.0.0.1"
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 class Hosts:
@@ -58,7 +58,7 @@ class Hosts:
 
     def _join(self) -> None:
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
 
     def listen(self) -> socket.socket:
         return self.closing.enter_context(socket.create_server((LOCAL, 0)))
@@ -77,7 +77,7 @@ class Hosts:
         return listener
 
     def dial(self, listener: socket.socket) -> socket.socket:
-        calling = socket.create_connection(listener.getsockname(), PATIENCE_S)
+        calling = socket.create_connection(listener.getsockname(), TIMEOUT_S)
         return self.closing.enter_context(calling)
 
     def _serve(self) -> None:
@@ -176,7 +176,7 @@ def test_a_gateway_that_does_not_know_the_key_is_told_nothing(
     calling.sendall(b"secret")
     accepted, _ = impostor.accept()
     with accepted:
-        accepted.settimeout(PATIENCE_S)
+        accepted.settimeout(TIMEOUT_S)
         accepted.sendall(b"0" * 32)
         assert len(accepted.recv(200)) == 96
         accepted.sendall(b"0" * 64)
@@ -328,7 +328,7 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 caller, _ = self.listener.accept()
-                called = socket.create_connection(self._gateway, PATIENCE_S)
+                called = socket.create_connection(self._gateway, TIMEOUT_S)
                 for ends in ((caller, called), (called, caller)):
                     self._hosts.spawn(self._copy, *ends)
 
@@ -370,7 +370,7 @@ def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> Non
     wire.changes_next = True
     calling.sendall(b"changed")
     assert is_closed(calling)
-    assert eventually(lambda: altered == [LOCAL], PATIENCE_S)
+    assert eventually(lambda: altered == [LOCAL], TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_nobody_in_between_can_pass_the_proofs_on(
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     caller = context.wrap_socket(middle.accept()[0], server_side=True)
     called = client.wrap_socket(
-        socket.create_connection(hosts.gateway_listener.getsockname(), PATIENCE_S)
+        socket.create_connection(hosts.gateway_listener.getsockname(), TIMEOUT_S)
     )
     with caller, called:
         caller.sendall(called.recv(32))  # the nonce
@@ -448,7 +448,7 @@ def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts, tunnels: Tu
     relaying.listen(forwarder, route)
     calling = hosts.dial(forwarder)
     calling.sendall(b"hello")
-    rank.settimeout(PATIENCE_S)
+    rank.settimeout(TIMEOUT_S)
     accepted, (address, _) = rank.accept()
     with accepted:
         assert accepted.recv(5) == b"hello"
@@ -538,7 +538,7 @@ def test_a_node_leads_its_ranks_to_the_store_of_each_group(hosts: Hosts) -> None
     assert set(endpoint) == {"address", "port"}
     assert endpoint["port"] != store["port"]
     place = endpoint["address"], endpoint["port"]
-    with socket.create_connection(place, PATIENCE_S) as calling:
+    with socket.create_connection(place, TIMEOUT_S) as calling:
         assert answered(calling, b"one")
         assert node.localize({"store": store})["store"]["port"] == endpoint["port"]
         assert answered(calling, b"two")
@@ -567,7 +567,7 @@ def test_ranks_get_the_place_of_the_store_here_and_never_its_key(
     assert KEY.hex() not in str(orders)
     place = orders[-1]["rank"]["env"]
     assert place["MASTER_ADDR"] == LOCAL
-    with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), PATIENCE_S) as calling:
+    with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), TIMEOUT_S) as calling:
         assert answered(calling, b"here")
 
 
@@ -644,7 +644,7 @@ def test_ranks_reach_the_store_through_the_local_gateway_only(
     assert inner.getsockname() == ("127.0.0.2", local.getsockname()[1])
     assert answered(hosts.dial(local), b"one")
     mapped = hosts.closing.enter_context(socket.socket(socket.AF_INET6))  # as torch's clients
-    mapped.settimeout(PATIENCE_S)
+    mapped.settimeout(TIMEOUT_S)
     mapped.connect((f"::ffff:{LOCAL}", local.getsockname()[1]))
     assert answered(mapped, b"two")
     assert answered(hosts.dial(local), b"three")
@@ -666,10 +666,10 @@ def test_who_came_before_the_store_is_not_served(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
     node = Store()
     with socket.create_server((LOCAL, 0)) as held:
-        with socket.create_connection(held.getsockname(), PATIENCE_S, ("127.0.0.3", 0)) as early:
+        with socket.create_connection(held.getsockname(), TIMEOUT_S, ("127.0.0.3", 0)) as early:
             node.restrict(held, "10.77.0.11")
             assert is_closed(early)
-        with socket.create_connection(held.getsockname(), PATIENCE_S), held.accept()[0] as served:
+        with socket.create_connection(held.getsockname(), TIMEOUT_S), held.accept()[0] as served:
             assert served.getpeername()[0] == LOCAL
         node.end()
 

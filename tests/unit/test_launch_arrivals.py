@@ -23,17 +23,17 @@ ELSEWHERE = 'File "/home/me/train.py", line 15 in <module>'
 
 def test_how_long_a_start_may_take_follows_the_slowest_that_was_seen() -> None:
     starts = StartDurations()
-    assert starts.patience_s(5.0) == starts.limit_s(5.0) == math.inf  # nothing is known
+    assert starts.slow_after_s(5.0) == starts.limit_s(5.0) == math.inf  # nothing is known
     starts.on_event(Event("rank started", "n1", 0), 10.0)
     starts.on_event(Event("rank started", "n2", 1), 10.0)
     starts.on_event(Event("recoverable", "n1", 0), 12.0)
     starts.on_event(Event("rank ended", "n2", 1), 90.0)
     starts.on_event(Event("rank started", "n2", 1), 100.0)
-    assert (starts.patience_s(None), starts.limit_s(None)) == (MIN_IDLE_S, MIN_HANG_LIMIT_S)
-    assert (starts.patience_s(5.0), starts.limit_s(5.0)) == (4.0, 5.0)
-    assert (starts.patience_s(0.0), starts.limit_s(0.0)) == (MIN_IDLE_S, math.inf)
+    assert (starts.slow_after_s(None), starts.limit_s(None)) == (MIN_IDLE_S, MIN_HANG_LIMIT_S)
+    assert (starts.slow_after_s(5.0), starts.limit_s(5.0)) == (4.0, 5.0)
+    assert (starts.slow_after_s(0.0), starts.limit_s(0.0)) == (MIN_IDLE_S, math.inf)
     starts.on_event(Event("newcomer ready", "n2", 1), 120.0)
-    assert (starts.patience_s(None), starts.limit_s(None)) == (40.0, 100.0)
+    assert (starts.slow_after_s(None), starts.limit_s(None)) == (40.0, 100.0)
     assert starts.limit_s(5.0) == 40.0
 
 

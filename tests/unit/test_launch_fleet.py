@@ -90,7 +90,7 @@ class Agent:
     def abandon(self) -> None:
         self.abandoned = True
 
-    async def close(self, patience_s: float = 0.0) -> None:
+    async def close(self, timeout_s: float = 0.0) -> None:
         pass
 
 
@@ -888,7 +888,7 @@ def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
-        members = able(Members({0: "n1", 1: "n2"}, min_hosts=2, patience_s=60.0), 0, 1)
+        members = able(Members({0: "n1", 1: "n2"}, min_hosts=2, timeout_s=60.0), 0, 1)
         recovery = recovery_of(plan, members, fleet)
         assert recovery.waiting is None
         members._wait_started_at = 1.0
@@ -1097,11 +1097,11 @@ class Flaky(Slow):
         return [Agent(name)]
 
 
-def gathered(transport: Any, least: int, patience_s: float, *names: str, **more: Any) -> Any:
+def gathered(transport: Any, least: int, timeout_s: float, *names: str, **more: Any) -> Any:
     notes: list[str] = []
     hosts = [Host(name) for name in names]
     found = asyncio.run(connect_module.connect_enough(
-        transport, hosts, ["python3"] * len(hosts), least, patience_s, notes.append,
+        transport, hosts, ["python3"] * len(hosts), least, timeout_s, notes.append,
         **more))  # fmt: skip
     return [channel.host.name for channel in found[0]], found[1], notes
 

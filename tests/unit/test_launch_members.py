@@ -633,7 +633,7 @@ def test_a_store_that_ended_when_newcomers_are_to_start() -> None:
 
 
 def test_too_few_nodes_wait_for_one() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
     job.members.interrupt_rank(0)
@@ -646,7 +646,7 @@ def test_too_few_nodes_wait_for_one() -> None:
 
 
 def test_in_vain_they_save_and_stop() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     assert job.decide(60) == [Regroup(1, (0, 2), False)]
@@ -661,7 +661,7 @@ def test_in_vain_they_save_and_stop() -> None:
 
 def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
     """The node that is missing is to blame, not the rank whose loss came last."""
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.start_again(1)
     job.lose("n2")
     assert job.decide(1) == [Dial("n2")]
@@ -677,7 +677,7 @@ def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
 
 
 def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     job.decide(60)
@@ -686,13 +686,13 @@ def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
 
 
 def test_nobody_waits_for_a_node_that_cannot_come_back() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2", redials=False)
     assert job.decide() == [Wait(("n2",)), Regroup(1, (0, 2), False)]
 
 
 def test_the_wait_is_over_once_it_is_known_that_a_node_cannot_come_back() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
     job.members.abandon_host("n2")
@@ -708,7 +708,7 @@ def test_a_dead_fork_server_is_no_lost_node() -> None:
 
 
 def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     job.members.stop()
@@ -720,7 +720,7 @@ def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
 
 
 def test_a_loss_while_they_wait() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     job.kill(2)
@@ -744,7 +744,7 @@ def test_a_loss_while_they_wait() -> None:
 
 
 def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None:
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     job.kill(2)
@@ -1359,7 +1359,7 @@ def test_ranks_that_stop_are_not_lost(raises: bool) -> None:
 @pytest.mark.parametrize("known", ["before the stop", "at the stop", "after the stop"])
 def test_who_is_left_saves_without_who_is_lost_around_the_stop(known: str) -> None:
     """And nobody is dialled, started or waited for."""
-    job = Job(min_hosts=3, patience_s=60)
+    job = Job(min_hosts=3, timeout_s=60)
     if known == "before the stop":
         job.lose("n2")
         assert job.decide() == [Dial("n2"), Wait(("n2",))]
@@ -1561,7 +1561,7 @@ def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
 def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
     """A generation has only living members with the state; who is lost comes back in the end."""
     chance = random.Random(seed)
-    job = Job(dict(HOSTS), min_hosts=3 if seed % 3 else 1, patience_s=1e6)
+    job = Job(dict(HOSTS), min_hosts=3 if seed % 3 else 1, timeout_s=1e6)
     alive = dict.fromkeys(HOSTS, True)
     failed = False
 

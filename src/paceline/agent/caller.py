@@ -91,11 +91,11 @@ def dial(
 
 
 def call(
-    host: str, port: int, key: bytes, caller: Dict[str, Any], patience: float
+    host: str, port: int, key: bytes, caller: Dict[str, Any], timeout_s: float
 ) -> ssl.SSLSocket:
     """Connects to one address and authenticates both sides.
 
-    ``patience``: seconds for the launcher to accept or reject this node.
+    ``timeout_s``: time for the launcher to accept or reject this node.
     """
     sock = socket.create_connection((host, port), CONNECT_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -107,7 +107,7 @@ def call(
             connection = encrypted = unverified().wrap_socket(sock)
         except (ssl.SSLError, ValueError):
             raise OSError("something else answers there") from None
-        greet(encrypted, key, caller, patience)
+        greet(encrypted, key, caller, timeout_s)
     except BaseException:
         connection.close()
         raise
@@ -124,13 +124,13 @@ def unverified() -> ssl.SSLContext:
     return context
 
 
-def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], patience: float) -> None:
+def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], timeout_s: float) -> None:
     """Proves the key to the owner of the received certificate, and verifies its proof."""
     certificate = hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
     nonce = os.urandom(16).hex()
     proof = mac(key, "caller", certificate, nonce)
     connection.sendall(("%s %s %s\n%s\n" % (MAGIC, nonce, proof, json.dumps(caller))).encode())
-    connection.settimeout(patience)
+    connection.settimeout(timeout_s)
     reply = read_line(connection).rstrip("\n")
     if reply == WRONG_KEY:
         raise OSError("the launcher that answers there has another key")
@@ -331,7 +331,7 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
         "session": os.urandom(8).hex(),
         **config.get("about", {}),
     }
-    deadline = time.monotonic() + config["patience"]
+    deadline = time.monotonic() + config["timeout_s"]
     frames = dial(config["addresses"], key, dict(caller, stream="frames"), deadline)
     errors = dial([frames.getpeername()[:2]], key, dict(caller, stream="errors"), deadline)
     for name in [name for name in os.environ if re.match(config["strip"], name)]:

@@ -575,11 +575,11 @@ class Channel:
         slot.release()
         return True
 
-    async def close(self, patience_s: float = 0.0) -> None:
+    async def close(self, timeout_s: float = 0.0) -> None:
         """Ends the connection; the agent ends the job's remaining processes.
 
         Args:
-            patience_s: How long the agent may take to end by itself.
+            timeout_s: How long the agent may take to end by itself.
         """
         self.stop_watching()
         self._dismiss()
@@ -593,15 +593,15 @@ class Channel:
             if self.warm_slot is not None:
                 self.warm_slot.forget()
             closed_at = asyncio.get_running_loop().time()
-            await self._link.end(patience_s)
+            await self._link.end(timeout_s)
             elapsed_s = asyncio.get_running_loop().time() - closed_at
         for task in self._tasks if not self.is_parked else ():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), 0.5)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._goodbye_id is not None and not self.is_parked and elapsed_s < patience_s:
-            await self._resend_goodbye(min(GOODBYE_TIMEOUT_S, patience_s))
+        if self._goodbye_id is not None and not self.is_parked and elapsed_s < timeout_s:
+            await self._resend_goodbye(min(GOODBYE_TIMEOUT_S, timeout_s))
         if not self.lost.is_set():
             self._end()
 

@@ -172,8 +172,8 @@ class Link(Protocol):
     async def release(self) -> None:
         """Drops the link after the agent has detached from it."""
 
-    async def end(self, patience_s: float) -> None:
-        """Closes the link; the other side has ``patience_s`` seconds to end by itself."""
+    async def end(self, timeout_s: float) -> None:
+        """Closes the link; the other side has ``timeout_s`` seconds to end by itself."""
 
 
 class ProcessLink:
@@ -219,12 +219,12 @@ class ProcessLink:
             asyncio.get_child_watcher().remove_child_handler(self._process.pid)
         _close_pipes(self._process)
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         """Waits for the child, then terminates, then kills it."""
         self.writer.close()
         try:
             try:
-                await asyncio.wait_for(wait_for_exit(self._process), patience_s or 0.001)
+                await asyncio.wait_for(wait_for_exit(self._process), timeout_s or 0.001)
             except asyncio.TimeoutError:
                 await self._terminate()
             with contextlib.suppress(asyncio.TimeoutError):

@@ -21,7 +21,7 @@ from paceline.rendezvous.peers import HostAdmission, Peers
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 
-PATIENCE_S = 60.0  # for started callers; failures to start are reported sooner
+TIMEOUT_S = 60.0  # for started callers; failures to start are reported sooner
 RETRY_LOGIN_S = 60.0  # between two logins to a host that refuses them
 AgentStarter = Callable[[Host, str], Awaitable[Channel]]  # on a host, with an interpreter
 _LOGIN_CAUSES = ("login refused", "host key not known", "host key changed", "name not found")
@@ -104,7 +104,7 @@ class CallbackTransport(Transport):
     async def _accept(self, host: Host) -> Channel:
         """Waits for the host's caller."""
         place, loop = self._places[host.name], asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_S
+        deadline = loop.time() + TIMEOUT_S
         while not self._peers.is_connected(place):
             if host.name in self._missing:
                 self._called.add(host.name)
@@ -132,7 +132,7 @@ class CallbackTransport(Transport):
     def _timeout_error(self, host: Host) -> ConnectError:
         addresses = ", ".join(f"{host} port {port}" for host, port in self._listener.addresses)
         return ConnectError(
-            f"{host.name} did not call its supervisor within {PATIENCE_S:.0f} s",
+            f"{host.name} did not call its supervisor within {TIMEOUT_S:.0f} s",
             found=f"the supervisor listens on {addresses}",
             remedy="Look for a firewall between the two, or name another: --supervisor HOST",
         )

@@ -40,7 +40,7 @@ class Endpoint:
         nodes: Number of nodes.
         place: This node's rank, ``None`` for the order of arrival.
         first: This node launches.
-        patience_s: How long to wait for the other nodes.
+        timeout_s: How long to wait for the other nodes.
     """
 
     host: str
@@ -51,11 +51,11 @@ class Endpoint:
     nodes: int
     place: int | None
     first: bool
-    patience_s: float
+    timeout_s: float
 
 
 def endpoint(address: str, name: str | None, key_file: Path | None, place: int | None,
-            nodes: int | None, patience_s: float) -> Endpoint:  # fmt: skip
+            nodes: int | None, timeout_s: float) -> Endpoint:  # fmt: skip
     """The endpoint for the options; raises SettingError if one is missing or invalid."""
     if not nodes:
         raise SettingError("--rdzv needs the number of nodes", remedy="--nnodes N")
@@ -70,7 +70,7 @@ def endpoint(address: str, name: str | None, key_file: Path | None, place: int |
         token = prompt_token()
     generated = "" if token else format_token(secrets.token_hex(TOKEN_DIGITS // 2))
     key = derive_key(token or generated)
-    return Endpoint(host, port, key, generated, name or "", nodes, place, first, patience_s)
+    return Endpoint(host, port, key, generated, name or "", nodes, place, first, timeout_s)
 
 
 def read_token(file: Path | None) -> str | None:

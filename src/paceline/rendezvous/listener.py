@@ -94,12 +94,12 @@ class PeerLink:
     async def release(self) -> None:
         await self.drop()
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         """Announces the end and waits until the agent closes the connection."""
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write_eof()
         with contextlib.suppress(asyncio.TimeoutError, ConnectionError, RuntimeError):
-            await asyncio.wait_for(_wait_for_eof(self.reader), patience_s or 0.001)
+            await asyncio.wait_for(_wait_for_eof(self.reader), timeout_s or 0.001)
         for writer in (self.writer, self._errors_writer):
             writer.close()
 
@@ -283,7 +283,7 @@ def caller_config(
     pythons: Sequence[str],
     places: Sequence[str],
     strip: str,
-    patience_s: float,
+    timeout_s: float,
     info: Mapping[str, Any] | None = None,
     names: Sequence[str] = (),
     wrap: Callable[[list[str]], list[str]] = list,
@@ -292,7 +292,7 @@ def caller_config(
     """The configuration of a node's caller.
 
     Args:
-        addresses, patience_s: Where the launcher listens, and how long to try.
+        addresses, timeout_s: Where the launcher listens, and how long to try.
         pythons: The interpreter for each node, in rank order.
         places, names: Variables with the node's rank and with the scheduler's name for it; the
             first that is set counts.
@@ -308,7 +308,7 @@ def caller_config(
         "places": list(places),
         "names": list(names),
         "strip": strip,
-        "patience": patience_s,
+        "timeout_s": timeout_s,
         "agent": wrap(agent_command("@")),
         **({"once": True} if is_single_use else {}),
         **({"about": dict(info)} if info else {}),

@@ -82,7 +82,7 @@ class ManualTransport(Transport):
             this_node = Host(socket.gethostname(), local=True)
             local = await connect(this_node, pythons[0], SshOptions())
             try:
-                await asyncio.wait_for(peers.complete.wait(), endpoint.patience_s)
+                await asyncio.wait_for(peers.complete.wait(), endpoint.timeout_s)
             except asyncio.TimeoutError:
                 raise self._timeout_error(peers, listener) from None
             return [local, *await peers.channels()]
@@ -119,7 +119,7 @@ class ManualTransport(Transport):
         missing = [place for place in peers.missing() if place not in peers.by_place]
         return ConnectError(
             f"{len(missing)} of {endpoint.nodes} nodes did not come to "
-            f"{endpoint.host}:{endpoint.port} within {endpoint.patience_s:.0f} s "
+            f"{endpoint.host}:{endpoint.port} within {endpoint.timeout_s:.0f} s "
             f"(node rank {', '.join(map(str, missing))})",
             found="\n".join(details),
             remedy="Type the same command there, with the same key, --rdzv and --nnodes",
@@ -160,7 +160,7 @@ def serve(endpoint: Endpoint, command: Sequence[str], python: str, encrypts: boo
     resolved = resolve(endpoint.host) or [endpoint.host]
     addresses = [(address, endpoint.port) for address in resolved]
     status_info = {**info, "stream": "status", "name": socket.gethostname()}
-    deadline = time.monotonic() + endpoint.patience_s
+    deadline = time.monotonic() + endpoint.timeout_s
     try:
         status = caller.dial(list(addresses), endpoint.key, status_info, deadline)
     except (OSError, caller.CallRefused) as error:

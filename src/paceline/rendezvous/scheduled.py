@@ -26,8 +26,8 @@ from paceline.spec.hosts import Host
 
 MAX_OUTPUT_BYTES = 16 * 1024
 CONNECT_S = 60.0  # until all agents have connected
-END_PATIENCE_S = 5.0
-TERM_PATIENCE_S = 3.0
+END_TIMEOUT_S = 5.0
+TERM_TIMEOUT_S = 3.0
 PROBE_S = 8.0
 POLL_S = 0.25
 CONNECT_GRACE_S = 2.0  # for agents that still connect when the scheduler gives up
@@ -197,7 +197,7 @@ class ScheduledTransport:
         await self._listener.close()
         for command in self._commands.values():
             command.peers.hang_up()
-        endings = (command.end(END_PATIENCE_S) for command in self._commands.values())
+        endings = (command.end(END_TIMEOUT_S) for command in self._commands.values())
         await asyncio.gather(*endings, *self._endings)
         self._starter.end()
 
@@ -295,12 +295,12 @@ class _Command:
         """Whether all its agents were connected and are lost."""
         return bool(self.channels) and all(channel.lost.is_set() for channel in self.channels)
 
-    async def end(self, patience_s: float) -> None:
+    async def end(self, timeout_s: float) -> None:
         """Waits for its end, then ends it and its processes."""
         if self._process is None or self._reading is None or self._leftovers is None:
             return
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(wait_for_exit(self._process), patience_s or 0.01)
+            await asyncio.wait_for(wait_for_exit(self._process), timeout_s or 0.01)
         await end_group(self._process)
         for pid, start in (*await self._leftovers, *self._processes):
             this_machine.signal_process(pid, start, signal.SIGKILL)
@@ -357,7 +357,7 @@ async def end_group(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(wait_for_exit(process), TERM_PATIENCE_S)
+            await asyncio.wait_for(wait_for_exit(process), TERM_TIMEOUT_S)
     if process.returncode is None:  # so the process group still exists
         # macOS raises "not permitted" for a group that has just ended
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 SILENT = 70  # connections that send nothing: more than most listeners keep
 PROOF_S = 6.0  # unproven connections are closed after 5 s
-PATIENCE_S = 20.0  # with a host that is busy
+TIMEOUT_S = 20.0  # with a host that is busy
 PROBE_S = 0.5
 OTHER_USER = 65534
 ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run", str(Path.home()))
@@ -94,7 +94,7 @@ def call(places: dict[str, bool], payloads: list[bytes]) -> dict[str, dict[str, 
             each.probe()
         poll_until(waiting, time.monotonic() + PROBE_S)
         waiting = [each for each in waiting if not each.is_closed and each.is_acknowledged]
-        if not waiting or time.monotonic() > start + PATIENCE_S:
+        if not waiting or time.monotonic() > start + TIMEOUT_S:
             break
     outcomes = {place: {"most": 0, "open": 0} for place in places}
     for each in calls:

@@ -136,7 +136,7 @@ class _SyncThread:
             await self._client.close()
 
 
-def stop_remote(path: Path, immediately: bool, patience_s: float) -> bool:
+def stop_remote(path: Path, immediately: bool, timeout_s: float) -> bool:
     """Ends a run on another host and fetches its results; returns False if it was over already.
 
     Raises:
@@ -144,19 +144,19 @@ def stop_remote(path: Path, immediately: bool, patience_s: float) -> bool:
     """
     detached = detached_of(path)
     assert detached is not None
-    return asyncio.run(_stop(RemoteLauncher(path, detached), immediately, patience_s))
+    return asyncio.run(_stop(RemoteLauncher(path, detached), immediately, timeout_s))
 
 
-async def _stop(client: RemoteLauncher, immediately: bool, patience_s: float) -> bool:
+async def _stop(client: RemoteLauncher, immediately: bool, timeout_s: float) -> bool:
     try:
         status = await client.look()
         was_running = not status.is_over
         if was_running:
             await client.stop(immediately=immediately)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not status.is_over:
             if time.monotonic() > deadline:
-                raise NodeError(f"{client.path} has not ended within {patience_s:.0f} s",
+                raise NodeError(f"{client.path} has not ended within {timeout_s:.0f} s",
                                 found=client.last_error, remedy="--now")  # fmt: skip
             await asyncio.sleep(POLL_INTERVAL_S / 2)
             status = await client.look()

@@ -36,8 +36,8 @@ from paceline.spec.plan import Plan
 from paceline.spec.training import communication
 
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
-END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
-HURRIED_PATIENCE_S = 0.8  # the same when the user has asked twice
+END_TIMEOUT_S = 3.0  # after SIGKILL, until a node that does not answer is given up
+HURRIED_TIMEOUT_S = 0.8  # the same when the user has asked twice
 MAX_REPORTS, MAX_STRANGERS = 10_000, 100  # kept of an attempt
 _STRANGERS = ("stranger refused", "stranger at the store", "stranger at the tunnels")
 
@@ -159,8 +159,8 @@ class Attempt:
         """Waits for earlier failures that are reported late, then ends the other ranks."""
         if all(failure.is_secondary for failure in self._failures):
             await self._fleet.tell("dump_stacks", closely=True)
-        patience = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
-        await first_of(self._ended.wait(), self._interrupts.wait(), patience)
+        settling = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
+        await first_of(self._ended.wait(), self._interrupts.wait(), settling)
         absence_s, lease_s = self._fleet.absence_s, self._fleet.lease_s
         failures = failure_analysis.attribute_early_end(self._failures, self._early)
         failures = failure_analysis.attribute_launcher_pause(failures, absence_s, lease_s)
@@ -209,14 +209,14 @@ class Attempt:
     async def _stop_ranks(self, grace_s: float) -> None:
         """Ends all ranks; returns when all nodes have reported it or do not answer."""
         await self._fleet.tell("stop", signal=int(signal.SIGTERM), grace_s=grace_s)
-        if not await finishes_in(self._ended.wait(), grace_s + END_PATIENCE_S):
+        if not await finishes_in(self._ended.wait(), grace_s + END_TIMEOUT_S):
             await self._fleet.tell("kill")
-            await finishes_in(self._ended.wait(), END_PATIENCE_S)
+            await finishes_in(self._ended.wait(), END_TIMEOUT_S)
 
     async def _kill_ranks(self) -> None:
         """Kills all ranks without waiting for nodes that do not answer."""
-        killing = self._fleet.tell("kill", patience_s=HURRIED_PATIENCE_S)
-        await asyncio.gather(killing, finishes_in(self._ended.wait(), HURRIED_PATIENCE_S))
+        killing = self._fleet.tell("kill", wait_s=HURRIED_TIMEOUT_S)
+        await asyncio.gather(killing, finishes_in(self._ended.wait(), HURRIED_TIMEOUT_S))
 
     async def _end_pending_starts(self) -> None:
         """Ends newcomers whose start was ordered just before the last of the others ended.
@@ -224,7 +224,7 @@ class Attempt:
         Otherwise they would count as ranks of the next attempt, which have the same numbers.
         """
         is_hurried = len(self._interrupts.received) > 1
-        await self.recovery.close(HURRIED_PATIENCE_S if is_hurried else END_PATIENCE_S)
+        await self.recovery.close(HURRIED_TIMEOUT_S if is_hurried else END_TIMEOUT_S)
         if self._ended.is_set() and self._fleet.running:
             self._ended.clear()
             await self._stop_ranks(0.0)

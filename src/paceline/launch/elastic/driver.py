@@ -59,13 +59,13 @@ class _NextStart:
         reason: Why the ranks start again, as text.
         count: Which of how many restarts this is, as text; may be empty.
         min_hosts: How many hosts it needs.
-        patience_s: Seconds to wait for them.
+        timeout_s: Seconds to wait for them.
     """
 
     reason: str
     count: str
     min_hosts: int
-    patience_s: float
+    timeout_s: float
 
 
 class ElasticDriver:
@@ -339,7 +339,7 @@ class ElasticDriver:
             start.count = f", before the first step ({number})"
             start.min_hosts = request.min_restart_hosts(startup.is_session)
             if not startup.is_session:
-                start.patience_s = request.patience_s
+                start.timeout_s = request.timeout_s
         elif not diagnosis.lost_hosts:
             start.count = f", {number}"
         return verdict.retries
@@ -434,22 +434,22 @@ class ElasticDriver:
         def availability() -> str:
             return f"{pluralize(len(self._available()), 'node')} of at least {start.min_hosts}"
 
-        patience = span(start.patience_s)
+        limit = span(start.timeout_s)
         if names := ", ".join(hosts.dialled):
-            dialling = f"dialling {names} again, for up to {patience}"
+            dialling = f"dialling {names} again, for up to {limit}"
             note(f"paceline: {dialling}")
-            wait = NodeWait.start(f"{availability()}: {dialling}", start.patience_s)
+            wait = NodeWait.start(f"{availability()}: {dialling}", start.timeout_s)
             self._recorder.set_waiting(wait)
             try:
                 if await hosts.wait_for(
-                    lambda: len(self._available()) >= start.min_hosts, start.patience_s
+                    lambda: len(self._available()) >= start.min_hosts, start.timeout_s
                 ):
                     return True
             finally:
                 self._recorder.set_waiting(None)
         if hosts.dialled:
             names = ", ".join(hosts.describe_missing())
-            note(f"paceline: {availability()} after {patience}: {names} did not come back")
+            note(f"paceline: {availability()} after {limit}: {names} did not come back")
         else:
             note(f"paceline: {availability()}, and no other is waited for: not started again")
         return False

@@ -262,7 +262,7 @@ class Members(RankEvents):
                 self._actions.append(Wait(missing))
         is_host_returning = any(node.state == "lost" for node in self._hosts.values())
         is_hopeless = not (self.accepts_newcomers and is_host_returning)
-        if is_hopeless or self._now - self._wait_started_at >= self._patience_s:
+        if is_hopeless or self._now - self._wait_started_at >= self._timeout_s:
             losses = [node.loss for node in self._hosts.values() if node.loss is not None]
             self._abandon_reason = min(losses or self._losses, key=lambda failure: failure.time)
 

@@ -238,16 +238,16 @@ class RankStates:
     """The state of ranks and hosts, and what follows from it without a decision.
 
     Args:
-        patience_s: Seconds for which the ranks wait for them with their state in memory.
+        timeout_s: Seconds for which the ranks wait for them with their state in memory.
     """
 
     def __init__(self, hosts_of: Mapping[int, str], min_hosts: int = 1,
-                 patience_s: float = 600.0, policy: RetryPolicy | None = None,
+                 timeout_s: float = 600.0, policy: RetryPolicy | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
         self._clock = clock
         self._ranks = {slot: Rank(slot, host) for slot, host in sorted(hosts_of.items())}
         self._hosts = {host: Host() for host in hosts_of.values()}
-        self._min_hosts, self._patience_s = min_hosts, patience_s
+        self._min_hosts, self._timeout_s = min_hosts, timeout_s
         self._policy = policy or RetryPolicy()
         self._generation = Generation(0, tuple(self._ranks))
         self._formers: list[Generation] = []  # by number
@@ -318,7 +318,7 @@ class RankStates:
     @property
     def required_hosts(self) -> tuple[int, float]:
         """How many hosts are needed, and for how many seconds the ranks wait for them."""
-        return self._min_hosts, self._patience_s
+        return self._min_hosts, self._timeout_s
 
     @property
     def is_finished(self) -> bool:
@@ -350,8 +350,8 @@ class RankStates:
 
     def is_forming(self, limit_s: float) -> bool:
         """Returns whether ranks form or await a group, or formed one less than ``limit_s`` ago."""
-        patience_s = limit_s if self.is_stable else FORMING_S
-        is_recent = self._now - self._generation.formed_at < patience_s
+        timeout_s = limit_s if self.is_stable else FORMING_S
+        is_recent = self._now - self._generation.formed_at < timeout_s
         is_forming = (self._generation.number > 0 and is_recent) or self.is_waiting
         return self.can_recover and is_forming
 

@@ -461,11 +461,11 @@ class RecoveryController:
         self._members.stop()
         self.act()
 
-    async def close(self, patience_s: float) -> None:
+    async def close(self, timeout_s: float) -> None:
         """Starts no more new ranks and waits up to that long for pending replies."""
         self._is_closed = True
         if self._starts:
-            await asyncio.wait(self._starts, timeout=patience_s)
+            await asyncio.wait(self._starts, timeout=timeout_s)
 
     def act(self) -> None:
         """Carries out the pending actions."""
@@ -620,7 +620,7 @@ class RecoveryController:
         if self._members.is_waiting:  # no spare has taken a place at once
             text = f"waiting for {listed(news.missing)}, with the training's state in memory"
             self.report.announce(f"too few nodes are left: {text}")
-            min_hosts, patience_s = self._members.required_hosts
+            min_hosts, timeout_s = self._members.required_hosts
             num_available = pluralize(self.num_hosts - len(news.missing), "node")
             text = f"{num_available} of at least {min_hosts}: {text}"
-            self._waiting = NodeWait.start(text, patience_s)
+            self._waiting = NodeWait.start(text, timeout_s)

@@ -34,7 +34,7 @@ CALLS_S = 2.0  # without CPU time, before the collectives of ranks without steps
 REINSPECT_S = 8.0  # between inspections of ranks that are known to hang
 REPORT_PERIOD_S = 2.0  # between reports of the ranks' phases
 SNAPSHOT_GAP_S = 1.2  # between two snapshots of the same ranks
-PATIENCE_S = 5.0  # for a node's answer, with what it waits for itself
+TIMEOUT_S = 5.0  # for a node's answer, with what it waits for itself
 MIN_STOP_IDLE_S = 5.0  # without CPU time or a step, before a stopped job is inspected
 CLOCK_TOLERANCE_S = 1.0  # between what two nodes report
 
@@ -222,13 +222,13 @@ class HangWatch:
         return 0.0 if active_at is None else max(time.monotonic() - active_at, 0.0)
 
     @property
-    def _max_patience_s(self) -> float:
+    def _max_timeout_s(self) -> float:
         """Half of the limit: a hang must be known before it is ended."""
         return self._limit_s / 2 if self._limit_s else math.inf
 
     def _should_inspect(self, idle_s: float) -> bool:
-        patience_s = self.heartbeats.patience_s if self.heartbeats.is_calibrated else MIN_IDLE_S
-        if idle_s <= min(patience_s, self._max_patience_s) or time.monotonic() < self._inspect_at:
+        timeout_s = self.heartbeats.timeout_s if self.heartbeats.is_calibrated else MIN_IDLE_S
+        if idle_s <= min(timeout_s, self._max_timeout_s) or time.monotonic() < self._inspect_at:
             return False
         pause_s = POLL_S if self._hang is None else REINSPECT_S  # an inspection disturbs them
         self._inspect_at = time.monotonic() + max(pause_s, idle_s / 4)
@@ -252,7 +252,7 @@ class HangWatch:
         between_s = time.monotonic() - taken_at
         hang = diagnose(first, second, between_s, idle_s, self._ended)
         if hang is None or not (
-            hang.is_certain or idle_s > min(UNREPORTED_IDLE_S, self._max_patience_s)
+            hang.is_certain or idle_s > min(UNREPORTED_IDLE_S, self._max_timeout_s)
         ):
             return None
         detailed = await self._take_snapshots(closely=True)
@@ -299,7 +299,7 @@ async def inspect_host(fleet: Fleet, host: str, closely: bool = False) -> list[R
     node = next((node for node in fleet.nodes if node.name == host and not node.lost), None)
     if node is None:
         return None
-    if await try_request(node, "dump_stacks", PATIENCE_S, closely=closely, stacks=True) is None:
+    if await try_request(node, "dump_stacks", TIMEOUT_S, closely=closely, stacks=True) is None:
         return None
     return await _inspect_node(node, closely)
 
@@ -308,13 +308,13 @@ async def _inspect_nodes(
     fleet: Fleet, closely: bool, stacks: bool = True
 ) -> list[list[RankSnapshot] | None]:
     """Takes snapshots by node; ``None`` for a node with ranks that does not answer."""
-    await fleet.tell("dump_stacks", patience_s=PATIENCE_S, closely=closely, stacks=stacks)
+    await fleet.tell("dump_stacks", wait_s=TIMEOUT_S, closely=closely, stacks=stacks)
     nodes = [node for node in fleet.nodes if not node.lost]
     return await asyncio.gather(*(_inspect_node(node, closely and stacks) for node in nodes))
 
 
 async def _inspect_node(node: Node, closely: bool) -> list[RankSnapshot] | None:
-    answer = await try_request(node, "seen", PATIENCE_S, closely=closely)
+    answer = await try_request(node, "seen", TIMEOUT_S, closely=closely)
     if answer is None:
         return None if node.running else []
     return [RankSnapshot.from_report(node.name, report) for report in answer["ranks"]]

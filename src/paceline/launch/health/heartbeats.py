@@ -69,7 +69,7 @@ class HeartbeatStats:
         return 0.0 if self._latest is None else self._latest[0]
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds of silence before the ranks are inspected."""
         return max(MIN_IDLE_S, self.expected_gap_s)
 

@@ -25,7 +25,7 @@ POLL_S = 0.5  # between two questions, as long as some connection has no answer
 MAX_POLL_S = 2.0  # the same, at most, while all have
 UNANSWERED_S = 3.0  # for which a connection has no answer, before its hosts call each other
 CALL_S = 2.0  # for an answer to a call: the kernel calls again after a second
-PATIENCE_S = 3.0  # for what an agent says
+TIMEOUT_S = 3.0  # for what an agent says
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 HostPair = tuple[str, str]  # two hosts, by name
@@ -167,7 +167,7 @@ class LinkWatch:
         pairs = [pair for pair in lines if {*pair} <= {*addresses} & {*nodes}]
         ears = sorted({host for pair in pairs for host in pair})
         opened = await asyncio.gather(*(
-            _request(nodes[host], "hear", address=addresses[host], seconds=CALL_S + PATIENCE_S)
+            _request(nodes[host], "hear", address=addresses[host], seconds=CALL_S + TIMEOUT_S)
             for host in ears
         ))  # fmt: skip
         ports = {host: answer["port"] for host, answer in zip(ears, opened, strict=True) if answer}
@@ -179,7 +179,7 @@ class LinkWatch:
                  "identity": nodes[host].channel.identity}
                 for host in peers if host in ports
             ]  # fmt: skip
-            answer = await _request(nodes[source], "connect", CALL_S + PATIENCE_S, targets=targets,
+            answer = await _request(nodes[source], "connect", CALL_S + TIMEOUT_S, targets=targets,
                                 timeout_s=CALL_S, settle_s=CALL_S)  # fmt: skip
             return list(answer.get("results", ()))
 
@@ -191,6 +191,6 @@ class LinkWatch:
         }
 
 
-async def _request(node: Node, op: str, patience_s: float = PATIENCE_S, **fields: Any) -> Any:
+async def _request(node: Node, op: str, wait_s: float = TIMEOUT_S, **fields: Any) -> Any:
     """Returns an agent's answer; empty if there is none."""
-    return await try_request(node, op, patience_s, **fields) or {}
+    return await try_request(node, op, wait_s, **fields) or {}

@@ -43,7 +43,7 @@ class StartDurations:
         elif event.kind == "rank ended":
             self._started_at.pop(event.rank, None)
 
-    def patience_s(self, limit_s: float | None) -> float:
+    def slow_after_s(self, limit_s: float | None) -> float:
         """Returns the seconds before a newcomer is inspected; infinite if no start was measured."""
         if self.slowest_s is None:
             return math.inf
@@ -107,7 +107,7 @@ class NewcomerWatch:
             self._pending[slot] = start
             seconds = timestamp - started
             is_expired = start.is_stalled and seconds > self.durations.limit_s(self._limit_s)
-            is_slow = seconds > self.durations.patience_s(self._limit_s)
+            is_slow = seconds > self.durations.slow_after_s(self._limit_s)
             if is_expired or (is_slow and timestamp >= start.inspect_at):
                 overdue.append((slot, host, started))
         return overdue

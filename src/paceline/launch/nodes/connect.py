@@ -72,7 +72,7 @@ class HostDialer:
 
 
 async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: Sequence[str],
-                         min_hosts: int, patience_s: float, note: Callable[[str], None],
+                         min_hosts: int, timeout_s: float, note: Callable[[str], None],
                          on_connected: ConnectedCallback = ignore_count,
                          background: list[HostDialer] | None = None,
                          on_wait: WaitCallback = lambda waiting: None,
@@ -80,7 +80,7 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
     """Connects as many hosts as answer; arguments and result are those of :func:`connect`.
 
     Once there are enough, hosts that have neither answered nor refused get a few more seconds.
-    Raises ConnectError if fewer than ``min_hosts`` have answered after ``patience_s``.
+    Raises ConnectError if fewer than ``min_hosts`` have answered after ``timeout_s``.
     """
     gate, changed = asyncio.Semaphore(MAX_PARALLEL_LOGINS), asyncio.Event()
     dialers = [HostDialer(transport, host, python, gate, changed)
@@ -88,14 +88,14 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
 
     def announce(missing: Sequence[HostDialer], waited_s: float) -> None:
         connected = pluralize(len(dialers) - len(missing), "host")
-        text = f"{connected} of at least {min_hosts}: waiting up to {span(patience_s)} for"
+        text = f"{connected} of at least {min_hosts}: waiting up to {span(timeout_s)} for"
         text += f" {', '.join(dialer.describe() for dialer in missing[:6])}"
         text += f" and {len(missing) - 6} more" if len(missing) > 6 else ""
         note(f"paceline: {text}")
-        on_wait(NodeWait.start(text, patience_s, waited_s))
+        on_wait(NodeWait.start(text, timeout_s, waited_s))
 
     try:
-        missing = await _wait_for_enough(dialers, min_hosts, patience_s, changed, on_connected,
+        missing = await _wait_for_enough(dialers, min_hosts, timeout_s, changed, on_connected,
                                          announce)  # fmt: skip
     except BaseException:
         for channel in await asyncio.gather(*(dialer.stop() for dialer in dialers)):
@@ -110,7 +110,7 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
     return channels, {d.host.name: d.error for d in dialers if d.channel is None}
 
 
-async def _wait_for_enough(dialers: Sequence[HostDialer], min_hosts: int, patience_s: float,
+async def _wait_for_enough(dialers: Sequence[HostDialer], min_hosts: int, timeout_s: float,
                            changed: asyncio.Event, on_connected: ConnectedCallback,
                            announce: Callable[[Sequence[HostDialer], float], None],
                            ) -> list[HostDialer]:  # fmt: skip
@@ -132,7 +132,7 @@ async def _wait_for_enough(dialers: Sequence[HostDialer], min_hosts: int, patien
             return missing
         if enough_at is not None and (not undecided or waited_s - enough_at >= STRAGGLER_WAIT_S):
             return missing
-        is_hopeless = waited_s >= patience_s or all(d.is_unreachable for d in missing)
+        is_hopeless = waited_s >= timeout_s or all(d.is_unreachable for d in missing)
         if num_connected < min_hosts and not undecided and is_hopeless:
             raise _shortage_error(missing, num_connected, min_hosts, waited_s)
         if enough_at is None and not undecided and not is_announced:
@@ -178,7 +178,7 @@ async def connect(request: Request, on_connected: ConnectedCallback = ignore_cou
     if request.awaits_hosts or is_retry:
         min_hosts = request.min_restart_hosts(job.trains) if is_retry else request.min_hosts
         channels, missing = await connect_enough(
-            request.transport, hosts, pythons, min_hosts, request.patience_s if note else 0.0,
+            request.transport, hosts, pythons, min_hosts, request.timeout_s if note else 0.0,
             note or (lambda text: None), on_connected, background, on_wait,
         )  # fmt: skip
     else:
@@ -336,9 +336,9 @@ class Reconnector:
                    if member.survey is not None and member.name in parts]  # fmt: skip
         return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks, running)
 
-    async def wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits for nodes to connect; returns whether enough came in time."""
-        deadline = asyncio.get_running_loop().time() + patience_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while not condition():
             remaining_s = deadline - asyncio.get_running_loop().time()
             if remaining_s <= 0 or not self._tasks:

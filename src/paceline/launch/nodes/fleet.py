@@ -20,7 +20,7 @@ from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 
-REQUEST_PATIENCE_S = 3.0
+REQUEST_TIMEOUT_S = 3.0
 GOODBYE_S = 5.0
 HURRY_S = 0.4
 RECONNECT_SHARE = 0.2  # of the lease: silence after which the connection is opened again
@@ -432,9 +432,9 @@ class Fleet:
             await try_request(node, "bye")
         await node.channel.close(GOODBYE_S)
 
-    async def tell(self, op: str, *, patience_s: float = REQUEST_PATIENCE_S, **fields: Any) -> None:
+    async def tell(self, op: str, *, wait_s: float = REQUEST_TIMEOUT_S, **fields: Any) -> None:
         """Sends a request to every live node and ignores failures."""
-        await asyncio.gather(*(try_request(node, op, patience_s, **fields)
+        await asyncio.gather(*(try_request(node, op, wait_s, **fields)
                                for node in self.everyone if not node.lost))  # fmt: skip
 
     async def close(self, hurry: bool = False, keep_warm_s: float | None = 0.0) -> None:
@@ -456,17 +456,17 @@ class Fleet:
             await asyncio.gather(*(node.channel.park(keep_warm_s, _imported(node))
                                    for node in reusable))  # fmt: skip
         goodbye_s = HURRY_S if hurry else GOODBYE_S
-        await self.tell("bye", patience_s=HURRY_S if hurry else REQUEST_PATIENCE_S)
+        await self.tell("bye", wait_s=HURRY_S if hurry else REQUEST_TIMEOUT_S)
         nodes = [*self.everyone, *self.former]
         await asyncio.gather(*(node.channel.close(0.0 if node.lost else goodbye_s)
                                for node in nodes))  # fmt: skip
 
 
-async def try_request(node: Node, op: str, patience_s: float = REQUEST_PATIENCE_S,
+async def try_request(node: Node, op: str, wait_s: float = REQUEST_TIMEOUT_S,
                       **fields: Any) -> dict[str, Any] | None:  # fmt: skip
     """Sends a request; returns the answer, or ``None`` if none comes in time."""
     with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-        return await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
+        return await asyncio.wait_for(node.channel.request(op, **fields), wait_s)
     return None
 
 

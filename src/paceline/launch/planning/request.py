@@ -74,7 +74,7 @@ class Request:
         return self.elastic or (is_requested and self.transport.redials)
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds to wait for needed hosts before the first step."""
         requested_s = self.job.wait_for_nodes_s.value
         return requested_s if self.awaits_hosts else min(requested_s, RETURN_TIMEOUT_S)

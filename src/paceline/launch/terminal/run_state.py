@@ -142,10 +142,10 @@ class NodeWait:
     until: float
 
     @classmethod
-    def start(cls, text: str, patience_s: float, ago_s: float = 0.0) -> NodeWait:
+    def start(cls, text: str, timeout_s: float, ago_s: float = 0.0) -> NodeWait:
         """Returns a wait that began ``ago_s`` seconds ago."""
         since = time.time() - ago_s
-        return cls(text, round(since, 3), round(since + patience_s, 3))
+        return cls(text, round(since, 3), round(since + timeout_s, 3))
 
     @property
     def description(self) -> str:

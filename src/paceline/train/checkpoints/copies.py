@@ -36,7 +36,7 @@ to a training that does nothing but send."""
 
 _MAX_REST_S = 5.0
 _CONNECT_S = 5.0
-_PATIENCE_S = 15.0  # for each acknowledgement, when another host could take the copy
+_TIMEOUT_S = 15.0  # for each acknowledgement, when another host could take the copy
 _GREETING = record(
     host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"), address=text()
 )
@@ -321,7 +321,7 @@ class _Sender:
         with socket.create_connection(peer.place, _CONNECT_S, self._source) as connection:
             round_trip_s = time.monotonic() - start
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            limit = {"timeout_s": _PATIENCE_S} if is_replaceable else {}
+            limit = {"timeout_s": _TIMEOUT_S} if is_replaceable else {}
             talk = CopyChannel.connect(connection, self._key, **limit)
 
             def pause(duration_s: float) -> None:

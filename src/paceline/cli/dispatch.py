@@ -157,7 +157,7 @@ def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def refuse_later_copy(params: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Refuses a job that srun or mpirun started several times; the first process launches it.
+    """Refuses a job that another launcher started several times; the first process launches it.
 
     Each process would train the whole job, and all would write the same files.
 
@@ -171,8 +171,8 @@ def refuse_later_copy(params: Mapping[str, Any], environ: Mapping[str, str]) -> 
             f"{launcher} started this command {number} times, and once is enough",
             found="Paceline starts the ranks itself: each of these commands would train the whole "
             "job and overwrite the files of the others",
-            remedy="Type `paceline` without srun or mpirun before it; for separate jobs on "
-            "purpose, add -H local",
+            remedy=f"Type `paceline` without {launcher} before it; for separate jobs on purpose, "
+            "add -H local",
         )
 
 

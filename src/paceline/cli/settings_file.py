@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from paceline.agent.files import safe_paths
 from paceline.cli.options import settings_registry
 from paceline.cli.variables import RUN_TABLE, is_setting, key_of
 from paceline.spec.errors import SettingError
@@ -26,6 +25,7 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
             into a folder where everybody may make files.
         HostsError: It is no TOML, or a ``[hosts.NAME]`` table is wrong.
     """
+    from paceline.agent.files import safe_paths  # late, as --help needs neither
     from paceline.hosts import load_toml
 
     if safe_paths.is_planted(str(cwd / TOML_NAME)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,15 +26,10 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
             into a folder where everybody may make files.
         HostsError: It is no TOML, or a ``[hosts.NAME]`` table is wrong.
     """
-    from paceline.agent.files import safe_paths  # late, as --help needs neither
     from paceline.hosts import load_toml
 
-    if safe_paths.is_planted(str(cwd / TOML_NAME)):
-        raise SettingError(
-            f"{TOML_NAME} belongs to another user, and everybody may make files in this folder",
-            found=str(cwd / TOML_NAME),
-            remedy=f"Work in a folder of yours, and copy {TOML_NAME} there if you trust it",
-        )
+    if os.path.lexists(cwd / TOML_NAME):
+        _refuse_planted(cwd / TOML_NAME)
     toml = dict(load_toml(cwd / TOML_NAME))
     for table, content in toml.items():
         if table not in TABLES:
@@ -49,6 +45,17 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
     if toml.get("train"):
         _check_recipes(toml["train"])
     return toml
+
+
+def _refuse_planted(path: Path) -> None:
+    from paceline.agent.files import safe_paths  # late: most commands have no such file
+
+    if safe_paths.is_planted(str(path)):
+        raise SettingError(
+            f"{path.name} belongs to another user, and everybody may make files in this folder",
+            found=str(path),
+            remedy=f"Work in a folder of yours, and copy {path.name} there if you trust it",
+        )
 
 
 def _misplaced_name(name: str, content: object) -> SettingError:

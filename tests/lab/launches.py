@@ -70,6 +70,26 @@ def trust_settings(folder: Path) -> None:
     paceline("trust", cwd=folder).check_returncode()
 
 
+# Before a command: takes root's capabilities away, as ordinary users have none. Files of root stay
+# readable: a checkout may be in root's home.
+WITHOUT_CAPABILITIES = ("setpriv", "--inh-caps=-all", "--bounding-set=-all")
+
+
+def drop_capabilities(lab: Lab, *hosts: str) -> None:
+    """Makes logins to hosts start without capabilities."""
+    if os.geteuid() != 0:
+        return  # they do
+    for host in hosts:
+        folder = lab.layout.etc(host)
+        passwd, login_shell = folder / "passwd", folder / "login-shell"
+        account, *others = passwd.read_text().splitlines()
+        before_shell, _, shell = account.rpartition(":")
+        login_shell.write_text(f'#!/bin/sh\nexec {" ".join(WITHOUT_CAPABILITIES)} {shell} "$@"\n')
+        login_shell.chmod(0o755)
+        # in place: this file is mounted
+        passwd.write_text("\n".join([f"{before_shell}:{login_shell}", *others]) + "\n")
+
+
 @dataclass
 class Site:
     """A lab, and a project folder with the jobs, seen by all its hosts or by the launcher only."""
@@ -138,6 +158,12 @@ class Site:
 
         assert eventually(is_there), (pattern, found)
         return found[0]
+
+    def have_capabilities(self, *hosts: str) -> bool:
+        """Whether the rank of one of these hosts has a capability."""
+        pids = [self.pid(host, r"\[rank") for host in hosts]
+        texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+        return not all(re.search(r"^CapEff:\s*0+$", text, re.MULTILINE) for text in texts)
 
     def clean(self, but: Sequence[str] = ()) -> bool:
         """Nothing runs and nothing listens on any host that is up."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from captures import MARKS, captured, readable
 from intruders import check_intruders
-from launches import Site, eventually, shared_site
+from launches import Site, drop_capabilities, eventually, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -20,7 +20,9 @@ STRANGER = "n3"
 
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return shared_site(new_lab, tmp_path_factory.mktemp("encryption"), hosts=3)
+    site = shared_site(new_lab, tmp_path_factory.mktemp("encryption"), hosts=3)
+    drop_capabilities(site.lab, "n1")  # n2 has packet filters
+    return site
 
 
 def test_the_marks_are_on_the_network_without_encryption(site: Site) -> None:
@@ -44,6 +46,7 @@ def test_nothing_is_readable_nobody_gets_in_and_lost_ranks_come_back(site: Site)
             return [event for event in map(json.loads, lines) if event["event"] == kind]
 
         launch.until(lambda: bool(events("checkpoint copied")), "a checkpoint has been copied")
+        assert (site.have_capabilities("n1"), site.have_capabilities("n2")) == (False, True)
         os.kill(site.pid("n2", r"\[rank 1 of 2"), signal.SIGKILL)
         launch.until(lambda: "back after" in launch.err, "rank 1 is back")
         # the gateway of each host, and the one to the store

@@ -1,8 +1,13 @@
-"""A host of the network that is none of the job's calls at everything that listens in it."""
+"""A host of the network that is none of the job's calls at everything that listens in it.
+
+The jobs run without CAP_NET_ADMIN, as those of ordinary users: the kernel gives them no packet
+filters. ``every_transport.py`` has jobs with packet filters.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -11,24 +16,34 @@ from typing import Any
 import pytest
 from captures import captured
 from intruders import check_intruders
-from launches import Launch, Site, eventually, shared_site
+from launches import (
+    WITHOUT_CAPABILITIES,
+    Launch,
+    Site,
+    drop_capabilities,
+    eventually,
+    shared_site,
+)
 from transports import Transport, site_in
 
 pytestmark = pytest.mark.lab
 
-STRANGER = "n3"
+HOSTS, STRANGER = ("n1", "n2"), "n3"
 
 
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return shared_site(new_lab, tmp_path_factory.mktemp("strangers"), hosts=3)
+    site = shared_site(new_lab, tmp_path_factory.mktemp("strangers"), hosts=3)
+    drop_capabilities(site.lab, *HOSTS)
+    return site
 
 
 @pytest.fixture(scope="module")
 def transport(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Transport:
     """SSH, typed on one of the hosts, which see one run directory."""
     site = site_in(new_lab, tmp_path_factory.mktemp("left"), hosts=3)
-    return Transport(site, ("-H", "n1,n2"))
+    drop_capabilities(site.lab, *HOSTS)
+    return Transport(site, ("-H", ",".join(HOSTS)), prefix=WITHOUT_CAPABILITIES)
 
 
 def events(launch: Launch, kind: str) -> list[Any]:
@@ -50,7 +65,11 @@ def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> No
         captured(site, packets) as end_capture,
         site.start(*options, "steps.py") as launch,
     ):
-        copied = until(launch, "checkpoint copied")
+        until(launch, "checkpoint copied")
+        assert not site.have_capabilities(*HOSTS)
+        os.kill(site.pid("n2", r"\[rank"), signal.SIGKILL)
+        launch.until(lambda: "back after" in launch.err, "rank 1 is back")
+        copied = len(events(launch, "checkpoint copied"))
         end_capture()
         # the store, gloo, and what takes checkpoints
         assert len(check_intruders(site, STRANGER, packets, since)) >= 3
@@ -73,10 +92,12 @@ def test_nor_after_the_command_has_left_a_training(transport: Transport) -> None
     site, since = transport.site, time.time()
     packets = site.project.parent / "packets"
     with captured(site, packets):
-        ended = transport.run("--detach", "-p", "1", "image", "--epochs", "1000", verb="train")
+        options = ("--detach", "-p", "1", "image", "--epochs", "1000", "--communication", "int8")
+        ended = transport.run(*options, verb="train")
         assert ended.code == 0, ended.err
         metrics = ended.directory / "metrics.jsonl"
         assert eventually(metrics.exists)
+    assert not site.have_capabilities(*HOSTS)
     # besides gloo's, the supervisor's
     assert len(check_intruders(site, STRANGER, packets, since)) >= 3
     size = metrics.stat().st_size
@@ -114,11 +135,15 @@ else:
 
 
 def test_the_store_is_closed_and_scripts_meet_in_it_as_ever(site: Site) -> None:
-    """Rank 1 stands for another user of its host, whose connections pass the packet filter."""
+    """Rank 1 stands for another user of its host, whose connections the kernel accepts."""
     gateway = [site.lab.address("n1"), "29531"]
-    with site.start("--nnodes", "2", "--master-port", gateway[1], "meet.py", *gateway) as launch:
+    words = ("--nnodes", "2", "--master-port", gateway[1], "meet.py", *gateway)
+    packets, since = site.project / "packets", time.time()
+    with captured(site, packets) as end_capture, site.start(*words) as launch:
         launch.until(lambda: len([*site.project.glob("met-*")]) == 2, "both have met")
-        for host in ("n1", "n2"):
+        end_capture()
+        assert not site.have_capabilities(*HOSTS)
+        for host in HOSTS:
             listening = [at for at in site.lab.listeners(host) if at.endswith(":" + gateway[1])]
             more = {"n1": {":".join(gateway), f"127.0.0.2:{gateway[1]}"}, "n2": set()}[host]
             assert set(listening) == {f"127.0.0.1:{gateway[1]}", *more}
@@ -126,6 +151,8 @@ def test_the_store_is_closed_and_scripts_meet_in_it_as_ever(site: Site) -> None:
         heard = {host: site.lab.exec(host, argv, timeout=60, check=True) for host in ("n2", "n3")}
         assert heard["n2"].stdout == "32\n"  # a challenge, which it cannot answer
         assert heard["n3"].stdout == "closed\n"
+        # the store's gateway, and gloo on each host
+        assert len(check_intruders(site, STRANGER, packets, since)) >= 3
         (site.project / "enough").touch()
         ended = launch.end()
     assert ended.code == 0, ended.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from paceline.agent.files.planted import is_planted
 from paceline.cli.options import settings_registry
 from paceline.cli.variables import RUN_TABLE, is_setting, key_of
 from paceline.spec.errors import SettingError
@@ -28,8 +28,12 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
     """
     from paceline.hosts import load_toml
 
-    if os.path.lexists(cwd / TOML_NAME):
-        _refuse_planted(cwd / TOML_NAME)
+    if is_planted(str(cwd / TOML_NAME)):
+        raise SettingError(
+            f"{TOML_NAME} belongs to another user, and everybody may make files in this folder",
+            found=str(cwd / TOML_NAME),
+            remedy=f"Work in a folder of yours, and copy {TOML_NAME} there if you trust it",
+        )
     toml = dict(load_toml(cwd / TOML_NAME))
     for table, content in toml.items():
         if table not in TABLES:
@@ -45,17 +49,6 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
     if toml.get("train"):
         _check_recipes(toml["train"])
     return toml
-
-
-def _refuse_planted(path: Path) -> None:
-    from paceline.agent.files import safe_paths  # late: most commands have no such file
-
-    if safe_paths.is_planted(str(path)):
-        raise SettingError(
-            f"{path.name} belongs to another user, and everybody may make files in this folder",
-            found=str(path),
-            remedy=f"Work in a folder of yours, and copy {path.name} there if you trust it",
-        )
 
 
 def _misplaced_name(name: str, content: object) -> SettingError:

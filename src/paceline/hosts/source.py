@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from paceline.agent.files import safe_paths
+from paceline.agent.files.planted import is_planted
 from paceline.hosts.dialect import (
     COLON_MEANINGS,
     LIST_LABEL,
@@ -171,7 +171,7 @@ def _read_source(source: str, context: _Context) -> Cluster:
     if (lab := lab_name(source)) is not None:
         return _read_lab(lab, context)
     if exists:
-        if "/" not in source and safe_paths.is_planted(str(path)):
+        if "/" not in source and is_planted(str(path)):
             raise HostsError(
                 f"{source} is a file of another user, in a folder where everybody may make files",
                 found=str(path),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.agent.files import safe_paths, snapshot
+from paceline.agent.files.planted import is_planted
 from paceline.remote import this_machine
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
@@ -318,7 +319,7 @@ def require_usable(folder: Path) -> None:
 def require_own_place(folder: Path) -> None:
     """Raises SettingError if another user made a folder, or the one above, where everybody may."""
     for path in (folder.parent, folder):
-        if safe_paths.is_planted(str(path)):
+        if is_planted(str(path)):
             raise SettingError(
                 f"{path} belongs to another user, and everybody may make files beside it",
                 found="its owner could read and replace the results of the run",

@@ -183,3 +183,15 @@ def test_a_disk_that_does_not_answer_is_told_from_a_slow_one(site: Site, disk: P
             subprocess.run(["fsfreeze", "-u", str(disk)], check=True)
         launch.signal(signal.SIGINT)
         launch.end()
+
+
+def test_processes_that_ranks_start_and_that_do_not_meet_are_named(site: Site) -> None:
+    place = r"process \d+ waits in init_process_group \(unmet\.py, line \d+, in work\)"
+    with site.start("--nnodes", "2", "unmet.py") as launch:
+        said = f"of rank 0 on n1, {place}; of rank 1 on n2, {place}"
+        assert saw(launch, said), launch.err
+        launch.signal(signal.SIGINT)
+        launch.end()
+        assert "Give each process that the script starts a rank of its own" in typed(
+            "explain", launch
+        )

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent.ranks import flight_recorder, stack_dump
+from paceline.agent.ranks import flight_recorder, gradient_watch, stack_dump
 from paceline.agent.supervision import inspection, job, processes, rank_process, stalls
 
 
@@ -255,6 +255,15 @@ def test_a_stack_is_whole_when_its_last_line_has_come(asked: stack_dump.StackDum
         asked.add_line(line.encode())
     assert asked.has_stacks(time.monotonic())
     assert asked.stack == WHOLE
+
+
+def test_a_spawned_process_answers_the_same_signal(asked: stack_dump.StackDump) -> None:
+    assert gradient_watch.STACK_SIGNAL == stack_dump.STACK_SIGNAL
+    asked.request(ONE)
+    asked.add_line(b'  File "/home/me/train.py", line 3 in work')
+    assert not asked.has_stacks(time.monotonic())
+    asked.add_line(b'  File "<string>", line 1 in <module>')
+    assert asked.has_stacks(time.monotonic())
 
 
 def test_a_stack_that_comes_too_late_is_not_taken_for_the_next(asked: stack_dump.StackDump) -> None:

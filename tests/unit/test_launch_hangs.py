@@ -597,6 +597,7 @@ class Scene:
     hangs: list[Hang | None] = field(default_factory=list)
     looks: int = 0
     steps: int = 0
+    child_line: int = 0
 
     async def request(self, op: str, closely: bool = False, **_: Any) -> dict[str, Any]:
         self.looks += op == "seen"
@@ -605,10 +606,17 @@ class Scene:
             raise ConnectionError
         stacks = ((C10D, at(40)), (at(self.line),))
         calls = [f"0 {self.call} all_reduce of [9]"] if self.call else []
+        children: list[dict[str, Any]] = []
+        if self.child_line:
+            stacks, calls = ((JOIN, at(50)),) * 2, []
+            frames = (C10D, at(self.child_line)) if closely else ()
+            lines = [f'File "{f.file}", line {f.line} in {f.function}' for f in frames]
+            children = [{"pid": 9, "name": "python", "call": "", "on": "", "readers": [],
+                         "stack": lines}]  # fmt: skip
         return {"ranks": [
             {"rank": rank, "state": "S", "cpu_s": 1.0, "pid": rank + 5, "moved": 0, "sent": 0,
-             "switches": 0, "call": "", "on": "", "readers": [], "children": [], "calls": calls,
-             "unfinished": "",
+             "switches": 0, "call": "", "on": "", "readers": [], "children": children,
+             "calls": calls, "unfinished": "",
              "stack": [f'File "{f.file}", line {f.line} in {f.function}' for f in stack]}
             for rank, stack in enumerate(stacks)
         ]}  # fmt: skip
@@ -736,6 +744,73 @@ def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
 
     asyncio.run(scene.play(act))
     assert scene.lines() == ["at train.py, line 21", "at train.py, line 30"]
+
+
+JOIN = Frame("/usr/lib/python3.11/multiprocessing/connection.py", 947, "wait")
+CHILD = Child(9, "python", BlockingCall(), ALL_REDUCE)
+LOADER = Child(8, "python", BlockingCall(), (Frame("/l/multiprocessing/queues.py", 3, "get"),))
+
+
+@pytest.mark.parametrize(
+    ("others", "is_hang"),
+    [
+        ((CHILD,), True),
+        ((CHILD, LOADER, Child(7, "python", BlockingCall(), ())), True),
+        ((), False),  # not waiting in a collective
+        ((LOADER,), False),
+        ((CHILD, Child(7, "python", BlockingCall(), ASLEEP)), False),
+        ((CHILD, Child(7, "python", BlockingCall("read", "/data/images"), ())), False),
+    ],
+)
+def test_ranks_hang_if_all_their_processes_wait(others: tuple[Child, ...], is_hang: bool) -> None:
+    looks = [look(rank, (JOIN, *ASLEEP)) for rank in (0, 1)]
+    closely = [replace(looks[0], children=(CHILD,)), replace(looks[1], children=others)]
+    assert judged(looks, looks) is not None  # worth a closer look
+    found = judged(looks, looks, detailed=closely)
+    assert (found is not None and found.kind == "children") == is_hang
+    words = "of rank 0 on n1, process 9 waits in all_reduce (train.py, line 40, in step)"
+    assert not found or words in found.text
+    busy = [replace(snap, cpu_s=2.0) for snap in looks]
+    assert judged(looks, busy, detailed=closely) is None
+    left = judged(looks[:1], looks[:1], detailed=closely[:1], ended=[("n2", 1)])
+    assert left is not None
+    assert "(it waits for processes that it started: process 9" in left.text
+
+
+def test_waiting_processes_hang_only_after_two_inspections(scene: Scene) -> None:
+    scene.child_line = 1
+
+    async def move() -> None:
+        while not scene.hangs:  # at another line in each inspection: no hang
+            scene.child_line += scene.looks < 20
+            await asyncio.sleep(0.001)
+
+    async def act(watch: HangWatch) -> None:
+        assert scene.looks >= 20
+        scene.child_line = 0
+        scene.line, scene.call = 40, 0
+        await scene.works(watch)
+
+    async def both() -> None:
+        moving = asyncio.ensure_future(move())
+        await scene.play(act)
+        await moving
+
+    asyncio.run(both())
+    assert scene.hangs[0] is not None
+    assert scene.hangs[0].kind == "children"
+    assert scene.hangs[1] is None
+
+
+def test_processes_that_do_not_meet_are_told_to_take_other_ranks() -> None:
+    place = "process 9 waits in init_process_group (train.py, line 4, in work)"
+    for text in (
+        f"all ranks wait for processes that they started: of rank 0 on n1, {place}",
+        f"rank 1 on n2 is stuck (it waits for processes that it started: {place})",
+    ):
+        hang = Event("hang", None, None, fields={"text": text})
+        evidence = Evidence(events=(hang,), result=Result(130, interrupted=2))
+        assert "RANK * nprocs" in conclude(evidence, load_all()).matches[0][1].remedy
 
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:

@@ -8,10 +8,13 @@ imports nothing of this package.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import json
 import math
 import os
 import resource
+import signal
 import sys
 import time
 from typing import Any, Callable, Dict, List, Optional
@@ -22,6 +25,7 @@ OBJECT_DTYPES = ("Byte", "Long")  # pickled objects, sizes and counts
 LARGE_OBJECT_BYTES = 1024  # one as large as the largest parameter may hold models or codes of them
 # exchange gradients without c10d's groups; our sessions compare the ranks' weights themselves
 OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft", "paceline.train.session")
+STACK_SIGNAL = signal.SIGRTMAX - 3  # that of stack_dump, which this module cannot import
 FINALIZER_PRIORITY = -100  # priority: after those of the script
 
 try:
@@ -176,9 +180,16 @@ class _InSpawned:
         source = self._arguments[-1]
         if source is None:
             return (dict, ())
-        install = "\nGradientWatch(*ARGUMENTS).install()\n"
+        install = "\nGradientWatch(*ARGUMENTS).install(); register_stack_dump(*ARGUMENTS[:2])\n"
         names = {"__name__": "gradient_watch", "ARGUMENTS": self._arguments}
         return (exec, (source + install, names))
+
+
+def register_stack_dump(rank_pid: int, events: int) -> None:
+    """Makes this process write its stack to the rank's events when it gets the signal."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        fd = _open_events(rank_pid, events)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=False)
 
 
 class _ImportHook:
@@ -259,10 +270,14 @@ def _write(rank_pid: int, events: int, message: Dict[str, Any]) -> None:
         if os.getpid() == rank_pid:
             os.write(events, line)
             return
-        fd = os.open("/proc/%d/fd/%d" % (rank_pid, events), os.O_WRONLY | os.O_NONBLOCK)
+        fd = _open_events(rank_pid, events)
         try:
             os.write(fd, line)
         finally:
             os.close(fd)
     except OSError:  # the rank has ended, and nobody reads it
         pass
+
+
+def _open_events(rank_pid: int, events: int) -> int:
+    return os.open("/proc/%d/fd/%d" % (rank_pid, events), os.O_WRONLY | os.O_NONBLOCK)

@@ -23,7 +23,9 @@ ANSWER_S = 1.2  # for which an answer may take a process's time
 MAX_ANSWER_S = 5.0  # the same, of one that is late
 DUMP_CPU_S = 0.01  # what a stack may cost a process
 SILENCE_S = 0.8  # without a line, after which a stack counts as complete
-_FIRST_LINE, _FINAL_LINE = "Stack (most recent call first)", "in _run_module_as_main"
+_FIRST_LINE = "Stack (most recent call first)"
+# of ranks, of processes that they spawn
+_FINAL_LINES = ("in _run_module_as_main", '"<string>", line 1 in <module>')
 # folder or archive of the agent's code
 CODE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
@@ -138,7 +140,7 @@ class StackDump:
         if is_wanted and text.startswith("File ") and not is_agent_code:
             self._current.append(text)
         self._line_at = time.monotonic()
-        if text.endswith(_FINAL_LINE) or text == "...":
+        if text.endswith(_FINAL_LINES) or text == "...":
             self._num_pending_stacks = max(self._num_pending_stacks - 1, 0)
 
     def set_calls(self, calls: object, cpu_s: object = 0.0, unfinished: object = "") -> None:

@@ -70,7 +70,7 @@ def inspect(ranks: Sequence[RankProcess], closely: bool = False) -> List[Message
 
 def _inspect_children(rank: RankProcess, children: Sequence[int], stats: Dict[int, processes.Stat],
                       pids: List[int]) -> List[Message]:  # fmt: skip
-    """Reports what a rank's children do; forks of the rank write their stack."""
+    """Reports what a rank's children do; Python processes write their stack."""
     reports, initial_bytes = [], rank.event_bytes
     for pid in children[:MAX_CHILDREN]:
         stack: List[str] = []

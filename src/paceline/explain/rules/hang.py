@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from paceline.explain.evidence import Evidence
@@ -13,6 +14,12 @@ _REMEDY_UNFREED = (
     "Look for why that rank was lost: in its log, and in the kernel log of its host. The script"
     " need not change; --max-restarts 1 continues such a job from its newest checkpoint."
 )
+_REMEDY_CHILDREN = (
+    "Give each process that the script starts a rank of its own in the whole job:"
+    " RANK * nprocs + its number, of WORLD_SIZE * nprocs. Or let Paceline start the processes:"
+    " leave out mp.spawn, and use -p N for N ranks on each host."
+)
+_CHILDREN_WAIT = re.compile(r"processes that (?:they|it) started\b.* waits in init_process_group ")
 _HANG_KINDS = ("started", "hang", "hang over")
 
 
@@ -23,7 +30,8 @@ def match(evidence: Evidence) -> Match | None:
     if failure.kind == "hang":
         subject = failure.where if failure.rank is not None else "the job"
         hosts = (failure.host,) if failure.rank is not None else ()
-        remedy = _REMEDY_UNFREED if failure.headline.startswith(UNFREED) else ""
+        remedy = remedy_for(failure.headline)
+        remedy = _REMEDY_UNFREED if failure.headline.startswith(UNFREED) else remedy
         cause = f"{subject} {failure.headline}"
         return Match(cause, hosts, failure.rank, 0.98, remedy=remedy)
     hang = unresolved_hang(evidence.events)
@@ -41,6 +49,11 @@ def unresolved_hang(events: Sequence[Event]) -> Event | None:
 def describe(hang: Event) -> str:
     """The sentence that was shown while the job ran."""
     return f"the job hung: {hang['text'] or ''}"
+
+
+def remedy_for(text: str) -> str:
+    """The remedy if a hang's text shows that processes of the ranks do not meet; else empty."""
+    return _REMEDY_CHILDREN if _CHILDREN_WAIT.search(text) else ""
 
 
 def _has_timed_out(failure: Failure) -> bool:

@@ -6,7 +6,7 @@ from signal import SIGINT, SIGTERM
 
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_unit
-from paceline.explain.rules.hang import describe, unresolved_hang
+from paceline.explain.rules.hang import describe, remedy_for, unresolved_hang
 from paceline.explain.units import Unit
 from paceline.spec.failure import format_location, signal_name
 
@@ -46,7 +46,8 @@ def match(evidence: Evidence) -> Match | None:
     name = signal_name(evidence.result.interrupted)
     if (hang := unresolved_hang(evidence.events)) is not None:
         cause = f"{describe(hang)}; it was then stopped by {name}"
-        remedy = _REMEDY if hang.rank is not None else _NETWORK
+        general_remedy = _REMEDY if hang.rank is not None else _NETWORK
+        remedy = remedy_for(hang["text"] or "") or general_remedy
         hosts = (hang.host,) if hang.host else ()
         return Match(cause, hosts, hang.rank, 0.99, remedy=remedy, confirm=_CONFIRM, reason=_REASON)
     remedy = f"Run again with the same `--run-dir FOLDER`: {evidence.rerun_effect}."

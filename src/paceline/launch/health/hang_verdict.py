@@ -29,11 +29,12 @@ MAX_SWITCHES_PER_S = 2.0  # a rank that waits for one thing makes none, one that
 _LOADER = "/torch/utils/data/"
 _FETCHES = f"{_LOADER}dataloader.py"
 _IDLE_FILES = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
+_MULTIPROCESSING = "/multiprocessing/"
 
 # "frozen": a signal or a disk holds it; "still": it waits for something else; "busy": it works;
 # "ended": it has left; "last": it alone has not, and is stuck; "apart": ranks wait in different
-# collectives; "deaf": in the same one
-Kind = Literal["frozen", "still", "busy", "ended", "last", "apart", "deaf"]
+# collectives; "deaf": in the same one; "children": only processes that ranks started do
+Kind = Literal["frozen", "still", "busy", "ended", "last", "apart", "deaf", "children"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Child:
     Attributes:
         pid, name: Process number and name on its host.
         blocking_call: What it waits in.
-        frames: Innermost first; empty unless it is a fork of the rank.
+        frames: Innermost first; empty unless it is a fork of the rank or of ``multiprocessing``.
     """
 
     pid: int
@@ -211,7 +212,10 @@ def diagnose(first: Sequence[RankSnapshot], second: Sequence[RankSnapshot], betw
                 is_certain and snap.switches - previous.switches <= MAX_SWITCHES_PER_S * between_s
             )
         groups[activity].append(_merge_details(snap, detail))
-    hang = _verdict(groups["waits"], groups["still"], groups["busy"], idle_s, ended, is_certain)
+    waiting, blocked, busy = groups["waits"], groups["still"], groups["busy"]
+    hang = _verdict(waiting, blocked, busy, idle_s, ended, is_certain)
+    if hang is None and blocked and not waiting and not busy:
+        hang = _children_hang(blocked, is_certain, bool(detailed))
     return hang and replace(hang, calls=latest_calls(detailed))
 
 
@@ -322,7 +326,48 @@ def _remaining_ranks_hang(blocked: Sequence[RankSnapshot], ended: Sequence[tuple
         return None
     snap, also = blocked[0], _describe_also(blocked[1:])
     text = f"{snap.stack.label} {_describe_block(snap)}, and all others have ended{also}"
+    text += _describe_own_ranks(_describe_waiting_child(snap.children))
     return _hang_of(snap, text, "last", is_certain)
+
+
+def _children_hang(blocked: Sequence[RankSnapshot], is_certain: bool,
+                   is_detailed: bool) -> Hang | None:  # fmt: skip
+    """Returns the hang of ranks whose processes wait for each other.
+
+    Only detailed snapshots show these processes; without them, the text is empty.
+    """
+    library_frames = [snap.stack.library_frames for snap in blocked]
+    if not all(any(_MULTIPROCESSING in f.file for f in frames) for frames in library_frames):
+        return None
+    if not is_detailed:
+        return Hang("", None, "", "children", is_certain)
+    places = [(snap.stack.label, _describe_waiting_child(snap.children)) for snap in blocked]
+    if not all(place for _, place in places):
+        return None
+    text = "all ranks wait for processes that they started, and these wait for others: "
+    text += "; ".join(f"of {label}, {place}" for label, place in places[:3])
+    text += _describe_own_ranks(text)
+    return Hang("", None, text, "children", is_certain, at=text)
+
+
+def _describe_waiting_child(children: Sequence[Child]) -> str:
+    """Names a child that waits in a collective; empty if none does, or if another may work."""
+    text = ""
+    for child in children:
+        stack = RankStack("", 0, "", child.frames)
+        if is_waiting(stack):
+            text = text or f"process {child.pid} waits {_place(stack)}"
+            continue
+        is_idle = not child.frames or child.frames[0].file.endswith(_IDLE_FILES)
+        if not is_idle or child.blocking_call.on.startswith("/"):
+            return ""
+    return text
+
+
+def _describe_own_ranks(text: str) -> str:
+    """Says how processes that do not meet get different ranks, as the end of a sentence."""
+    hint = ": no two may have the same rank; use RANK * nprocs + i, of WORLD_SIZE * nprocs"
+    return hint if " waits in init_process_group " in text else ""
 
 
 def _hang_of(snap: RankSnapshot, text: str, kind: Kind, is_certain: bool) -> Hang:
@@ -427,6 +472,10 @@ def _describe_workers(children: Sequence[Child]) -> str:
 def describe_cause(snap: RankSnapshot) -> str:
     """Describes what the main thread waits for; empty if that says nothing new."""
     call, children = snap.blocking_call.call, snap.children
+    if any(_MULTIPROCESSING in frame.file for frame in snap.stack.library_frames) and (
+        place := _describe_waiting_child(children)
+    ):
+        return f"it waits for processes that it started: {place}"
     if call in ("wait4", "waitid", "read", "poll", "select"):
         for child in children:
             blocked_on = child.blocking_call

@@ -32,6 +32,7 @@ UNREPORTED_IDLE_S = 15.0  # without CPU time, for ranks that report no steps and
 POLL_S = 1.0
 CALLS_S = 2.0  # without CPU time, before the collectives of ranks without steps are read
 REINSPECT_S = 8.0  # between inspections of ranks that are known to hang
+MAX_PAUSE_S = 15.0  # between inspections of ranks that are idle for long
 REPORT_PERIOD_S = 2.0  # between reports of the ranks' phases
 SNAPSHOT_GAP_S = 1.2  # between two snapshots of the same ranks
 TIMEOUT_S = 5.0  # for a node's answer, with what it waits for itself
@@ -67,6 +68,8 @@ class HangWatch:
         self._ended: list[tuple[str, int]] = []
         self._frozen: dict[tuple[str, int], tuple[Event, float]] = {}
         self._hang: Hang | None = None
+        self._found: Hang | None = None  # by the latest inspection
+        self._no_hang_at = -math.inf  # when an inspection last found none
         self._by_lines = False  # the hang is that of blocked links
         self._hang_started_at = 0.0
         self._seen_at = 0.0  # when the current hang was observed last
@@ -124,11 +127,25 @@ class HangWatch:
                 self._report_end(time.monotonic())
             await self._request_calls()
             if hang is None and not self._by_lines and self._should_inspect(self.idle_s()):
-                hang = await self._inspect(self.idle_s())
+                hang = self._repeated(await self._inspect(self.idle_s()))
             if hang is not None:
-                self._report(hang, self.idle_s())
+                is_unmeasured = hang.kind == "children"
+                since_s = time.monotonic() - self._no_hang_at if is_unmeasured else math.inf
+                self._report(hang, min(self.idle_s(), since_s))
             self._apply_limit()
             self._report_positions()
+
+    def _repeated(self, hang: Hang | None) -> Hang | None:
+        """Returns what an inspection has found; of ranks' children, only what two in a row found.
+
+        Nobody measures when these have used a CPU last. So inspections also show that they go on.
+        """
+        previous, self._found = self._found, hang
+        self._no_hang_at = time.monotonic() if hang is None else self._no_hang_at
+        is_repeated = (hang and hang.at) == (previous and previous.at)
+        if hang is None and is_repeated and self._hang and self._hang.kind == "children":
+            self._report_end(time.monotonic())
+        return None if hang and hang.kind == "children" and not is_repeated else hang
 
     def _report_positions(self) -> None:
         timestamp, hang = time.monotonic(), "" if self._hang is None else self._hang.text
@@ -231,7 +248,7 @@ class HangWatch:
         if idle_s <= min(timeout_s, self._max_timeout_s) or time.monotonic() < self._inspect_at:
             return False
         pause_s = POLL_S if self._hang is None else REINSPECT_S  # an inspection disturbs them
-        self._inspect_at = time.monotonic() + max(pause_s, idle_s / 4)
+        self._inspect_at = time.monotonic() + max(pause_s, min(idle_s / 4, MAX_PAUSE_S))
         return True
 
     def _frozen_hang(self, event: Event, frozen_at: float) -> Hang:
@@ -273,11 +290,13 @@ class HangWatch:
             return self._frozen_hang(*next(iter(self._frozen.values())))
         if self._hang is not None and await self._has_resumed(self._hang, must_inspect=True):
             return None
-        if self._hang is not None and self._hang.kind != "frozen":
+        if self._hang is not None and self._hang.kind not in ("frozen", "children"):
             return self._hang
         idle_s = self.idle_s()
         expected_s = self.heartbeats.expected_gap_s if self.heartbeats.is_calibrated else 0.0
-        return None if idle_s < max(MIN_STOP_IDLE_S, expected_s) else await self._inspect(idle_s)
+        if idle_s < max(MIN_STOP_IDLE_S, expected_s):
+            return None
+        return self._repeated(await self._inspect(idle_s))
 
     async def _take_snapshots(self, closely: bool = False) -> list[RankSnapshot] | None:
         """Takes snapshots of all ranks; ``None`` if a node with ranks does not answer."""

@@ -14,6 +14,8 @@ from typing import Any
 from launches import Site
 
 NONSENSE = (b"A", b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 2000, os.urandom(2000))
+# asks torch's store, as in its TCPStoreBackend.hpp, how many keys it has
+STORE_REQUEST = b"\0" + (0x3C85F7CE).to_bytes(4, "little") + b"\7"
 MAX_REPLAYS = 16
 REPLAY_BYTES = 2000
 MAX_REPLY_BYTES = 1500  # a certificate without a name, for callers who begin TLS
@@ -99,7 +101,7 @@ def check_intruders(
         # gloo cannot ask: other users of a host may connect to it
         places = {place: "[rank" in commands for place, commands in listeners.items()}
         requests.append((host, places, {"user": True, "since": since}))
-    payloads = [payload.hex() for payload in (*NONSENSE, *replays)]
+    payloads = [payload.hex() for payload in (*NONSENSE, STORE_REQUEST, *replays)]
 
     def intrude(host: str, places: dict[str, bool], as_user: dict[str, Any]) -> dict[str, Any]:
         request = {"places": places, "payloads": payloads, **as_user}
@@ -116,6 +118,9 @@ def check_intruders(
         for place, outcome in result["places"].items():
             detail = host, place, outcome, commands.get(place)
             assert outcome["open"] == 0, detail
-            assert outcome["most"] <= (0 if place.startswith("@") else MAX_REPLY_BYTES), detail
+            # the store, and what leads to it; on loopback, ranks may have greetings
+            is_silent = place.startswith("127.") and "[rank" not in commands[place]
+            most = 0 if is_silent or place.startswith("@") else MAX_REPLY_BYTES
+            assert outcome["most"] <= most, detail
         assert result["files"] == result["environments"] == [], (host, result)
     return sorted(outside)

@@ -121,7 +121,7 @@ def open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def planted(path: str) -> SimpleNamespace:
         status = lstat(path)
-        uid = theirs if path.endswith((".toml", "planted", "n1")) else status.st_uid
+        uid = theirs if path.endswith((".toml", "planted", "n1", "runs")) else status.st_uid
         return SimpleNamespace(st_uid=uid, st_mode=status.st_mode)
 
     monkeypatch.setattr(os, "lstat", planted)
@@ -134,6 +134,12 @@ def test_results_are_not_written_where_another_user_could_replace_them(open_fold
         with pytest.raises(SettingError, match="belongs to another user"):
             require_usable(open_folder / name)
     require_usable(open_folder / "own")
+    for name in ("planted", "runs"):
+        (open_folder / name).mkdir(exist_ok=True)
+        (open_folder / name).chmod(0o770)  # of a team
+    require_usable(open_folder / "planted/one")
+    with pytest.raises(SettingError, match="belongs to another user"):
+        require_usable(open_folder / "runs/one")
     open_folder.chmod(0o775)  # of a team
     require_usable(open_folder / "planted")
 

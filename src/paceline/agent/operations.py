@@ -28,8 +28,6 @@ class Agent(Protocol):
     folders: List[Path]
     run_keys: Dict[str, Optional[List[str]]]
     output_roots: Dict[str, int]
-    private: Optional[Path]
-    chosen_python: str
     uploads: Uploads
     downloads: Downloads
     data_copies: DataCopies

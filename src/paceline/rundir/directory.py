@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import time
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -319,12 +320,23 @@ def require_usable(folder: Path) -> None:
 def require_own_place(folder: Path) -> None:
     """Raises SettingError if another user made a folder, or the one above, where everybody may."""
     for path in (folder.parent, folder):
-        if is_planted(str(path)):
+        if is_planted(str(path)) and not _is_team_folder(path):
             raise SettingError(
                 f"{path} belongs to another user, and everybody may make files beside it",
                 found="its owner could read and replace the results of the run",
                 remedy="Work in a folder of yours, or give a --run-dir there",
             )
+
+
+def _is_team_folder(path: Path) -> bool:
+    """Whether only a group of this user may write to a folder of another user that was named.
+
+    Nobody names the folder ``runs`` in which runs are by default.
+    """
+    status = path.stat()
+    is_for_group = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) == stat.S_IWGRP
+    is_member = status.st_gid in (os.getegid(), *os.getgroups())
+    return path.name != names.DEFAULT_PARENT and is_for_group and is_member
 
 
 def write_text(folder: Path, name: str, text: str) -> None:

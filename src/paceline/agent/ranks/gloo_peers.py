@@ -78,10 +78,10 @@ class _Device:
             yield duplicate
 
     def connections(self, hosts: peer_filters.HostSet) -> Iterator[Tuple[str, bool, bool]]:
-        """Yields each connection's remote address, whether a stranger is there, and is silent.
+        """Yields each connection: remote address, whether it is a stranger, whether it is silent.
 
         Strangers are all but ``hosts``, and other users of this one. Their connections are shut
-        down. Those that have sent nothing are silent.
+        down. A stranger that has sent nothing is silent.
         """
         with self.dup_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0

@@ -195,7 +195,7 @@ class Relay:
         self._selector.close()
 
     def _check_deadlines(self) -> Optional[float]:
-        """Drops connections that took too long, continues paused listeners and dialing.
+        """Drops connections that took too long; resumes paused listeners and dials again.
 
         Returns seconds until the next check.
         """

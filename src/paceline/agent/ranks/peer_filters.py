@@ -408,8 +408,9 @@ class RejectWatcher:
         """Closes all reject sockets and ends the thread."""
         self._epoll = None
         for peer_filter, _, _ in self._filters.values():
-            if peer_filter.reject_socket is not None:
-                peer_filter.reject_socket.shutdown(socket.SHUT_RDWR)  # wakes it
+            if (reject_socket := peer_filter.reject_socket) is not None:
+                with contextlib.suppress(OSError):  # the thread was awake, and has closed it
+                    reject_socket.shutdown(socket.SHUT_RDWR)  # wakes it
 
     def close_orphans(self) -> None:
         """Closes reject sockets whose listening socket is closed: they hold its port."""

@@ -741,6 +741,15 @@ def test_a_job_of_slurm_is_read(name: str) -> None:
     assert (state.state, state.is_over, state.exit_code) == JOBS[name]
 
 
+@pytest.mark.parametrize("reason", slurm.PARTITION_LIMITS)
+def test_a_job_that_waits_for_a_larger_partition_says_where_to_look(reason: str) -> None:
+    text = (FIXTURES / "slurm" / "requeued.job.txt").read_text()
+    state = parse_job(text.replace("Reason=BeginTime", f"Reason={reason}"))
+    assert state is not None
+    assert state.describe().startswith(f"PENDING ({reason}: the partition ")
+    assert state.describe().endswith(": see sinfo)")
+
+
 def test_a_job_that_slurm_does_not_know() -> None:
     assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
 

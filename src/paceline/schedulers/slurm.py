@@ -68,6 +68,11 @@ FINAL_STATES = {
     "PREEMPTED", "TIMEOUT", "REVOKED",
 }  # fmt: skip
 REQUEUED_STATES = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to put it back
+# Reasons for which a job waits until somebody changes it or the partition
+PARTITION_LIMITS = {
+    "PartitionNodeLimit": "the partition has fewer nodes, or some are down: see sinfo",
+    "PartitionTimeLimit": "the partition does not allow that much time: see sinfo",
+}
 
 
 class Slurm(Scheduler):
@@ -213,6 +218,8 @@ def parse_job(text: str) -> JobState | None:
     state, reason = fields["JobState"], fields.get("Reason", "None")
     code, _, signal = fields.get("ExitCode", "0:0").partition(":")
     failed = 128 + int(signal) if int(signal or 0) else int(code)
+    if state == "PENDING" and reason in PARTITION_LIMITS:
+        reason += ": " + PARTITION_LIMITS[reason]
     return JobState(
         state=state,
         reason="" if reason == "None" else reason,

@@ -10,7 +10,12 @@ import pytest
 import paceline
 from each_case import each_case
 from paceline.spec.events import PART_NAMES, PARTS
-from paceline.spec.formatting import format_bit_rate, format_duration, format_duration_short
+from paceline.spec.formatting import (
+    closest_match,
+    format_bit_rate,
+    format_duration,
+    format_duration_short,
+)
 
 
 @each_case(
@@ -38,6 +43,14 @@ def test_lengths_of_time(seconds: float, said: str, rough: str) -> None:
 )  # fmt: skip
 def test_rates(rate: float, said: str) -> None:
     assert format_bit_rate(rate) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NPROC", "NPROC_PER_NODE"), ("GRACEE", "GRACE"), ("gr", ""), ("xyz", "")],
+)
+def test_closest_match_prefers_completions(name: str, expected: str) -> None:
+    assert closest_match(name, ["GRACE", "NPROC_PER_NODE_X", "NPROC_PER_NODE"]) == expected
 
 
 def test_the_parts_of_a_step_have_one_set_of_words() -> None:

@@ -78,10 +78,14 @@ def span(seconds: float) -> str:
 
 
 def closest_match(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The most similar name, or an empty string."""
+    """The shortest name that ``name`` begins, else the most similar one, or an empty string."""
     import difflib  # needed only after a mistake
 
-    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    candidates = list(names)
+    completions = [other for other in candidates if len(name) >= 3 and other.startswith(name)]
+    if completions:
+        return min(completions, key=len)
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
     return matches[0] if matches else ""
 
 

@@ -321,6 +321,7 @@ def test_options_that_do_not_go_together() -> None:
     for flags, problem in (
         ({"shard": True}, "--shard cannot be combined with --muon"),
         ({"model": "big"}, "--model has no effect"),
+        ({"mirror": "http://a"}, "--mirror has no effect"),
         ({"vocab_size": 100}, "--vocab-size 100 must be at least 257"),
     ):
         with pytest.raises(SettingError, match=problem):

@@ -48,6 +48,8 @@ class Options:
     """Fields that have no default."""
     derived: ClassVar[tuple[str, ...]] = ()
     """Fields whose 0 stands for a value that the recipe derives."""
+    unused: ClassVar[Mapping[str, str]] = {}
+    """Inherited fields that the recipe refuses and its help omits, each with the reason."""
 
     model: str = ""
     """Model to train, by name."""
@@ -181,6 +183,9 @@ class Options:
                 raise SettingError(
                     f"--{field} is missing", remedy=f"--{field} with a file, a folder or an id"
                 )
+        for field, reason in self.unused.items():
+            if getattr(self, field):
+                raise SettingError(f"--{field} has no effect", found=reason, remedy="leave it out")
         self._validate_numbers()
         for name in self.track:
             check_known("--track", name, TRACKERS)

@@ -49,17 +49,18 @@ _METAVARS = {"whole number": "N", "number": "X", "words": "TEXT…", "one of": "
 
 
 def list_options(kind: type) -> list[Option]:
-    """Lists the options of a class: those it defines first, then the inherited ones."""
+    """Lists the options of a class: those it defines first, then the inherited ones it uses."""
     texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
         texts |= _field_texts(cls)
     hints = typing.get_type_hints(kind)
     own_texts = _field_texts(kind)
     # "run" and positional fields are arguments of the command, not options
+    omitted = {"run", *getattr(kind, "unused", ())}
     fields = [
         field
         for field in dataclasses.fields(kind)
-        if field.name != "run" and not field.metadata.get("positional")
+        if field.name not in omitted and not field.metadata.get("positional")
     ]
     fields.sort(key=lambda field: field.name not in own_texts)
     return [_option(field, hints[field.name], texts[field.name]) for field in fields]

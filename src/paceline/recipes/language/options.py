@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from paceline.recipes.argv import check_at_least, check_part
 from paceline.recipes.options import Options
@@ -16,6 +17,10 @@ class LanguageOptions(Options):
 
     required = ("data",)
     derived = ("epochs", "global_batch", "lr")
+    unused: ClassVar[Mapping[str, str]] = {
+        "mirror": "language has no named data sets",
+        "model": "the model is trained from scratch, with --depth layers",
+    }
 
     depth: int = 4
     """Number of layers. Width, vocabulary, batch, learning rate and length of the training follow
@@ -28,6 +33,8 @@ class LanguageOptions(Options):
     data: str = ""
     """A text file; a jsonl or parquet file with a text in each row; a folder of such files, also
     with train and val parts; or a Hugging Face data set by id or folder."""
+    data_dir: str = ""
+    """Folder whose copies of data files are used instead of the files themselves."""
     test_data: str = ""
     """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
@@ -80,8 +87,6 @@ class LanguageOptions(Options):
         if self.vocab_size:
             check_at_least("--vocab-size", self.vocab_size, 257)
         check_part("--val-fraction", self.val_fraction)
-        refuse_unused(self, "mirror", "language has no named data sets")
-        refuse_unused(self, "model", "the model is trained from scratch, with --depth layers")
         if self.shard and self.muon:
             raise SettingError(
                 "--shard cannot be combined with --muon",
@@ -90,18 +95,13 @@ class LanguageOptions(Options):
             )
 
 
-def refuse_unused(options: Options, field: str, reason: str) -> None:
-    """Raises SettingError if an option is set that the recipe does not use."""
-    if getattr(options, field):
-        raise SettingError(f"--{field} has no effect", found=reason, remedy="leave it out")
-
-
 @dataclass(frozen=True)
 class SftOptions(Options):
     """Fine-tune a causal language model on conversations, texts or preferences."""
 
     required = ("model", "data")
     derived = ("lr",)
+    unused: ClassVar[Mapping[str, str]] = {"mirror": "sft has no named data sets"}
 
     model: str = ""
     """Model to start from: a folder of transformers, a GGUF file, or an id of Hugging Face."""
@@ -124,6 +124,8 @@ class SftOptions(Options):
     data: str = ""
     """A jsonl, json, csv, tsv, parquet or txt file; a folder of such files, also with train, val
     and test parts; or a Hugging Face data set by id or folder."""
+    data_dir: str = ""
+    """Folder whose copies of data files are used instead of the files themselves."""
     test_data: str = ""
     """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
@@ -196,4 +198,3 @@ class SftOptions(Options):
                 found="every process holds the whole model; only what is trained is exchanged",
                 remedy="leave --shard out",
             )
-        refuse_unused(self, "mirror", "sft has no named data sets")

@@ -121,7 +121,8 @@ FASTEST = click.option(
 )  # fmt: skip
 WAIT_FOR_NODES = click.option(
     "--wait-for-nodes", type=Duration(0.0), default=600.0, metavar="DURATION",
-    help="How long to wait for missing hosts that the job needs: 90 (seconds), 10m, 1h.",
+    help="How long to wait for missing hosts that the job needs: 90 (seconds), 10m, 1h. Unless"
+         " --nnodes is a range, a start waits only if you give this option.",
     show_default="10m",
 )  # fmt: skip
 NPROC_PER_NODE = click.option(

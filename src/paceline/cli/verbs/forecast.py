@@ -70,8 +70,8 @@ class ForecastVerb(Verb):
               help="Measure every host alone, instead of only one host of each kind.")  # fmt: skip
 @click.option("--seconds", type=Seconds(0.0), default=DEFAULT_SECONDS, show_default=True,
               metavar="N",
-              help="How long to measure steps in each try. Once begun, a round through all"
-              " batch sizes is completed.")  # fmt: skip
+              help="How long to measure steps, first on one host and then on two. A round through"
+              " all batch sizes that has begun is completed.")  # fmt: skip
 @click.option("--link", type=Parsed("rate", parse_bit_rate), metavar="RATE",
               help="Assume a link such as 100mbit or 1gbit between equal hosts. Steps are then"
                    " measured on one host only.")  # fmt: skip

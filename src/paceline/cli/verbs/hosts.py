@@ -57,7 +57,7 @@ def command(
     local           this machine
 
     Without SOURCE, the command takes the hosts from the first of these that exists:
-    PACELINE_OPT_HOSTS, [run] hosts of ./paceline.toml, the allocation in which it runs, the
+    PACELINE_OPT_HOSTS, [run] hosts of ./paceline.toml, the Slurm allocation in which it runs, the
     [hosts.NAME] tables of ./paceline.toml, this machine. These tables also override any other
     description of a host. No file is changed.
 

@@ -22,8 +22,9 @@ def command(ctx: click.Context, /, **_: object) -> None:
 
     Without RUN, use the run in progress below runs/, otherwise the newest.
 
-    A checkpoint is "signed", "unsigned" (made by another user, on another machine, or by an
-    earlier version), or "changed". If any has changed, the exit status is 1.
+    A checkpoint is "signed", "unsigned" (made by another user, on another machine or by an earlier
+    version, or in a folder that was copied or renamed), or "changed". If any has changed, the exit
+    status is 1.
     """
     from paceline.rundir import signatures
 

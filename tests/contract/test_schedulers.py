@@ -638,10 +638,11 @@ def test_what_is_no_mpi_is_not_recognised() -> None:
 MPIS = {
     "intel": "mpiexec -bootstrap ssh -iface eth0 -hosts n1,10.0.0.2 -ppn 1 -n 2 -v",
     "mpich": "mpiexec -launcher ssh -iface eth0 -hosts n1,10.0.0.2 -ppn 1 -n 2 -v",
-    "openmpi": "mpiexec --mca plm_rsh_agent ssh --mca plm_rsh_args '-F /c' "
+    "openmpi": "mpiexec --mca plm_rsh_agent '/c/ssh : ssh' --mca plm_rsh_no_tree_spawn 1 "
+    "--mca plm_rsh_args '-F /c/ssh_config' "
     "--mca orte_enable_recovery 1 --mca orte_abort_on_non_zero_status 0 "
     "--mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0 --host n1:1,10.0.0.2:1 -np 2 "
-    "--map-by ppr:1:node --bind-to none -x PACELINE_CALL_KEY -v",
+    "--map-by ppr:1:node --bind-to none -v",
 }
 
 

@@ -76,7 +76,7 @@ class TestMpi(EveryTransport):
 def test_key_and_forwarded_secret_are_in_no_command_line_and_not_on_the_wire(
     transport: Transport,
 ) -> None:
-    """MPI passes the environment on in the clear: it must not have the secret."""
+    """MPI sends the environment in the clear, and to whoever asks: it must not have them."""
     transport = replace(transport, env={"T_SECRET": SECRET})
     words = ("--env", "T_SECRET", "--no-torch", "-p", "1", "end.py", "wait")
     with sniffed(transport.site) as seen, transport.started(*words) as (_, directory):
@@ -88,7 +88,7 @@ def test_key_and_forwarded_secret_are_in_no_command_line_and_not_on_the_wire(
     secrets = [word.encode() for word in (SECRET, *keys) if word]
     assert not [line for line in lines if any(secret in line for secret in secrets)]
     assert len(seen) > 10_000
-    assert SECRET.encode() not in seen
+    assert not [secret for secret in secrets if secret in seen]
 
 
 def _read(path: str) -> bytes:

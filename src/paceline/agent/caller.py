@@ -1,8 +1,8 @@
 """Connects a node's agent to its launcher over TLS, if the scheduler provides no stream to it.
 
 This source is part of the command that a scheduler or a person starts; the key is in the
-environment, never in a command. Standard library only. It starts the agent and relays its standard
-streams, so that the agent works as over SSH.
+environment or a file, never in a command. Standard library only. It starts the agent and relays its
+standard streams, so that the agent works as over SSH.
 
 The launcher's certificate is made for this run and unverified: both sides prove that they know the
 key *and* that they see the same certificate. The caller proves first. ``mac`` is HMAC-SHA256 under
@@ -424,12 +424,21 @@ def dismiss(agent: "subprocess.Popen[bytes]") -> None:
         agent.terminate()
 
 
+def take_key(config: Dict[str, Any]) -> bytes:
+    """Removes the key from the environment, or reads its file; OSError if it has neither."""
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key and "key_file" in config:
+        with open(config["key_file"]) as file:
+            key = file.read()
+    return bytes.fromhex(key.strip())
+
+
 def main(text: str) -> None:
     """Runs the caller. ``text``: a JSON object, made by ``caller_config`` of the launcher."""
-    key = bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))
+    config = json.loads(text)
     close_listeners()
     try:
-        sys.exit(become_agent(json.loads(text), key))
+        sys.exit(become_agent(config, take_key(config)))
     except (OSError, CallRefused) as error:
         sys.stderr.write("paceline-call: %s: %s\n" % (socket.gethostname(), error))
         sys.exit(1)

@@ -288,6 +288,7 @@ def caller_config(
     names: Sequence[str] = (),
     wrap: Callable[[list[str]], list[str]] = list,
     is_single_use: bool = False,
+    key_file: str = "",
 ) -> dict[str, Any]:
     """The configuration of a node's caller.
 
@@ -300,6 +301,7 @@ def caller_config(
         info: Further entries of the node's description of itself.
         wrap: Wraps the agent's command, for example in a container engine's.
         is_single_use: The agent cannot reconnect: a broken connection is its end.
+        key_file: File with the key, for nodes whose environment does not have it.
     """
     is_uniform = len(set(pythons)) == 1
     return {
@@ -312,6 +314,7 @@ def caller_config(
         "agent": wrap(agent_command("@")),
         **({"once": True} if is_single_use else {}),
         **({"about": dict(info)} if info else {}),
+        **({"key_file": key_file} if key_file else {}),
     }
 
 

@@ -44,6 +44,8 @@ class Start:
         strip: Regular expression of variables that the agents must not inherit: their ranks would
             join the scheduler's job.
         names: Variables with the scheduler's name for the node.
+        key_file: File for the key, which processes on this machine read; the command gives the key
+            to the others as :data:`caller.KEY_VARIABLE`. If empty, its environment has the key.
     """
 
     argv: tuple[str, ...]
@@ -51,6 +53,7 @@ class Start:
     places: tuple[str, ...]
     strip: str
     names: tuple[str, ...] = ()
+    key_file: str = ""
 
 
 class Starter(Protocol):
@@ -238,11 +241,15 @@ class _Command:
         """Starts the command; agents connect to the launcher's ``addresses`` with its ``key``."""
         config = caller_config(
             addresses, self._pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
-            start.names,
+            start.names, key_file=start.key_file,
         )  # fmt: skip
+        env = {**start.env, caller.KEY_VARIABLE: None if start.key_file else key.hex()}
+        if start.key_file:
+            Path(start.key_file).touch(mode=0o600)
+            Path(start.key_file).write_text(f"{key.hex()}\n", encoding="ascii")
         self._name = Path(start.argv[0]).name
         argv = [*start.argv, *caller_command(config)]
-        self._process = await _spawn(argv, {**start.env, caller.KEY_VARIABLE: key.hex()})
+        self._process = await _spawn(argv, env)
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(_read(self._process.stdout, self._output))
         self._leftovers = asyncio.create_task(leftover_processes(self._process))

@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from paceline.remote.openssh import BATCH_SETTINGS, SSH_FAILED, Refusal, SshOpti
 from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.scheduled import ScheduledTransport, Start, run_command
+from paceline.schedulers import mpi_ssh
 from paceline.schedulers.commands import last_lines
 from paceline.schedulers.scheduler import SSH_OPTIONS, START_OPTIONS, Options, Scheduler
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
@@ -36,6 +38,8 @@ MPIEXEC_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 MAX_ROUTES = 8  # hosts: the others are reached by the same route
 MAX_CONCURRENT_PROBES = 8
+MAX_HOSTS = 4096  # that one process of Intel MPI may log in to
+SSH, CONFIG, KEY = "ssh", "ssh_config", "key"  # files for MPI's own logins
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +119,17 @@ def _read_version(path: str) -> Mpi | None:
 # --- rendering: pure ----------------------------------------------------------------------------
 
 
-def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str,
+def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_folder: str,
             callback_interface: str | None = None) -> list[str]:  # fmt: skip
     """Returns the mpiexec call that starts one process on each host; append its command.
 
     Args:
         mpi, hosts, options: The MPI, the hosts, and the user's options.
-        ssh_config: Path of the ssh config for MPI's own logins.
+        ssh_folder: Folder of MPI's ssh and its config.
         callback_interface: Interface of this machine that the hosts reach; ``None`` if unknown.
     """
     render = _RENDERERS[mpi.flavour]
-    return [mpi.path, *render(hosts, options, ssh_config, callback_interface), *options.arguments]
+    return [mpi.path, *render(hosts, options, ssh_folder, callback_interface), *options.arguments]
 
 
 _Renderer = Callable[[Sequence[Host], Options, str, "str | None"], list[str]]
@@ -134,7 +138,7 @@ _Renderer = Callable[[Sequence[Host], Options, str, "str | None"], list[str]]
 def _hydra(launcher: str) -> _Renderer:
     """Returns the renderer for Hydra; without an interface, its proxies call this host's name."""
 
-    def render(hosts: Sequence[Host], options: Options, ssh_config: str,
+    def render(hosts: Sequence[Host], options: Options, ssh_folder: str,
                callback_interface: str | None) -> list[str]:  # fmt: skip
         names = ",".join(host.address for host in hosts)
         user_interface = {"-iface", "-localhost"} & set(options.arguments)
@@ -145,18 +149,20 @@ def _hydra(launcher: str) -> _Renderer:
     return render
 
 
-def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str,
+def _openmpi(hosts: Sequence[Host], options: Options, ssh_folder: str,
              callback_interface: str | None) -> list[str]:  # fmt: skip
     """Renders Open MPI's options; its daemons call back by all addresses of this machine."""
     names = ",".join(f"{host.address}:1" for host in hosts)
     # the end of one agent must not end the others; the launcher decides
-    mca = {"plm_rsh_agent": "ssh", "plm_rsh_args": f"-F {ssh_config}",
+    # daemons look for the agent, too; with a tree, they would call each other
+    mca = {"plm_rsh_agent": f"{ssh_folder}/{SSH} : ssh", "plm_rsh_no_tree_spawn": "1",
+           "plm_rsh_args": f"-F {ssh_folder}/{CONFIG}",
            "orte_enable_recovery": "1", "orte_abort_on_non_zero_status": "0"}  # fmt: skip
     if options.interface:
         mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
     settings = [word for name, value in mca.items() for word in ("--mca", name, value)]
     placing = ["--map-by", "ppr:1:node", "--bind-to", "none"]
-    return [*settings, "--host", names, "-np", str(len(hosts)), *placing, "-x", KEY_VARIABLE]
+    return [*settings, "--host", names, "-np", str(len(hosts)), *placing]
 
 
 _RENDERERS: dict[str, _Renderer] = {
@@ -166,14 +172,19 @@ _RENDERERS: dict[str, _Renderer] = {
 }
 
 
-def mpiexec_variables(mpi: Mpi, ssh_config: str, is_root: bool) -> dict[str, str | None]:
+def mpiexec_variables(mpi: Mpi, ssh_folder: str, is_root: bool) -> dict[str, str | None]:
     """Returns the variables to set for mpiexec itself; ``None`` removes one."""
     if mpi.flavour == "openmpi":
         names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if is_root else ()
         return dict.fromkeys(names, "1")
+    ssh, arguments = f"{ssh_folder}/{SSH}", f"-F {ssh_folder}/{CONFIG}"
     return {
-        "HYDRA_LAUNCHER_EXTRA_ARGS": f"-F {ssh_config}",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": f"-F {ssh_config}",
+        "HYDRA_LAUNCHER_EXEC": ssh,
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC": ssh,
+        "HYDRA_LAUNCHER_EXTRA_ARGS": arguments,
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": arguments,
+        # no tree of logins: the hosts do not have our ssh
+        "I_MPI_HYDRA_BRANCH_COUNT": str(MAX_HOSTS),
         "I_MPI_HYDRA_HOST_FILE": None,
         "HYDRA_HOST_FILE": None,
     }
@@ -300,7 +311,7 @@ def launch_refusal(host: Host, output: str) -> Refusal:
 class MpiStarter:
     """Starts one mpiexec for all hosts, and another for each host that is lost.
 
-    Their ssh config is in a temporary folder until the end.
+    Their ssh, its config and the key of the run are in a temporary folder until the end.
     """
 
     starts_each_host = False
@@ -309,18 +320,29 @@ class MpiStarter:
         self._options = options
         self._mpi = find_mpi(options.mpiexec)
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-mpi-")
-        self._config = str(Path(self._folder.name) / "ssh_config")
+        folder = Path(self._folder.name)
+        self._config, self._key_file = str(folder / CONFIG), str(folder / KEY)
+        ssh = [sys.executable, "-I", mpi_ssh.__file__, self._key_file, KEY_VARIABLE]
+        (folder / SSH).write_text(f'#!/bin/sh\nexec {shell_text(ssh)} "$@"\n', encoding="utf-8")
+        (folder / SSH).chmod(0o700)
+        if not os.access(folder / SSH, os.X_OK):
+            raise SettingError(
+                "--via mpi needs a program of its own, and temporary files cannot be run",
+                found=f"{tempfile.gettempdir()} is mounted with noexec",
+                remedy="Set TMPDIR to a folder on another disk: export TMPDIR=FOLDER",
+            )
         self._logins: dict[str, Host] = {}  # all that it is for
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """Returns the mpiexec call."""
         self._write_config(hosts)
         argv = await self._command(hosts)
-        return Start(tuple(argv), self._environment(), RANK_VARIABLES, PROCESS_VARIABLES)
+        variables = RANK_VARIABLES, PROCESS_VARIABLES
+        return Start(tuple(argv), self._environment(), *variables, key_file=self._key_file)
 
     async def _command(self, hosts: Sequence[Host]) -> list[str]:
         callback_interface = await interface_towards(hosts, self._options.ssh)
-        return command(self._mpi, hosts, self._options, self._config, callback_interface)
+        return command(self._mpi, hosts, self._options, self._folder.name, callback_interface)
 
     def _write_config(self, hosts: Sequence[Host]) -> None:
         """Adds hosts to the ssh config; replaces it atomically, because ssh may be reading it."""
@@ -331,14 +353,14 @@ class MpiStarter:
         temporary.replace(self._config)
 
     def _environment(self) -> Mapping[str, str | None]:
-        return mpiexec_variables(self._mpi, self._config, is_root=os.geteuid() == 0)
+        return mpiexec_variables(self._mpi, self._folder.name, is_root=os.geteuid() == 0)
 
     def hopeless(self, output: str) -> bool:
         """Whether a host cannot be reached, so that mpiexec cannot succeed."""
         return bool(_HOPELESS.search(output))
 
     def end(self) -> None:
-        """Removes the ssh config."""
+        """Removes the folder."""
         self._folder.cleanup()
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
@@ -372,7 +394,7 @@ class MpiStarter:
                     "--mpiexec PATH",
                 )
         argv = [*await self._command([host]), "hostname"]
-        status, output = await run_command(argv, {KEY_VARIABLE: "", **self._environment()})
+        status, output = await run_command(argv, self._environment())
         return launch_refusal(host, output) if status != 0 else None
 
 

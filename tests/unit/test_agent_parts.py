@@ -641,17 +641,24 @@ def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], a
     assert bootstrap.is_trusted_path("/home/me") is alone
 
 
-@pytest.mark.parametrize(("group", "members", "mode", "alone"), [
-    ("me", [], 0o775, True), ("me", ["me"], 0o770, True), ("me", ["me", "you"], 0o775, False),
-    ("staff", [], 0o775, False), ("me", [], 0o777, False),
+@pytest.mark.parametrize(("group", "members", "mode", "other_group", "alone"), [
+    ("me", [], 0o775, 8, True), ("me", ["me"], 0o770, 8, True),
+    ("me", ["me", "you"], 0o775, 8, False), ("me", [], 0o775, 7, False),
+    ("staff", [], 0o775, 8, False), ("me", [], 0o777, 8, False),
 ])  # fmt: skip
 def test_a_folder_that_the_users_own_group_can_write_is_ours_alone(
-    group: str, members: list[str], mode: int, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    group: str, members: list[str], mode: int, other_group: int, alone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With a umask of 002, as Debian and Red Hat set it, ``~/.cache`` is such a folder."""
     status = os.stat_result([mode, 0, 0, 0, os.getuid(), 7, 0, 0, 0, 0])
     monkeypatch.setattr(bootstrap.os, "lstat", lambda _: status)
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="me"))
+    users = [
+        SimpleNamespace(pw_name="me", pw_uid=os.getuid(), pw_gid=7),
+        SimpleNamespace(pw_name="you", pw_uid=os.getuid() + 1, pw_gid=other_group),
+    ]
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: users[0])
+    monkeypatch.setattr(pwd, "getpwall", lambda: users)
     monkeypatch.setattr(grp, "getgrgid", {7: SimpleNamespace(gr_name=group, gr_mem=members)}.get)
     assert bootstrap.is_trusted_path("/") is alone
 

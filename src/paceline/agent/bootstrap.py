@@ -29,7 +29,9 @@ def is_private_group(number):
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
     except KeyError:
         return False
-    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    if group.gr_name != user.pw_name or not set(group.gr_mem) <= {user.pw_name}:
+        return False
+    return all(other.pw_uid == os.getuid() for other in pwd.getpwall() if other.pw_gid == number)
 
 def is_trusted_path(path, sticky=False):
     """Whether nobody else can change what is at a resolved path, up to the root, as sshd checks.

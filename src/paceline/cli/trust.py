@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.agent import bootstrap
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
@@ -145,22 +146,10 @@ def foreign_reason(path: Path) -> str:
         if info.st_uid not in (os.geteuid(), 0):
             return "belongs to another user"
     if info.st_mode & stat.S_IWOTH or (
-        info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid)
+        info.st_mode & stat.S_IWGRP and not bootstrap.is_private_group(info.st_gid)  # type: ignore[no-untyped-call]
     ):
         return "can be written by others"
     return ""
-
-
-def _is_private_group(number: int) -> bool:
-    """Whether a group is the user's private one, as many systems make for every user."""
-    import grp
-    import pwd
-
-    try:
-        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
-    except KeyError:
-        return False
-    return group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}
 
 
 def trust_file() -> Path:

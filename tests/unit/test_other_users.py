@@ -15,6 +15,7 @@ from paceline.agent.files import safe_paths
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
 from paceline.agent.multiplexing import FILES, Reassembler
 from paceline.agent.supervision.activation import INDUCTOR_CACHE, job_environment
+from paceline.agent.surveys import checks
 from paceline.cli import main
 from paceline.cli.settings_file import read_settings_file
 from paceline.hosts import read_hosts
@@ -178,3 +179,19 @@ def test_a_greeting_is_short() -> None:
     assert len(decoder.feed(hello)) == 1
     with pytest.raises(ValueError, match="more than 2 MiB"):
         list(Reassembler(MAX_HELLO).add({"part": FILES, "more": 1}, hello))
+
+
+def test_tokens_of_a_check_are_neither_written_nor_read_through_what_others_made(
+    tmp_path: Path,
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (tmp_path / "token.new").symlink_to(victim)
+    assert not checks.write_token(str(tmp_path), "token", "ours")["ok"]
+    assert victim.read_text() == "as it was"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(victim)
+    (tmp_path / "token.new").unlink()
+    assert checks.write_token(str(tmp_path), "token", "ours") == {"ok": True}
+    seen = checks.read_tokens(str(tmp_path), ["pipe", "link", "token"])["seen"]
+    assert seen == {"token": "ours"}

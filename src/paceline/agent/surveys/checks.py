@@ -32,6 +32,7 @@ MAX_UNPROVEN = 64  # connections to a sink that may be proving the key; beyond t
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 SYN_RECV = "03"  # state in /proc/net/tcp
 RTF_REJECT = 0x200
+MAX_TOKEN_BYTES = 1 << 10
 MAX_OUTPUT_BYTES = 1 << 16  # of a command, from its end
 MAX_HASHED_FILES, MAX_HASHED_BYTES = 64, 1 << 20  # of a tree, and of each of its files
 NVIDIA_SMI_TIMEOUT_S = 10.0
@@ -202,7 +203,10 @@ def write_token(folder: str, name: str, content: str) -> Message:
     path, temporary = Path(folder) / name, Path(folder) / (name + ".new")
     step = "write"
     try:
-        temporary.write_text(content)
+        # in a folder of several users, one of them may have made a link of that name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(safe_paths.open_file(folder, temporary.name, flags), "w") as file:
+            file.write(content)
         step = "rename"
         os.replace(str(temporary), str(path))
     except OSError as error:
@@ -216,7 +220,9 @@ def read_tokens(folder: str, names: List[str]) -> Message:
     seen = {}
     for name in names:
         with contextlib.suppress(OSError):
-            seen[name] = (Path(folder) / name).read_text()
+            fd = safe_paths.open_file(folder, name, os.O_RDONLY)
+            seen[name] = os.read(fd, MAX_TOKEN_BYTES).decode(errors="replace")
+            os.close(fd)
     return {
         "exists": os.path.isdir(folder),
         "seen": seen,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.agent import server, warm
 from paceline.agent.files import safe_paths
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
 from paceline.agent.multiplexing import FILES, Reassembler
 from paceline.agent.supervision.activation import INDUCTOR_CACHE, job_environment
 from paceline.agent.surveys import checks
-from paceline.cli import main
+from paceline.cli import main, supervise
 from paceline.cli.settings_file import read_settings_file
 from paceline.hosts import read_hosts
 from paceline.rundir.directory import RunDirectory, require_usable
@@ -195,3 +197,25 @@ def test_tokens_of_a_check_are_neither_written_nor_read_through_what_others_made
     assert checks.write_token(str(tmp_path), "token", "ours") == {"ok": True}
     seen = checks.read_tokens(str(tmp_path), ["pipe", "link", "token"])["seen"]
     assert seen == {"token": "ours"}
+
+
+# --- what other processes than the command make
+
+
+@pytest.mark.parametrize("start", ["supervisor", "agent", "warm agent"])
+def test_processes_on_hosts_make_nothing_that_others_may_write(
+    start: str, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as ``~/.config`` and the folder of jobs, with a login's umask of 000."""
+    folder = str(Path.cwd())
+    if start == "supervisor":
+        with pytest.raises(KeyError):  # no folder
+            supervise.main()
+    elif start == "agent":
+        monkeypatch.setattr(server.guard, "fork_agent", lambda package: sys.exit())
+        monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+        with pytest.raises(SystemExit):
+            server.main("", "", False)
+    else:
+        warm.Login(dict(os.environ), folder, umask).apply()
+    assert os.umask(umask) == umask | 0o002

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import detached_runs, warm
-from .files import data, data_requests, outputs, snapshot, transfer
+from .files import data, data_requests, outputs, safe_paths, snapshot, transfer
 from .files.blocks import RECEIVING, SENDING, Downloads, Uploads
 from .frames import Message
 from .lease import Lease
@@ -429,6 +429,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     """
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # batch systems send them to all processes
+    safe_paths.tighten_umask()
     guard_errors = guard.fork_agent(package)  # returns in the agent only
     processes.adopt_orphans()
     input_fd, output_fd = os.dup(0), os.dup(1)

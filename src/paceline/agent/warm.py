@@ -59,9 +59,12 @@ class Login(NamedTuple):
 
     def apply(self) -> None:
         """Gives this process that environment, umask and folder."""
+        from .files import safe_paths  # here: fork servers have no need of it
+
         os.environ.clear()
         os.environ.update(self.env)
         os.umask(self.umask)
+        safe_paths.tighten_umask()
         with contextlib.suppress(OSError):
             os.chdir(self.cwd)
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.agent.files import safe_paths
 from paceline.cli.launch import run_to_end
 from paceline.launch import failure_analysis
 from paceline.launch.launcher import Takeover, secrets_of
@@ -213,6 +214,7 @@ class StartDetector:
 
 def main() -> int:
     """Runs the supervisor: its argument is a descriptor, and a variable names its folder."""
+    safe_paths.tighten_umask()
     folder, needed = Path(os.environ.pop(FOLDER_VARIABLE)), int(sys.argv[1])
     line = LauncherLink(needed, folder / LOG)
     order = line.order

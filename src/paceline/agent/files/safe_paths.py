@@ -241,6 +241,11 @@ def _keeps_names(folder: str) -> bool:
     return bool(is_sticky_or_closed) and status.st_uid in (0, os.getuid())
 
 
+def tighten_umask() -> None:
+    """Makes files that this process will create unwritable for others, whatever its umask was."""
+    os.umask(os.umask(0o077) | 0o002)
+
+
 def private_temp_folder(name: str, fallback: str) -> str:
     """Makes a folder below /tmp that only this user can write; ``fallback`` if the name is taken.
 

@@ -653,6 +653,14 @@ def test_the_command_of_an_mpi(flavour: str) -> None:
     assert mpi.command(found, HOSTS, options, "/c") == shlex.split(MPIS[flavour])
 
 
+def test_mpiexec_gets_the_key_only_if_its_logins_do_not_carry_it() -> None:
+    found = mpi.Mpi("openmpi", "1", "mpiexec")
+    for arguments, gets_key in (("-v",), False), (("--mca", "plm", "slurm"), True):
+        options = Options(arguments=arguments)
+        assert mpi.uses_our_ssh(options) is not gets_key
+        assert ("PACELINE_CALL_KEY" in mpi.command(found, HOSTS, options, "/c")) is gets_key
+
+
 @pytest.mark.parametrize("flavour", ["intel", "mpich"])
 def test_hydra_calls_back_by_address(flavour: str) -> None:
     """By the interface that the hosts reach, unless the user says otherwise."""

@@ -40,6 +40,8 @@ MAX_ROUTES = 8  # hosts: the others are reached by the same route
 MAX_CONCURRENT_PROBES = 8
 MAX_HOSTS = 4096  # that one process of Intel MPI may log in to
 SSH, CONFIG, KEY = "ssh", "ssh_config", "key"  # files for MPI's own logins
+# flags of the user with which MPI may start its processes without our ssh
+LOGIN_FLAGS = {"-bootstrap-exec", "-launcher-exec", "plm", "plm_rsh_agent"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,11 @@ def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_folder: str,
 _Renderer = Callable[[Sequence[Host], Options, str, "str | None"], list[str]]
 
 
+def uses_our_ssh(options: Options) -> bool:
+    """Whether MPI's logins carry the key of the run. If not, ``mpiexec`` passes it on."""
+    return not LOGIN_FLAGS & set(options.arguments)
+
+
 def _hydra(launcher: str) -> _Renderer:
     """Returns the renderer for Hydra; without an interface, its proxies call this host's name."""
 
@@ -162,7 +169,8 @@ def _openmpi(hosts: Sequence[Host], options: Options, ssh_folder: str,
         mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
     settings = [word for name, value in mca.items() for word in ("--mca", name, value)]
     placing = ["--map-by", "ppr:1:node", "--bind-to", "none"]
-    return [*settings, "--host", names, "-np", str(len(hosts)), *placing]
+    key = [] if uses_our_ssh(options) else ["-x", KEY_VARIABLE]
+    return [*settings, "--host", names, "-np", str(len(hosts)), *placing, *key]
 
 
 _RENDERERS: dict[str, _Renderer] = {
@@ -337,8 +345,9 @@ class MpiStarter:
         """Returns the mpiexec call."""
         self._write_config(hosts)
         argv = await self._command(hosts)
+        key_file = self._key_file if uses_our_ssh(self._options) else ""
         variables = RANK_VARIABLES, PROCESS_VARIABLES
-        return Start(tuple(argv), self._environment(), *variables, key_file=self._key_file)
+        return Start(tuple(argv), self._environment(), *variables, key_file=key_file)
 
     async def _command(self, hosts: Sequence[Host]) -> list[str]:
         callback_interface = await interface_towards(hosts, self._options.ssh)

@@ -30,9 +30,11 @@ def with_key(arguments: Sequence[str], variable: str) -> list[str]:
 
 
 def main(key_file: str, variable: str, *arguments: str) -> None:
-    """Becomes ssh."""
-    os.dup2(os.open(key_file, os.O_RDONLY), 0)
-    os.execvp("ssh", ["ssh", *with_key(arguments, variable)])  # noqa: S606
+    """Becomes ssh; without a key file, as it is."""
+    if os.path.exists(key_file):  # noqa: PTH110 - imports little
+        os.dup2(os.open(key_file, os.O_RDONLY), 0)
+        arguments = tuple(with_key(arguments, variable))
+    os.execvp("ssh", ["ssh", *arguments])  # noqa: S606
 
 
 if __name__ == "__main__":

@@ -147,6 +147,16 @@ def test_results_are_not_written_where_another_user_could_replace_them(open_fold
     require_usable(open_folder / "planted")
 
 
+def test_a_link_of_another_user_to_a_folder_of_a_team_is_refused(open_folder: Path) -> None:
+    """It would choose which folder of ours results go to."""
+    (open_folder / "own").mkdir()
+    (open_folder / "own").chmod(0o770)
+    (open_folder / "planted").symlink_to("own")
+    for name in ("planted", "planted/one"):
+        with pytest.raises(SettingError, match="belongs to another user"):
+            require_usable(open_folder / name)
+
+
 def test_settings_and_hosts_that_another_user_left_there_are_refused(open_folder: Path) -> None:
     (open_folder / "paceline.toml").write_text('[run]\nhosts = "elsewhere"\n')
     with pytest.raises(SettingError, match=r"paceline\.toml belongs to another user"):

@@ -333,7 +333,7 @@ def _is_team_folder(path: Path) -> bool:
 
     Nobody names the folder ``runs`` in which runs are by default.
     """
-    status = path.stat()
+    status = path.lstat()  # anybody may make a link to one
     is_for_group = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) == stat.S_IWGRP
     is_member = status.st_gid in (os.getegid(), *os.getgroups())
     return path.name != names.DEFAULT_PARENT and is_for_group and is_member

@@ -23,6 +23,7 @@ from agents import Served, agent_in_thread
 from paceline.agent.files import outputs as agent_outputs
 from paceline.agent.files import snapshot
 from paceline.agent.supervision.rank_process import RankProcess
+from paceline.launch.planning.placement import Supplies
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.detached_file import LineSeals
@@ -32,7 +33,7 @@ from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, sc
 from paceline.transfer import output_folders, outputs, results, torch_files
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
 from paceline.transfer.outputs import OutputStore
-from paceline.transfer.tree import Manifest
+from paceline.transfer.tree import Manifest, read_tree
 
 HOUR_S = 3600.0
 
@@ -886,6 +887,40 @@ def test_a_checkpoint_of_another_run_that_hosts_do_not_get_is_named(
     assert not notes_of("third", "out/ckpt.pt")
     (place.project / "out/ckpt.pt").write_bytes(b"of the user")
     assert not notes_of("second")
+
+
+def test_files_of_another_run_keep_their_times(place: Place) -> None:
+    """A script may take the latest of its checkpoints, also in a new run directory."""
+    paths = ("out/ckpt_10.pt", "out/ckpt_9.pt")
+
+    async def write_first(served: Served) -> None:
+        folder = await place.folder(served, "n1")
+        for path, age_s in zip(paths, (60.0, 120.0), strict=True):
+            place.write("n1", path, zipped(path), age_s)
+        await place.store.sync(folder)
+
+    run(write_first)
+    second = place.run.parent / "second"
+    second.mkdir()
+    sync = OutputSync(second, place.notes.append)
+    tree = read_tree(place.project)
+    assert {str(entry[0]) for entry in tree.manifest} >= set(paths)
+    code = sync.set_code(Supplies(code=tree)).code
+    assert code is not None
+    assert {str(entry[0]) for entry in code.manifest} == {"train.py", "table.csv"}
+
+    async def send_second(served: Served) -> None:
+        served.agent.folders.append(place.jobs)
+        folder = OutputFolder("n2", served.node.channel, str(place.copy("n2")))
+        await sync.store.open_folder(folder)
+        await sync.store.send(folder)
+        for path in paths:
+            copied, original = ((root / path).stat() for root in (place.copy("n2"), place.project))
+            assert copied.st_mtime == pytest.approx(original.st_mtime, abs=1e-3)
+        await sync.store.sync(folder)
+        assert not place.notes
+
+    run(send_second)
 
 
 def test_rank_0_on_this_machine_writes_in_place(place: Place) -> None:

@@ -369,8 +369,8 @@ class Launcher:
         self.driver.show_imports()
         plan: Plan
         plan, _ = await gather_all([planning, warming])
-        self._provisioner.supplies = reading.result()
-        self._outputs.set_code(reading.result(), survey.scripts_project(self._request))
+        project = survey.scripts_project(self._request)
+        self._provisioner.supplies = self._outputs.set_code(reading.result(), project)
         self.driver.set_plan(plan)
         self._results.set_first_node(fleet.first)
         await self._provisioner.send(plan, fleet)

@@ -110,14 +110,18 @@ class OutputStore:
         self._arrivals: Arrivals | None = None
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
-    def set_code(self, project: Path | None, manifest: Manifest) -> None:
-        """Sets the project, which is not here in a detached run, and the files sent from it."""
+    def set_code(self, project: Path | None, manifest: Manifest) -> set[str]:
+        """Sets the project, which is not here in a detached run, and the files sent from it.
+
+        Returns:
+            Paths in ``manifest`` that other runs wrote: they are sent as outputs, not as code.
+        """
         self.project = project
         self.journal.confirm_pending(project)
         sent = {str(entry[0]) for entry in manifest}
-        if project is not None and sent:
-            sent -= self.journal.adopt(project, sent)
-        self._code = frozenset(map(fold_name, sent))
+        adopted = self.journal.adopt(project, sent) if project is not None and sent else set()
+        self._code = frozenset(map(fold_name, sent - adopted))
+        return adopted
 
     def _was_sent(self, path: str) -> bool:
         return fold_name(path) in self._code

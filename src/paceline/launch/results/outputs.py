@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,18 @@ class OutputSync:
         self._source: Node | None = None  # has rank 0, or had it last
         self._problem = ""
 
-    def set_code(self, supplies: Supplies, project: Path | None = None) -> None:
-        """Sets the code that nodes get, and its folder if this is the user's machine."""
+    def set_code(self, supplies: Supplies, project: Path | None = None) -> Supplies:
+        """Sets the code that nodes get, and its folder if this is the user's machine.
+
+        Returns:
+            The supplies without files that other runs wrote: nodes get these with their times.
+        """
         self._source, self._project = None, project
-        if (tree := supplies.code) is not None:
-            self._tree = tree
-            self.store.set_code(tree.root if tree.copy is None else None, tree.manifest)
+        if (tree := supplies.code) is None:
+            return supplies
+        root = tree.root if tree.copy is None else None
+        self._tree = tree.without(self.store.set_code(root, tree.manifest))
+        return replace(supplies, code=self._tree)
 
     # --- before ranks start ------------------------------------------------------------------
 

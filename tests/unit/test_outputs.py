@@ -21,7 +21,7 @@ import pytest
 
 from agents import Served, agent_in_thread
 from paceline.agent.files import outputs as agent_outputs
-from paceline.agent.files import snapshot
+from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.planning.placement import Supplies
 from paceline.launch.results.outputs import OutputSync
@@ -552,6 +552,50 @@ def test_what_a_lost_launcher_had_not_fetched_comes_at_the_next_start(place: Pla
         await served.ask("discard_uncollected", root=str(kept.parent))
         assert kept.parent.exists()
         assert not kept.exists()
+
+    run(work)
+
+
+def test_what_a_host_without_power_had_not_sent_comes_at_the_next_start(place: Place) -> None:
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        kept = snapshot.make_run_folder(key)
+        served.agent.run_keys[key] = []
+        folder = await place.folder(served, "n1")
+        served.agent.job.ranks = [RankProcess(0, 0)]
+        place.write("n1", "out/first.pt", zipped("first"))
+        await place.store.sync(folder)
+        place.write("n1", "out/last.pt", zipped("last"), age_s=10)
+        sources = json.loads((kept / snapshot.SOURCES_FILE).read_text())
+        assert [*sources] == [str(place.copy("n1"))]
+        (place.jobs.parents[1] / "elsewhere").mkdir()
+        sources[str(place.jobs.parents[1] / "elsewhere")] = 0  # forged
+        (kept / snapshot.SOURCES_FILE).write_text(json.dumps(sources))
+        served.agent.run_keys.clear()  # as in a new agent
+        answer = await served.ask("run_folder", key=key, own=True)
+        again = OutputFolder("n1", served.node.channel, f"{answer['folder']}/.uncollected")
+        assert await place.fresh_store().fetch_uncollected(again) == (["out/last.pt"], True)
+        assert not (kept / snapshot.SOURCES_FILE).exists()
+
+    run(work)
+
+
+def test_an_agent_that_ends_itself_leaves_no_record_of_sources(place: Place) -> None:
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        kept = snapshot.make_run_folder(key)
+        served.agent.run_keys[key] = []
+        folder = await place.folder(served, "n1")
+        served.agent.job.ranks = [RankProcess(0, 0)]
+        await place.store.sync(folder)
+        assert (kept / snapshot.SOURCES_FILE).exists()
+        await served.ask("forget_outputs")
+        agent_outputs.keep_uncollected(served.agent)
+        assert [path.name for path in kept.iterdir() if path.name != safe_paths.INCOMING] == [
+            snapshot.MARK_FILE
+        ]
 
     run(work)
 

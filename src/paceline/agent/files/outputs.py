@@ -25,6 +25,7 @@ INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file tha
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
 _SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))
 UNCOLLECTED = ".uncollected"  # in a run's folder: files that had not been fetched at the end
+_MAX_SOURCES_BYTES = 64 << 10
 SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg")
 MAX_HEADER_BYTES = 64 << 20
@@ -183,6 +184,7 @@ def list_outputs(agent: Agent, request: Message, _: bytes) -> None:
     files, latest_us = list_written(root, since_us)
     if Path(root).parent in agent.folders and since_us <= latest_us:
         agent.output_roots[root] = since_us
+        _record_sources(agent)
     agent.reply(request, files=files, latest_us=latest_us)
 
 
@@ -206,15 +208,48 @@ def keep_uncollected(agent: Agent) -> None:
     The next start of the run fetches them. Unless the launcher has said that it has fetched them,
     they may be the only ones: it was lost, or had no room.
     """
+    for key in agent.run_keys:
+        folder = snapshot.run_folder(key)
+        with contextlib.suppress(OSError):
+            (folder / snapshot.SOURCES_FILE).unlink()
+        if any(rank.rank == 0 for rank in agent.job.ranks):
+            _keep_written(folder, agent.output_roots)
+
+
+def _record_sources(agent: Agent) -> None:
+    """Writes where rank 0's outputs are, in case the host is switched off before its agent ends."""
     if not any(rank.rank == 0 for rank in agent.job.ranks):
         return
+    sources = json.dumps(agent.output_roots).encode()
     for key in agent.run_keys:
-        target = snapshot.run_folder(key) / UNCOLLECTED
-        for root, since_us in agent.output_roots.items():
-            for file in list_written(root, since_us + 1)[0]:
-                with contextlib.suppress(OSError):
-                    (target / file["path"]).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    _link(os.path.join(root, file["path"]), str(target / file["path"]))
+        folder = snapshot.run_folder(key)
+        with contextlib.suppress(OSError):
+            path = folder / snapshot.SOURCES_FILE
+            if not path.exists() or path.read_bytes() != sources:
+                safe_paths.write_file(str(folder), snapshot.SOURCES_FILE, sources)
+
+
+def keep_abandoned(folder: Path) -> None:
+    """Does what :func:`keep_uncollected` would have done in an agent that could not end itself."""
+    with contextlib.suppress(OSError, ValueError):
+        fd = safe_paths.open_file(str(folder), snapshot.SOURCES_FILE, os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            sources = json.loads(file.read(_MAX_SOURCES_BYTES))
+        (folder / snapshot.SOURCES_FILE).unlink()
+        jobs = snapshot.cache_folder() / "jobs"
+        if isinstance(sources, dict):
+            roots = {root: since_us for root, since_us in sources.items()
+                     if Path(root).parent.parent == jobs and isinstance(since_us, int)}  # fmt: skip
+            _keep_written(folder, roots)
+
+
+def _keep_written(folder: Path, roots: Dict[str, int]) -> None:
+    target = folder / UNCOLLECTED
+    for root, since_us in roots.items():
+        for file in list_written(root, since_us + 1)[0]:
+            with contextlib.suppress(OSError):
+                (target / file["path"]).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _link(os.path.join(root, file["path"]), str(target / file["path"]))
 
 
 def _link(source: str, target: str) -> None:

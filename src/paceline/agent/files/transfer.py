@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Tuple
 
 from ..operations import in_queue, in_thread
-from . import safe_paths, snapshot
+from . import outputs, safe_paths, snapshot
 from .blocks import RECEIVING, SENDING
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
                 agent.reply(request, shared=True, folder=request["path"])
                 return
     folder = snapshot.make_run_folder(request["key"], agent.identity.hex())
+    outputs.keep_abandoned(folder)
     agent.run_keys.setdefault(request["key"], [])
     agent.reply(request, shared=False, folder=str(folder))
 

@@ -171,8 +171,10 @@ class ResultCollector:
         missing, else ``None``.
         """
         lost_nodes = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
+        again = "; when it is back, the next start in this run directory fetches rank 0's files"
         for node in lost_nodes:
-            self._note(f"paceline: could not fetch the results of {node.name}: {node.loss_reason}")
+            self._note(f"paceline: could not fetch the results of {node.name}: {node.loss_reason}"
+                       f"{again if node is self.first else ''}")  # fmt: skip
         first = self.first
         if self._unfetched_model is not None and not self._has_model:
             return self._missing_model(self._unfetched_model)

@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
@@ -15,7 +17,7 @@ from paceline.transfer.tree import files_of
 COPY = "/run/user/0/paceline/job/code"
 
 
-def run_of(folder: Path, project: Path, missed: str) -> Path:
+def run_of(folder: Path, project: Path, missed: str, error: str = "") -> Path:
     """Writes a run in which rank 1 missed a path in its copy of the project."""
     events = [
         {"event": "connected", "hosts": ["n1"]},
@@ -27,8 +29,11 @@ def run_of(folder: Path, project: Path, missed: str) -> Path:
     text = "".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events)
     (folder / "events.jsonl").write_text(text)
     (folder / "result.json").write_text('{"exit_code": 1}')
-    error = f"FileNotFoundError: [Errno 2] No such file or directory: '{COPY}/{missed}'\n"
-    (folder / "logs/n1/1.log").write_text(error)
+    error = error or f"FileNotFoundError: [Errno 2] No such file or directory: '{COPY}/{missed}'"
+    (folder / "logs/n1/1.log").write_text(f"{error}\n")
+    script = {"kind": "script", "target": "train/main.py"}
+    node = {"host": "n1", "workdir": f"{COPY}/sub", "entry": script}
+    (folder / "plan.json").write_text(json.dumps({"nodes": [node]}))
     return folder
 
 
@@ -63,3 +68,26 @@ def test_a_file_that_is_not_here_either_is_not_blamed_on_git(tmp_path: Path) -> 
         _, match = conclude(from_run(run), load_all()).matches[0]
         assert "git" not in match.cause
         assert not match.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "file"),
+    [
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'a.yaml'", "sub/a.yaml"),
+        ("ModuleNotFoundError: No module named '_version'", "_version.py"),
+        ("ModuleNotFoundError: No module named 'fast.kernels'", "sub/fast/kernels.cpython-311.so"),
+        ("ModuleNotFoundError: No module named 'made'", "sub/train/made/__init__.py"),
+    ],
+)
+def test_a_relative_path_and_a_module_are_looked_up_where_the_script_ran(
+    tmp_path: Path, error: str, file: str
+) -> None:
+    project = tmp_path / "project"
+    (project / file).parent.mkdir(parents=True)
+    (project / file).write_text("")
+    (project / ".gitignore").write_text(f"{file}\n")
+    subprocess.run(["git", "init", "-q", project], check=True)
+    run = run_of(tmp_path / "run", project, "", error)
+    _, match = conclude(from_run(run), load_all()).matches[0]
+    assert f"{project}/{file} was not sent to the host, because git ignores it" in match.cause
+    assert "git -C" in match.remedy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +19,8 @@ MAX_LINE_CHARS = 2000  # a longer line is cut in the middle
 MAX_LINES = 60_000  # a longer log keeps its beginning and its end
 _HEAD_LINES = MAX_LINES // 10
 ELLIPSIS = " […] "
-MISSED_FILE = re.compile(r"No such file or directory: '(?P<path>/[^']{1,1000})'")
+MISSED_FILE = re.compile(r"No such file or directory: '(?P<path>[^']{1,1000})'")
+MISSED_MODULE = re.compile(r"No module named '(?P<path>\w+(?:\.\w+){0,20})'")
 
 
 def lines_of(text: str) -> tuple[str, ...]:
@@ -116,8 +117,8 @@ class Evidence:
         checkpoint_step: Step of the newest checkpoint; ``None`` when there is none.
         script_checkpoint: The newest checkpoint of the script's own; empty when none has arrived.
         debug: Debug output of the ranks' libraries, if it was requested.
-        ignored_files: Normalized paths of files that a rank missed although they exist on the
-            launching machine: git ignores them, so they were not sent.
+        ignored_files: Files that a rank missed although they exist on the launching machine: git
+            ignores them, so they were not sent. By the path or the module that the log names.
     """
 
     logs: tuple[Log, ...] = ()
@@ -127,7 +128,7 @@ class Evidence:
     checkpoint_step: int | None = None
     script_checkpoint: str = ""
     debug: tuple[Log, ...] = ()
-    ignored_files: frozenset[str] = frozenset()
+    ignored_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exits(self) -> tuple[Event, ...]:

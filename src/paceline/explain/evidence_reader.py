@@ -8,12 +8,19 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from paceline.explain.documents import code_blocks, is_document, is_report
-from paceline.explain.evidence import MISSED_FILE, Evidence, Launcher, Log, lines_of
+from paceline.explain.evidence import (
+    MISSED_FILE,
+    MISSED_MODULE,
+    Evidence,
+    Launcher,
+    Log,
+    lines_of,
+)
 from paceline.explain.prefixes import Line, strip_prefixes
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import (
@@ -112,31 +119,71 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         checkpoint_step=next((version[1] for version in versions if version), None),
         script_checkpoint=script_checkpoint(path),
         debug=tuple(debug_logs(path, events)),
-        ignored_files=_ignored_files(logs, copies),
+        ignored_files=_ignored_files(logs, copies, read_object(path / names.PLAN) or {}),
     )
 
 
-def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy]) -> frozenset[str]:
+def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
+                   plan: Mapping[str, Any]) -> dict[str, str]:  # fmt: skip
     """Files of this machine that ranks missed in their copy of the code, because git ignores them.
 
     Args:
         logs: With the paths of this machine.
+        plan: Content of the run's ``plan.json``, with the work folders of the hosts.
+
+    Returns:
+        The files, by the path or the module that the logs name.
     """
-    ignored: set[str] = set()
+    folders = _local_workdirs(copies, plan)
+    ignored: dict[str, str] = {}
     for source in {source for _, _, source in copies}:
         hosts = {host for host, _, folder in copies if folder == source}
         missed = {
-            os.path.normpath(match[1])
+            (log.host, pattern, match["path"])
             for log in logs if log.host in hosts
-            for line in log.lines if (match := MISSED_FILE.search(line))
+            for line in log.lines
+            for pattern in (MISSED_FILE, MISSED_MODULE) if (match := pattern.search(line))
         }  # fmt: skip
-        below = sorted(path for path in missed if path.startswith(f"{source}/"))
-        files = [path for path in below[:_MAX_MISSED_FILES] if Path(path).is_file()]
-        if files:
+        names: dict[str, str] = {}  # by file
+        for host, pattern, name in sorted(missed, key=lambda miss: miss[2])[:_MAX_MISSED_FILES]:
+            roots = [*folders.get(host, ()), source]
+            paths = _module_files(roots, name) if pattern is MISSED_MODULE else [
+                os.path.normpath(f"{root}/{name}") if name[0] != "/" else os.path.normpath(name)
+                for root in roots[:1]
+            ]  # fmt: skip
+            names |= {path: name for path in paths
+                      if path.startswith(f"{source}/") and Path(path).is_file()}  # fmt: skip
+        if names:
             output = run_git(Path(source), "--literal-pathspecs", "ls-files", "-z", "--others",
-                             "--ignored", "--exclude-standard", "--", *files)  # fmt: skip
-            ignored.update(f"{source}/{path}" for path in (output or "").split("\0") if path)
-    return frozenset(ignored)
+                             "--ignored", "--exclude-standard", "--", *names)  # fmt: skip
+            listed = (f"{source}/{path}" for path in (output or "").split("\0"))
+            ignored |= {names[path]: path for path in listed if path in names}
+    return ignored
+
+
+def _local_workdirs(copies: Sequence[ShippedCopy], plan: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The work folder of each host and the folder of the script, as paths of this machine."""
+    folders: dict[str, list[str]] = {}
+    with contextlib.suppress(KeyError, TypeError):
+        for node in plan["nodes"]:
+            host, entry = str(node["host"]), node["entry"]
+            workdir = restore_local_paths(copies, host, str(node["workdir"]))
+            script = restore_local_paths(copies, host, str(entry["target"]))
+            is_script = entry["kind"] == "script"
+            folders[host] = [workdir, *([str(Path(workdir, script).parent)] if is_script else [])]
+    return folders
+
+
+def _module_files(folders: Sequence[str], module: str) -> list[str]:
+    """Files in which Python would find a module, if it looked into these folders."""
+    files: list[str] = []
+    for folder in folders:
+        base = Path(os.path.normpath(folder), *module.split("."))
+        in_package = itertools.islice(base.glob("*.py"), 1)
+        extensions = itertools.islice(base.parent.glob(f"{base.name}.*.so"), 1)
+        files += map(str, (base.with_name(f"{base.name}.py"), base / "__init__.py", *in_package,
+                           *extensions))  # fmt: skip
+    return files
 
 
 def _launcher(path: Path, confirmed: bool) -> Launcher | None:

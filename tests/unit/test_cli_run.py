@@ -16,10 +16,11 @@ from click.testing import CliRunner
 from paceline import __main__ as entry_point
 from paceline import cli
 from paceline.cli import dispatch, job_options, options, program, settings_file
-from paceline.launch.planning.entry import entry_of, preload_of
+from paceline.launch.planning.entry import entry_of, inner_launcher, preload_of
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry
 
 # --- what a value in the file may be
 
@@ -138,6 +139,35 @@ def test_a_script_that_is_none(
         entry_of(script, args)
     assert "empty/" not in caught.value.remedy
     assert (caught.value.remedy or "").startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("run.sh", b"torchrun train.py\n", "paceline run --no-python bash run.sh --lr 1"),
+        ("run", b"#!/usr/bin/env bash\n", "paceline run --no-python bash run --lr 1"),
+        ("solver", b"\x7fELF\2\1\1", "paceline run --no-python ./solver --lr 1"),
+    ],
+)
+def test_a_program_that_is_not_python(folder: Path, name: str, content: bytes, remedy: str) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(SettingError) as caught:
+        entry_of(name, ("--lr", "1"))
+    assert (caught.value.remedy or "").endswith(remedy)
+    assert entry_of(name, (), no_python=True).kind == "binary"
+
+
+def test_a_launcher_inside_a_program_is_recognised(folder: Path) -> None:
+    def launcher(*command: str) -> str:
+        return inner_launcher(Entry("binary", command[0], command[1:]))
+
+    (folder / "run.sh").write_text(
+        "# torchrun\nset -e\nexec torchrun --nproc_per_node=2 train.py\n"
+    )
+    (folder / "env.sh").write_text("# torchrun\npython train.py --log torchrun.log\n")
+    assert launcher("bash", "run.sh") == launcher("./run.sh") == "torchrun"
+    assert launcher("sh", "-c", "python -m torch.distributed.run a.py") == "torch.distributed.run"
+    assert launcher("bash", "env.sh") == launcher("hostname") == ""
 
 
 @pytest.mark.parametrize("flag", ["-n", "-np"])

@@ -275,6 +275,21 @@ def job(folder: Path, target: str = "a.py") -> Job:
     return Job("t", Entry("script", target), str(folder), "/py")
 
 
+def test_programs_that_need_the_project(folder: Path) -> None:
+    def needs_code(target: str, *args: str) -> bool:
+        return code.names_code(replace(job(folder), entry=Entry("binary", target, args)))
+
+    assert needs_code("./a.py")
+    assert needs_code(f"{folder}/a.py")
+    assert needs_code("bash", "a.py")
+    assert needs_code("sh", "-c", "cd . && python a.py --lr 1")
+    assert not needs_code("hostname")
+    assert not needs_code("a.py")  # on the PATH
+    assert not needs_code("cat", "/etc/hostname", "none.py", "x" * 5000)
+    program = code.entry_at(Entry("binary", f"{folder}/a.py"), str(folder), folder, "/tmp/x")
+    assert program.target == "/tmp/x/a.py"
+
+
 def test_the_root_of_a_project(folder: Path) -> None:
     assert code.project_root(job(folder / "pack", "b.py")) == folder / "pack"
     git(folder, "init", "-q")

@@ -132,6 +132,25 @@ def project_root(job: Job) -> Path:
     return root
 
 
+def names_code(job: Job) -> bool:
+    """Whether a program is a file of the project, or has the path of one in its arguments.
+
+    An argument may be a command for a shell: ``sh -c 'python main.py'``.
+    """
+    root, entry = project_root(job), job.entry
+    program = [entry.target] if "/" in entry.target else []
+    words = [*program, *entry.args, *(word for arg in entry.args for word in arg.split())]
+    paths = (script_path(replace(entry, target=word), job.workdir) for word in words if word)
+    return any(path.is_relative_to(root) and _may_be_file(path) for path in paths)
+
+
+def _may_be_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or not a path
+        return False
+
+
 def script_path(entry: Entry, workdir: str) -> Path:
     """Absolute local path of the script, without ``..``; links are not resolved."""
     return Path(os.path.normpath(Path(workdir, entry.target)))
@@ -380,6 +399,8 @@ def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
     if entry.kind == "function":
         folders = [path for path in entry.args if Path(path).is_relative_to(root)]
         return replace(entry, args=tuple(relocate(path, root, target) for path in folders))
+    if entry.kind == "binary" and entry.target.startswith("/"):
+        return replace(entry, target=relocate(entry.target, root, target))
     if entry.kind != "script":
         return entry
     script = script_path(entry, workdir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from paceline.cli.job_options import build_job
 from paceline.cli.launch import launch_job
 from paceline.cli.options import run_options
 from paceline.cli.settings import setting
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.launch.planning.entry import (
     COMPRESSION,
     entry_of,
+    inner_launcher,
     local_rank_flag,
     opens_store,
     preload_of,
@@ -42,6 +44,13 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     """
     cluster, dispatch = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)
+    if entry.kind == "binary" and (launcher := inner_launcher(entry)):
+        warning = (
+            f"{shlex.join([script, *args])} starts {launcher} on every rank. Unless it has a"
+            " rendezvous of its own, each starts a separate training. To train one model, start the"
+            f" script of {launcher} itself: paceline run SCRIPT"
+        )
+        say(f"paceline: warning: {warning}", err=True)
     if pass_local_rank:
         entry = replace(entry, local_rank_flag=local_rank_flag(script))
     torch = not (no_torch or no_python)

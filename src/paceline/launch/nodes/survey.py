@@ -34,6 +34,7 @@ from paceline.transfer.tree import (
     CodeTooLarge,
     Tree,
     cache_files,
+    names_code,
     project_root,
     read_parts,
     read_tree,
@@ -198,8 +199,7 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
         return request.supplies
     job, package = request.job, request.package
     remote = any(not host.local for host in request.hosts)
-    program = (job.entry.kind, job.ship.value) in (("binary", "auto"), ("function", "never"))
-    needs_code = remote and not program and not package
+    needs_code = remote and not package and _needs_code(job)
     parts = OF_RECIPES if package is True else package or OF_TRAIN
     return Supplies(
         code=_read_code(job, outputs) if needs_code else None,
@@ -207,6 +207,13 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
+
+
+def _needs_code(job: Job) -> bool:
+    """Whether hosts need the project: not for a program that has nothing to do with it."""
+    if job.entry.kind == "binary" and job.ship.value == "auto":
+        return names_code(job)
+    return (job.entry.kind, job.ship.value) != ("function", "never")
 
 
 def scripts_project(request: Request) -> Path | None:

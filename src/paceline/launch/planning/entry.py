@@ -51,7 +51,46 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
             found="a pipe or a device, which ranks cannot read again",
             remedy="Save the script in a file, and name the file",
         )
+    if program := _foreign_program(path):
+        raise SettingError(
+            f"{script} is {program[0]}, and the ranks run with Python",
+            remedy=f"Run it as a program: {shell_text(['paceline', 'run', *program[1], *args])}",
+        )
     return Entry("script", script, args)
+
+
+def _foreign_program(path: Path) -> tuple[str, list[str]] | None:
+    """Describes a file that Python cannot run, and how to run it; ``None`` for other files."""
+    if not path.is_file() or path.suffix in (".py", ".pyz"):
+        return None
+    with path.open("rb") as file:
+        head = file.read(200)
+    name = str(path) if "/" in str(path) else f"./{path}"
+    if head.startswith(b"\x7fELF"):
+        return "a compiled program", ["--no-python", name]
+    first = head.partition(b"\n")[0]
+    if path.suffix in (".sh", ".bash") or re.match(rb"#!.*\b(ba|da|z|k)?sh\b", first):
+        return "a shell script", ["--no-python", "bash", str(path)]
+    return None
+
+
+def inner_launcher(entry: Entry) -> str:
+    """Returns the launcher that a program, or a script in its arguments, starts; empty for none."""
+    words = [entry.target, *(word for arg in entry.args for word in (arg, *arg.split()))]
+    texts = [*words, *(_text_of(Path(word)) for word in words)]
+    starts = (_INNER_LAUNCHER.search(text) for text in texts)
+    return next((match[1] for match in starts if match), "")
+
+
+def _text_of(path: Path) -> str:
+    """The beginning of a shell script; empty for other files."""
+    try:
+        if not path.is_file() or path.suffix == ".py":
+            return ""
+        with path.open("rb") as file:
+            return file.read(64 << 10).decode("latin-1")
+    except (OSError, ValueError):
+        return ""
 
 
 def local_rank_flag(script: str) -> str:
@@ -107,6 +146,11 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
     return ("torch",)
 
 
+_INNER_LAUNCHER = re.compile(
+    r"^[^#\n]*?(?<![\w./-])"
+    r"(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)(?![\w./-])",
+    re.MULTILINE,
+)
 _OTHER_PORT = re.compile(rb"""MASTER_PORT["'][^\n]{0,20}[\])]\s*[+-]\s*\w""")
 COMPILER = "torch._dynamo?"
 COMPRESSION = "paceline.train.ddp.scripts"  # acts on scripts with --communication

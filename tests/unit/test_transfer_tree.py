@@ -17,6 +17,7 @@ import pytest
 from paceline.agent.files import safe_paths
 from paceline.launch.nodes import survey
 from paceline.launch.planning import placement
+from paceline.launch.planning.placement import Supplies, code_notes
 from paceline.launch.planning.request import Request
 from paceline.remote.transport import Transport
 from paceline.spec.errors import SettingError
@@ -96,6 +97,27 @@ def test_git_says_what_belongs_to_it(folder: Path) -> None:
     git(folder, "add", "gone.py")
     (folder / "gone.py").unlink()  # tracked, but not there
     assert files(folder) == {"a.py", "pack/b.py", ".gitignore", ".hidden/c.py"}
+
+
+def test_a_repository_that_git_does_not_read_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not code.read_tree(folder).repository_problem
+    git(folder, "init", "-q")
+    assert not code.read_tree(folder / "pack").repository_problem
+    with monkeypatch.context() as patch:
+        patch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+        tree = code.read_tree(folder / "pack")
+        assert f"git config --global --add safe.directory {folder}" in tree.repository_problem
+        (note,) = code_notes(job(folder), Supplies(tree))
+        assert note.endswith(f"The code is all visible files in {folder}/pack")
+        patch.setattr(code, "MAX_BYTES", 1)
+        with pytest.raises(code.CodeTooLarge) as caught:
+            code.read_tree(folder / "pack")
+        assert "safe.directory" in caught.value.found
+        assert "git init" not in (caught.value.remedy or "")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "git is not installed" in code.read_tree(folder).repository_problem
 
 
 def test_repositories_in_a_repository_belong_to_it(folder: Path) -> None:

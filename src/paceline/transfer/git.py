@@ -27,6 +27,7 @@ _ENVIRONMENT = {
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",  # messages in English
 }
 
 # set in a git hook, for another repository (git rev-parse --local-env-vars)
@@ -43,13 +44,46 @@ def run_git(folder: Path, *args: str) -> str | None:
     Raises:
         SettingError: It does not end, for example because .gitignore is a named pipe.
     """
+    try:
+        process = _run(folder, *args)
+    except OSError:
+        return None
+    return os.fsdecode(process.stdout) if process.returncode == 0 else None
+
+
+def repository_problem(folder: Path) -> str:
+    """Why git does not read the repository that contains ``folder``; empty if it does.
+
+    Also empty if no repository contains it.
+    """
+    try:
+        root = next(path for path in (folder, *folder.parents) if os.path.lexists(path / ".git"))
+        process = _run(folder, "rev-parse")
+    except StopIteration:
+        return ""
+    except OSError:
+        return f"the git repository in {root} cannot be read, because git is not installed"
+    if process.returncode == 0:
+        return ""
+    message = os.fsdecode(process.stderr).strip().partition("\n")[0]
+    if "dubious ownership" in message:
+        trust = shlex.join(["git", "config", "--global", "--add", "safe.directory", str(root)])
+        return (
+            f"git refuses the repository in {root}, because another user owns it. If you trust that"
+            f" user: {trust}"
+        )
+    return f"git cannot read the repository in {root}: {message}"
+
+
+def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs git; OSError if it is not installed, SettingError if it does not end."""
     options = [arg for name, value in _SETTINGS.items() for arg in ("-c", f"{name}={value}")]
     command = ["git", "--no-optional-locks", *options, "-C", str(folder), *args]
     environment = {
         name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES
     }
     try:
-        process = subprocess.run(
+        return subprocess.run(
             command, capture_output=True, check=False, stdin=subprocess.DEVNULL,
             env={**environment, **_ENVIRONMENT}, timeout=_TIMEOUT_S,
         )  # fmt: skip
@@ -59,9 +93,6 @@ def run_git(folder: Path, *args: str) -> str | None:
             found="a .gitignore or another file of git's that is a named pipe, or a very slow disk",
             remedy=f"try it: git -C {shlex.quote(str(folder))} {args[0]}",
         ) from None
-    except OSError:
-        return None
-    return os.fsdecode(process.stdout) if process.returncode == 0 else None
 
 
 def work_tree_root(folder: Path) -> Path | None:

@@ -17,7 +17,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import Entry, Job
 from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
-from paceline.transfer.git import run_git, work_tree_root
+from paceline.transfer.git import repository_problem, run_git, work_tree_root
 from paceline.transfer.links import OutwardLinks
 
 MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # runs may be nested in the folder
@@ -44,6 +44,8 @@ class Tree:
         outward: Targets of files that are outside the folder and only linked, by path.
         empty_submodules: Submodules of git that were not initialised, so that they have no files.
         linked_folders: Links to folders, which are not sent.
+        repository_problem: Why git does not read the repository of the folder, so that files which
+            it ignores are here; empty if it does.
     """
 
     root: Path
@@ -53,6 +55,7 @@ class Tree:
     outward: Mapping[str, str] = field(default_factory=dict)
     empty_submodules: Sequence[str] = ()
     linked_folders: Sequence[str] = ()
+    repository_problem: str = ""
 
     def file(self, path: str) -> Path:
         """The local path of a file."""
@@ -191,7 +194,12 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
         linked_folders = [
             p for p in linked_folders if not real.is_relative_to((root / p).resolve())
         ]
-    return replace(tree, empty_submodules=empty_submodules, linked_folders=linked_folders)
+    return replace(
+        tree,
+        empty_submodules=empty_submodules,
+        linked_folders=linked_folders,
+        repository_problem=repository_problem(root),
+    )
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
@@ -339,7 +347,9 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
     tracked = run_git(root, *(("ls-files", "--", largest) if largest else ("rev-parse",)))
     local_path = os.path.relpath(root / largest)
     untrack = shell_text(["git", "rm", "-r", "-q", "--cached", local_path])
-    first = "run `git init` and " if tracked is None else f"run `{untrack}` and " if tracked else ""
+    problem = repository_problem(root)
+    no_repository = "" if problem else "run `git init` and "
+    first = no_repository if tracked is None else f"run `{untrack}` and " if tracked else ""
     data = shell_text(["--data", local_path])
     elsewhere = "start from a folder that holds only the code"
     remedy = (
@@ -353,7 +363,7 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
         f"the code in {root} is too large to ship at every start",
         found=f"{'' if is_complete else 'more than '}{pluralize(len(sizes), 'file')},"
         f" {sum(sizes.values()) >> 20} MiB (at most {MAX_FILES} and {MAX_BYTES >> 20} MiB)"
-        f"{f'; {most}' if largest else ''}",
+        f"{f'; {most}' if largest else ''}{f'; {problem}' if problem else ''}",
         remedy=remedy if is_project else elsewhere.capitalize(),
     )
 

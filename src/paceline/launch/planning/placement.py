@@ -131,8 +131,10 @@ def _check_links(job: Job, tree: Tree) -> None:
 
 
 def code_notes(job: Job, supplies: Supplies) -> list[str]:
-    """Returns notes on submodules without files, and on code that was too large to be compared."""
+    """Returns notes on submodules, a repository that git refuses, and code that is not compared."""
     code, notes = supplies.code, list[str]()
+    if code is not None and code.repository_problem:
+        notes.append(f"{code.repository_problem}. The code is all visible files in {code.root}")
     if code is not None and code.empty_submodules:
         command = f"git submodule update --init {shell_text(code.empty_submodules[:5])}"
         notes.append(f"submodules of git are empty here. To get their files: {command}")

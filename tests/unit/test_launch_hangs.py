@@ -380,6 +380,17 @@ def test_who_comes_from_different_lines_to_one_collective_does_not_differ() -> N
     assert "wait for each other in broadcast of [9], call 7 of each: what one" in found.text
 
 
+def test_an_earlier_call_in_the_recorder_is_no_deaf_line() -> None:
+    """A session's exchange is not in torch's recorder: its last call is one that all completed."""
+    exchange = Frame("/v/site-packages/paceline/train/reduce/direct.py", 263, "_sleep")
+    both = [look(0, (exchange, at(14))), look(1, BACKWARD)]
+    called = [replace(snap, calls=("0 12 all_gather of [55]",)) for snap in both]
+    found = judged(both, both, detailed=called)
+    assert found is not None
+    assert found.kind == "apart"
+    assert "does not reach" not in found.text
+
+
 def test_who_has_not_come_to_the_call_that_differs_is_not_the_odd_one() -> None:
     looks = [look(rank, ALL_REDUCE) for rank in range(5)]
     calls = dict.fromkeys((0, 2, 3), ("0 6 barrier", "0 7 all_reduce of [9]"))

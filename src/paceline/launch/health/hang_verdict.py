@@ -30,6 +30,7 @@ _LOADER = "/torch/utils/data/"
 _FETCHES = f"{_LOADER}dataloader.py"
 _IDLE_FILES = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
 _MULTIPROCESSING = "/multiprocessing/"
+_EXCHANGE = "/paceline/train/reduce/"  # over sockets that torch's recorder does not know
 
 # "frozen": a signal or a disk holds it; "still": it waits for something else; "busy": it works;
 # "ended": it has left; "last": it alone has not, and is stuck; "apart": ranks wait in different
@@ -423,6 +424,8 @@ def _common_collective(waiting: Sequence[RankSnapshot]) -> str:
     places = {describe_position(snap.stack) for snap in waiting}
     if len(places) == 1:
         return places.pop()
+    if any(_EXCHANGE in frame.file for snap in waiting for frame in snap.stack.library_frames):
+        return ""  # the last call in torch's recorder may be an earlier one
     calls = {snap.calls[-1] if snap.calls else "" for snap in waiting}
     if len(calls) != 1 or "" in calls:
         return ""

@@ -15,7 +15,7 @@ from paceline.cli.runs import explanation, run_end
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence, Log
 from paceline.explain.evidence_reader import from_log
-from paceline.explain.rules import killed, load_all
+from paceline.explain.rules import killed, load_all, uneven_data
 from paceline.report.explanation import lines
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.events import Event
@@ -175,6 +175,24 @@ def test_a_rank_that_ended_well_after_a_restart_did_not_lose_its_connection_firs
     rule, match = conclusion.matches[0]
     assert rule.code == "uneven-data"
     assert "load the same checkpoint: save it on a disk that all hosts share" in match.remedy
+
+
+def test_the_line_at_which_a_rank_waited_for_one_that_ended_is_named() -> None:
+    lines = (
+        "Traceback (most recent call last):",
+        '  File "/home/me/fit.py", line 17, in <module>',
+        "    session.save_model({})",
+        '  File "/v/site-packages/paceline/train/reduce/direct.py", line 317, in move',
+        "    raise RuntimeError(text)",
+        "RuntimeError: Read error [10.0.0.2]:57542: Connection reset by peer",
+    )
+    events = tuple(
+        Event("rank ended", f"n{rank + 1}", rank, time, fields={"code": code, "signal": None})
+        for time, rank, code in ((5.0, 1, 0), (5.1, 0, 1))
+    )
+    match = uneven_data.match(Evidence((Log("n1", 0, lines),), Result(1), events))
+    assert match is not None
+    assert match.cause.endswith("rank 0 on n1 still waited for it at fit.py, line 17")
 
 
 def test_a_run_directory_on_a_full_disk_is_a_cause() -> None:

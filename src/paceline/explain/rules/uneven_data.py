@@ -42,7 +42,9 @@ def match_early_end(evidence: Evidence) -> Match | None:
         return _recorded_match(evidence)
     last_step = _last_step(evidence, early)
     step_text = f" after step {last_step}" if last_step else ""
-    cause = f"{early.where} ended its work{step_text} while {unit.label} still waited for it"
+    frame = unit.errors[-1].script_frame if unit.errors else None
+    place = f" at {frame.location}" if frame is not None and not frame.is_library else ""
+    cause = f"{early.where} ended its work{step_text} while {unit.label} still waited for it{place}"
     lines = tuple(unit.text.splitlines()[:1])
     return Match(cause, (early.host,), early.rank, 0.93, lines, _RESTART_REMEDY if starts else "")
 

@@ -175,3 +175,18 @@ def test_options_of_recipes_have_other_names_than_those_of_the_launcher() -> Non
     for one in RECIPES.values():
         names = {f"--{name}" for name in option_names(one.options)}
         assert names & launching <= {"--backend", "--run-dir", "--keep"}, one.name
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--batch-size=32", "--global-batch"),
+        ("--per_device_train_batch_size", "--batch-per-process"),
+        ("--learning-rate", "--lr"),
+        ("--epoch", "--epochs"),
+    ],
+)
+def test_options_of_other_trainers_lead_to_those_here(flag: str, hint: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_options("image", [flag, "1"])
+    assert caught.value.remedy == f"did you mean {hint}?"

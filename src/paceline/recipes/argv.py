@@ -144,11 +144,33 @@ class _Parser(argparse.ArgumentParser):
         flag = argument.partition("=")[0]
         if not flag.startswith("-"):
             self.error(f"{argument}: no option takes this word")
-        matches = difflib.get_close_matches(flag.lstrip("-"), self._names, 1, cutoff=0.5)
+        name = flag.lstrip("-").replace("_", "-")
+        known = [_SYNONYMS[name]] if _SYNONYMS.get(name) in self._names else []
+        matches = known or difflib.get_close_matches(name, self._names, 1, cutoff=0.5)
         remedy = (
             f"did you mean --{matches[0]}?" if matches else f"{self.prog} --help lists all options"
         )
         raise SettingError(f"{flag}: no such option", remedy=remedy)
+
+
+# names of other trainers, which resemble another option or none
+_SYNONYMS = {
+    "batch": "global-batch",
+    "batch-size": "global-batch",
+    "b": "global-batch",
+    "bs": "global-batch",
+    "train-batch-size": "global-batch",
+    "per-device-train-batch-size": "batch-per-process",
+    "per-gpu-batch-size": "batch-per-process",
+    "learning-rate": "lr",
+    "wd": "weight-decay",
+    "lr-scheduler": "schedule",
+    "lr-scheduler-type": "schedule",
+    "warmup-ratio": "warm-up",
+    "checkpoint": "resume",
+    "resume-from-checkpoint": "resume",
+    "gradient-accumulation-steps": "micro-batch",
+}
 
 
 def _number(kind: type[O], description: str) -> Callable[[str], O]:

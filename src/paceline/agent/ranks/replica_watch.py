@@ -20,6 +20,8 @@ TIMINGS = "replica timings"
 TIMINGS_INTERVAL_S = 5.0  # between two reports
 COST_SHARE = 0.0005  # part of the time of a training that checksums may take
 MIN_INTERVAL = 16  # steps
+EARLY_STEPS = (16, 64, 256, 1024)  # with a comparison in any case if it takes at most so long:
+MAX_EARLY_COST_S = 0.2
 FIRST_TIMED_STEP, LAST_TIMED_STEP = 2, 6  # by which the time of a step is known at first
 MAX_TENSORS = 25  # in a message, so that a pipe takes it at once
 MAX_NAME = 90  # characters of a parameter's name
@@ -171,7 +173,8 @@ class _Replica:
     def _verify(self, torch: Any, model: Any) -> None:
         if self._step in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
             self._time_steps()
-        if self._step == 0 or (self._interval and self._step % self._interval == 0):
+        is_early = self._step in EARLY_STEPS and self._cost_s <= MAX_EARLY_COST_S
+        if self._step == 0 or is_early or (self._interval and self._step % self._interval == 0):
             start_s = time.monotonic()
             try:
                 self._send(torch, model)

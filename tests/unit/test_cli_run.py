@@ -414,8 +414,10 @@ def test_a_typed_option_still_wins_over_the_file(folder: Path) -> None:
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
 
-@pytest.mark.parametrize("environ", [SRUN, MPIRUN])
+
+@pytest.mark.parametrize("environ", [SRUN, MPIRUN, TORCHRUN])
 def test_a_copy_of_the_command_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(SettingError, match="started this command 2 times"):
         dispatch.refuse_later_copy({"rdzv": None, "hosts": None}, environ)

@@ -112,7 +112,9 @@ def later_copy(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """
     for dialect in DIALECTS:
         rank, size = environ.get(dialect.rank, ""), environ.get(dialect.size, "")
-        if dialect.name != "torchrun" and rank.isdigit() and size.isdigit() and int(rank) > 0:
+        # others set torchrun's RANK, too, such as an operator of Kubernetes for each pod
+        is_started = dialect.name != "torchrun" or "TORCHELASTIC_RUN_ID" in environ
+        if is_started and rank.isdigit() and size.isdigit() and int(rank) > 0:
             return dialect.name, int(size)
     return None
 

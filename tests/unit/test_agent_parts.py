@@ -324,6 +324,18 @@ def store(content: bytes) -> None:
     Uploads().receive(str(cache), snapshot.blob_path(digest), block, content, False)
 
 
+def test_a_linked_cache_has_the_path_that_processes_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    folder = snapshot.job_folder("0123456789ab-01234567")
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert folder == Path.cwd()
+
+
 def test_a_tree_is_built_from_contents(cache: Path, tmp_path: Path) -> None:
     manifest = [entry("a.py", b"one"), entry("d/run.sh", b"two", 0o755), entry("copy", b"one")]
     assert len(snapshot.missing_hashes(manifest)) == 2

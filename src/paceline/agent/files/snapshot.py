@@ -44,11 +44,14 @@ def use_cache(place: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the cache: ``$XDG_CACHE_HOME/paceline``, or the one in use instead."""
+    """Returns the folder of the cache: ``$XDG_CACHE_HOME/paceline``, or the one in use instead.
+
+    Links to the home or to its ``.cache`` are resolved, as in the paths that processes print.
+    """
     if _cache_override:
         return _cache_override[0]
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return Path(base) / "paceline"
+    return Path(os.path.realpath(base)) / "paceline"
 
 
 def hash_file(path: "Union[str, Path]") -> str:

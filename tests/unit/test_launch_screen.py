@@ -187,6 +187,29 @@ def test_closed_twice_or_unused() -> None:
 # --- the start
 
 
+@pytest.fixture(autouse=True)
+def terminal_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "escapes"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colours_are_for_terminals_that_show_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], escapes: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out = Terminal()
+    screen = Screen(out=out, err=io.StringIO())
+    screen.output("n1", 0, "out", b"\x1b[31mred\x1b[0m\n")
+    screen.close()
+    assert ("\x1b" in out.getvalue()) == escapes
+    assert "red" in out.getvalue()
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -20,7 +20,7 @@ from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.rundir import BATCH
-from paceline.spec.terminal import clean
+from paceline.spec.terminal import clean, has_colours
 
 POLL_INTERVAL_S = 0.5
 _READ_BYTES = 1 << 20
@@ -196,7 +196,7 @@ class FileTail:
 
 
 def _print(data: bytes) -> None:
-    sys.stdout.write(clean(data.decode("utf-8", "replace"), colours=sys.stdout.isatty()))
+    sys.stdout.write(clean(data.decode("utf-8", "replace"), colours=has_colours(sys.stdout)))
     sys.stdout.flush()
 
 

@@ -6,9 +6,10 @@ the clipboard, move the cursor or change the writing direction. All shown text p
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
-from typing import TextIO
+from typing import Protocol, TextIO
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,64}m)")
 _SEQUENCE = re.compile(
@@ -90,6 +91,22 @@ def format_for(text: str, out: TextIO) -> str:
     if not out.isatty():
         return clean(text)
     return wrap(clean(text), max(40, columns()))
+
+
+class Stream(Protocol):
+    """A stream that may be a terminal."""
+
+    def isatty(self) -> bool: ...
+
+
+def has_cursor(out: Stream) -> bool:
+    """Whether a stream is a terminal on which a line can be drawn again."""
+    return out.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def has_colours(out: Stream) -> bool:
+    """Whether colours may be written to a stream: https://no-color.org."""
+    return has_cursor(out) and not os.environ.get("NO_COLOR")
 
 
 def columns() -> int:

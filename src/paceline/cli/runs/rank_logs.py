@@ -13,7 +13,7 @@ from typing import IO
 from paceline.explain.evidence_reader import log_files
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
-from paceline.spec.terminal import clean
+from paceline.spec.terminal import clean, has_colours
 
 MAX_TAIL_BYTES = 32 << 20  # bytes from the end in which last lines are looked for
 READ_BYTES = 1 << 20  # bytes read at once
@@ -67,5 +67,5 @@ class LogReader:
 
     def _print(self, lines: list[bytes]) -> None:
         for line in lines:
-            text = clean(self._label + line.decode(errors="replace"), sys.stdout.isatty())
+            text = clean(self._label + line.decode(errors="replace"), has_colours(sys.stdout))
             sys.stdout.write(text + "\n")

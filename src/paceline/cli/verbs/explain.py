@@ -23,7 +23,7 @@ from paceline.rundir.records import is_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import Source
-from paceline.spec.terminal import format_for
+from paceline.spec.terminal import format_for, has_colours
 
 MAX_WHOLE_BYTES = 2 << 20  # of a file in the bundle; of a larger one both ends go into it
 
@@ -88,7 +88,7 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
         return
     first, *details = explanation.lines(conclusion, evidence)
     first = format_for(first, sys.stdout)
-    click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
+    click.echo(click.style(first, bold=True) if has_colours(sys.stdout) else first)
     if details:
         say(format_for("\n".join(details), sys.stdout))
 

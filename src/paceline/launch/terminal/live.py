@@ -23,7 +23,7 @@ from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import format_location
 from paceline.spec.formatting import pluralize
-from paceline.spec.terminal import clean
+from paceline.spec.terminal import clean, has_cursor
 
 if TYPE_CHECKING:
     from paceline.launch.terminal.render import View
@@ -63,7 +63,7 @@ class RunActions(Protocol):
 
 def supports_live(target: BackgroundWriter) -> bool:
     """Whether a stream is a terminal of sufficient size with cursor control."""
-    if not target.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+    if not has_cursor(target):
         return False
     try:
         size = os.get_terminal_size(target.fileno())

@@ -16,7 +16,15 @@ from paceline.progress import Bar, describe
 from paceline.spec.events import ShippedCopy, restore_local_paths
 from paceline.spec.formatting import pluralize
 from paceline.spec.job import DisplayMode, Show
-from paceline.spec.terminal import clean, clean_line, columns, format_for, wrap
+from paceline.spec.terminal import (
+    clean,
+    clean_line,
+    columns,
+    format_for,
+    has_colours,
+    has_cursor,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from paceline.launch.terminal.live import LiveScreen
@@ -104,7 +112,7 @@ class Screen:
         self._drawing: asyncio.Task[None] | None = None
         self._out = BackgroundWriter(out or sys.stdout)
         self._err = BackgroundWriter(err or sys.stderr)
-        self._colour = self._out.isatty()
+        self._colour = has_colours(self._out)
         self._lines: dict[tuple[str, int, str], LineSplitter] = {}
         self._muted: set[tuple[str, int]] = set()
         self._hosts: dict[str, int] = {}
@@ -123,7 +131,7 @@ class Screen:
     @property
     def is_terminal(self) -> bool:
         """Whether progress is drawn on a terminal."""
-        return self._err.isatty()
+        return has_cursor(self._err)
 
     def output(self, host: str, rank: int, stream: str, data: bytes) -> None:
         """Shows output of a rank as labelled lines."""
@@ -155,7 +163,7 @@ class Screen:
             number = self._hosts.setdefault(host, len(self._hosts))
             label = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{label}\x1b[0m"
         target = self._out if stream == "out" else self._err
-        has_colour = target.isatty()
+        has_colour = has_colours(target)
         visible = []
         for line in lines:
             text = line.decode(errors="replace")

@@ -249,6 +249,9 @@ def _reseed() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # Python's own generator reseeds itself after a fork
+    torch_random = sys.modules.get("torch.random")
+    if torch_random is not None:  # a GPU's generator is made, and seeded, in the rank
+        torch_random.default_generator.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:  # spawned children find a relative main script from here
         processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]

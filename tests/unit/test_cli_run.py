@@ -304,6 +304,16 @@ def test_an_interrupt_while_a_class_is_made(
         ("import optimism", ("torch",)),
         ("opt = torch.optim.SGD(p)", ("torch", "torch._dynamo?")),
         ("from torch import nn, optim", ("torch", "torch._dynamo?")),
+        ('os.environ["OMP_NUM_THREADS"] = "4"\nimport torch.optim', ()),
+        ("environ.setdefault('TORCH_DISTRIBUTED_DEBUG', 'INFO')", ()),
+        ('os.environ["OMP_NUM_THREADS"] == "4"', ("torch",)),
+        ('n = int(os.environ["OMP_NUM_THREADS"])', ("torch",)),
+        ('# os.environ["OMP_NUM_THREADS"] = "4"', ("torch",)),
+        ('os.environ["TORCH_HOME"] = "x"', ("torch",)),
+        (
+            'os.environ["OMP_NUM_THREADS"] = "4"\nimport paceline.train',
+            ("torch", "paceline.train?"),
+        ),
         ("from paceline import train\noptim", ("torch", "paceline.train?")),
         ("if True:\n    import paceline.train", ("torch", "paceline.train?")),
         (

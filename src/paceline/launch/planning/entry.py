@@ -136,11 +136,14 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
 
     A process's first optimizer makes torch import its compiler, which takes longer than the rest of
     torch's start; forked ranks inherit it. With ``paceline.train`` only what compiles imports it.
+    Empty for a script without it that sets a variable which torch reads when it is imported.
     """
     text = Path(entry.target).read_bytes() if _is_text(entry) else b""
     if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
         compiles = re.search(_COMPILES, text, re.MULTILINE)
         return ("torch", "paceline.train?", *((COMPILER,) if compiles else ()))
+    if _SETS_IMPORT_VARIABLE.search(text):
+        return ()
     if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
         return ("torch", COMPILER)
     return ("torch",)
@@ -149,6 +152,12 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
 _INNER_LAUNCHER = re.compile(
     r"^[^#\n]*?(?<![\w./-])"
     r"(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)(?![\w./-])",
+    re.MULTILINE,
+)
+_SETS_IMPORT_VARIABLE = re.compile(
+    rb"^[^#\n]*\b(?:environ\[|environ\.setdefault\(|putenv\()\s*[\"'](?:(?:OMP|MKL|KMP|GOMP|OPENBLAS"
+    rb"|NUMEXPR|ATEN|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR)_\w+|TORCH_(?:DISTRIBUTED_DEBUG|LOGS|TRACE"
+    rb"|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES))[\"']\s*(?:\]\s*=[^=]|,)",
     re.MULTILINE,
 )
 _OTHER_PORT = re.compile(rb"""MASTER_PORT["'][^\n]{0,20}[\])]\s*[+-]\s*\w""")

@@ -134,7 +134,7 @@ READ_BY = {
     "paceline": {"PACELINE_DATA_DIR", "XDG_CACHE_HOME"},
 }  # fmt: skip
 DOCUMENTED = {
-    "Python": {"PYTHONFAULTHANDLER", "TMPDIR"},
+    "Python": {"PYTHONBREAKPOINT", "PYTHONFAULTHANDLER", "TMPDIR"},
     "ld.so(8)": {"LD_LIBRARY_PATH"},
     "NCCL's environment variables": {"NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA",
                                      "NCCL_IB_TIMEOUT", "NCCL_NET", "NCCL_P2P_DISABLE"},

@@ -13,7 +13,6 @@ import torch
 import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-import ranks
 
 tqdm.tqdm.monitor_interval = 0  # a thread that would outlive the test
 
@@ -65,4 +64,4 @@ def parameters(folder: Path) -> torch.Tensor:
     return torch.cat([state[name].flatten().double() for name in sorted(state)])
 
 
-__all__ = ["config", "hub_variables", "one_thread", "parameters", "ranks", "records"]
+__all__ = ["config", "hub_variables", "one_thread", "parameters", "records"]

@@ -1,4 +1,4 @@
-"""The faults: how each is made in the lab, what must be said of it, what its remedy asks for."""
+"""Fault cases: how each is injected in the lab, what the check must report, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from typing import Any
 
 from paceline.lab import Lab
 
-THREE: dict[str, Any] = {"hosts": 3, "interface_names": ("eth0", "ens3"), "private": ("/srv:64m",)}
-Strike = Callable[[Lab], AbstractContextManager[Any]]
-Hand = Callable[[Lab], None]
+THREE_HOSTS: dict[str, Any] = {
+    "hosts": 3,
+    "interface_names": ("eth0", "ens3"),
+    "private": ("/srv:64m",),
+}
+Injection = Callable[[Lab], AbstractContextManager[Any]]
+ManualRemedy = Callable[[Lab], None]
 
 
 @dataclass(frozen=True)
@@ -23,175 +27,178 @@ class Case:
     """One fault.
 
     Attributes:
-        pains: Rows of the catalogue of pains that it stands for; may be empty.
-        name: For the table.
-        culprit: Words that the conclusion must hold.
-        strike: Makes it; what it made beside the lab ends with the context.
-        words: Of the command line.
-        options: Of the lab.
-        hand: What the remedy asks a person to do, where it cannot be typed; its name is shown.
-        again: Words of the command line after the remedy, when the remedy changes them.
-        settings: The ``paceline.toml`` of the folder that the check is typed in.
+        problem: Number in the catalogue of problems; may be empty.
+        name: Name in the table.
+        expected_texts: Texts that the conclusion must contain.
+        inject: Injects the fault. What it starts besides the lab ends with the context.
+        arguments: Arguments of ``paceline check``.
+        options: Options of the lab.
+        manual_remedy: Remedy that a person applies if no command is printed; its docstring is
+            shown in the table.
+        arguments_after: Arguments after the remedy, if the remedy changes them.
+        settings: Content of ``paceline.toml`` in the folder of the check.
     """
 
-    pains: str
+    problem: str
     name: str
-    culprit: tuple[str, ...]
-    strike: Strike
-    words: tuple[str, ...] = ("--quick",)
-    options: dict[str, Any] = field(default_factory=lambda: dict(THREE))
-    hand: Hand | None = None
-    again: tuple[str, ...] | None = None
+    expected_texts: tuple[str, ...]
+    inject: Injection
+    arguments: tuple[str, ...] = ("--quick",)
+    options: dict[str, Any] = field(default_factory=lambda: dict(THREE_HOSTS))
+    manual_remedy: ManualRemedy | None = None
+    arguments_after: tuple[str, ...] | None = None
     settings: str = ""
 
 
-def fault(*words: str) -> Strike:
-    """One of the lab's own faults."""
+def fault(*arguments: str) -> Injection:
+    """A fault of the lab."""
 
     @contextlib.contextmanager
-    def strike(lab: Lab) -> Iterator[None]:
-        lab.fault(*words)
+    def inject(lab: Lab) -> Iterator[None]:
+        lab.fault(*arguments)
         yield
 
-    return strike
+    return inject
 
 
-def typed(host: str, *commands: str) -> Strike:
-    """Shell lines on a host."""
+def run_commands(host: str, *commands: str) -> Injection:
+    """Run shell commands on a host."""
 
     @contextlib.contextmanager
-    def strike(lab: Lab) -> Iterator[None]:
+    def inject(lab: Lab) -> Iterator[None]:
         for command in commands:
             shell(lab, host, command)
         yield
 
-    return strike
+    return inject
 
 
 def shell(lab: Lab, host: str, command: str) -> None:
     lab.exec(host, ["sh", "-c", command], check=True, timeout=30)
 
 
-def process(host: str, *argv: str, ready: bool = True) -> Strike:
-    """A process that runs on a host, and says a word when it is ready."""
+def run_process(host: str, *argv: str, ready: bool = True) -> Injection:
+    """A process on a host that prints a line when it is ready."""
 
     @contextlib.contextmanager
-    def strike(lab: Lab) -> Iterator[None]:
+    def inject(lab: Lab) -> Iterator[None]:
         with lab.popen(host, argv, stdout=subprocess.PIPE) as child:
             if ready:
                 child.stdout.readline()
             yield
             child.kill()
 
-    return strike
+    return inject
 
 
 @contextlib.contextmanager
-def nothing(lab: Lab) -> Iterator[None]:
-    """The fault is in what is typed."""
+def no_injection(lab: Lab) -> Iterator[None]:
+    """Inject nothing; the fault is in the arguments or options."""
     yield
 
 
-# --- what a person does
+# --- remedies that a person applies (the docstrings are printed)
 
 
-def bring_back(lab: Lab) -> None:
-    """every host switched on, plugged in, thawed"""
+def restore_hosts(lab: Lab) -> None:
+    """all hosts powered on, connected and resumed"""
     lab.heal()
 
 
-def new_cable(lab: Lab) -> None:
-    """the cable changed"""
-    for one in lab.status()["faults"]:
-        lab.undo(one["kind"], one["host"], *one["arguments"])
+def replace_cable(lab: Lab) -> None:
+    """the cable replaced"""
+    for active in lab.status()["faults"]:
+        lab.undo(active["kind"], active["host"], *active["arguments"])
 
 
-def make_room(lab: Lab) -> None:
-    """what filled the disk deleted"""
+def free_disk(lab: Lab) -> None:
+    """disk space freed"""
     lab.undo("fill-disk", "n2", "/srv")
 
 
-def key_put_back(lab: Lab) -> None:
-    """the public key put back"""
+def restore_key(lab: Lab) -> None:
+    """the public key restored"""
     shell(lab, "n2", "mv ~/.ssh/aside ~/.ssh/authorized_keys")
 
 
-def key_closed(lab: Lab) -> None:
+def tighten_permissions(lab: Lab) -> None:
     """chmod as printed"""
     shell(lab, "n2", "chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys")
 
 
-def rule_deleted(lab: Lab) -> None:
+def delete_rule(lab: Lab) -> None:
     """the firewall's rule deleted"""
     shell(lab, "n2", "iptables -F INPUT")
 
 
-def quiet_start(lab: Lab) -> None:
-    """the printing moved below the line"""
+def silence_startup_files(lab: Lab) -> None:
+    """the output moved below the test for an interactive shell"""
     text = "case $- in *i*) ;; *) return ;; esac\necho welcome\n"
     (lab.home("n2") / ".bashrc").write_text(text)
 
 
-HOLD = "import socket, time; s = socket.create_server(('', 29511)); print(1, flush=True); "
-ANOTHER_TORCH = "/srv/other"
+HOLD_PORT = "import socket, time; s = socket.create_server(('', 29511)); print(1, flush=True); "
+OTHER_TORCH = "/srv/other"
 
 
 @contextlib.contextmanager
-def older_torch(lab: Lab) -> Iterator[None]:
-    """n2's environment has another torch, as far as its files tell."""
-    make = f"{sys.executable} -m venv --without-pip {ANOTHER_TORCH} && cd {ANOTHER_TORCH}/lib/py*"
-    texts = "echo > torch/__init__.py; echo \"__version__ = '2.12.1+cpu'\" > torch/version.py"
-    shell(lab, "n2", f"{make}/site-packages && mkdir torch && {texts}")
+def install_other_torch(lab: Lab) -> Iterator[None]:
+    """Create an environment on n2 whose files show another torch version."""
+    create = f"{sys.executable} -m venv --without-pip {OTHER_TORCH} && cd {OTHER_TORCH}/lib/py*"
+    write_version = (
+        "echo > torch/__init__.py; echo \"__version__ = '2.12.1+cpu'\" > torch/version.py"
+    )
+    shell(lab, "n2", f"{create}/site-packages && mkdir torch && {write_version}")
     yield
 
 
 @contextlib.contextmanager
-def new_host_key(lab: Lab) -> Iterator[None]:
-    """n2 was installed again: its sshd shows another key."""
+def replace_host_key(lab: Lab) -> Iterator[None]:
+    """Restart the sshd of n2 with another host key."""
     config = Path(f"{lab.layout.sshd_config('n2')}")
     key = config.with_name("another_key")
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     lines = config.read_text().splitlines()
     text = "\n".join(f'HostKey "{key}"' if line.startswith("HostKey") else line for line in lines)
-    other = config.with_name("sshd_again")
-    other.write_text(text + "\n")
+    new_config = config.with_name("sshd_again")
+    new_config.write_text(text + "\n")
     lab.fault("kill", "n2", "sshd.*listener")
-    with lab.popen("n2", ["/usr/sbin/sshd", "-D", "-f", str(other)]) as daemon:
+    with lab.popen("n2", ["/usr/sbin/sshd", "-D", "-f", str(new_config)]) as daemon:
         shell(lab, "n2", "while ! ss -ltn | grep -q ':22 '; do sleep 0.1; done")
         yield
         daemon.kill()
 
 
 @contextlib.contextmanager
-def few_logins(lab: Lab) -> Iterator[None]:
-    """n2's sshd takes one login at a time, and somebody has it."""
+def limit_logins(lab: Lab) -> Iterator[None]:
+    """Limit the sshd of n2 to one pending login, and hold it."""
     config = Path(f"{lab.layout.sshd_config('n2')}")
-    other = config.with_name("sshd_few")
-    other.write_text("MaxStartups 1:100:1\n" + config.read_text())
+    new_config = config.with_name("sshd_few")
+    new_config.write_text("MaxStartups 1:100:1\n" + config.read_text())
     lab.fault("kill", "n2", "sshd.*listener")
-    hog = "import socket, time; s = socket.create_connection(('10.77.0.12', 22)); "
-    with lab.popen("n2", ["/usr/sbin/sshd", "-D", "-f", str(other)]) as daemon:
+    connect = "import socket, time; s = socket.create_connection(('10.77.0.12', 22)); "
+    with lab.popen("n2", ["/usr/sbin/sshd", "-D", "-f", str(new_config)]) as daemon:
         shell(lab, "n2", "while ! ss -ltn | grep -q ':22 '; do sleep 0.1; done")
-        argv = [sys.executable, "-c", hog + "print(s.recv(9), flush=True); time.sleep(99)"]
-        with lab.popen("n1", argv, stdout=subprocess.PIPE) as other_login:
-            other_login.stdout.readline()
+        argv = [sys.executable, "-c", connect + "print(s.recv(9), flush=True); time.sleep(99)"]
+        with lab.popen("n1", argv, stdout=subprocess.PIPE) as open_login:
+            open_login.stdout.readline()
             yield
-            other_login.kill()
+            open_login.kill()
         daemon.kill()
 
 
-def same_environment(lab: Lab) -> None:
-    """the environment of the others named in paceline.toml"""
+def name_same_environment(lab: Lab) -> None:
+    """the environment of the other hosts named in paceline.toml"""
 
 
-def sshd_started(lab: Lab) -> None:
+def start_sshd(lab: Lab) -> None:
     """sshd started"""
     lab.fault("power-off", "n2")
     lab.heal()
 
 
-def more_logins(lab: Lab) -> None:
-    """MaxStartups raised, sshd started again"""
+def raise_login_limit(lab: Lab) -> None:
+    """MaxStartups raised, sshd restarted"""
     lab.exec("n2", ["pkill", "-f", "sshd_few"], timeout=10)
     lab.fault("power-off", "n2")
     lab.heal()
@@ -204,19 +211,21 @@ MACVLAN = (
 )
 
 SINGLE: Sequence[Case] = (
-    Case("P1", "own name is 127.0.1.1", ("loopback", "n1 and n2", "127.0.1.1"), nothing,
+    Case("P1", "own name is 127.0.1.1", ("loopback", "n1 and n2", "127.0.1.1"), no_injection,
          options={"hosts": 2, "debian_hosts": True}),
-    Case("P1", "own name is a dead interface", ("host name n1", "dead0"), nothing,
+    Case("P1", "own name is a dead interface", ("host name n1", "dead0"), no_injection,
          options={"hosts": 2, "dead_interface": True, "dead_name": True}),
     Case("P2", "a name that others cannot resolve", ("n1 cannot resolve n2",),
-         typed("n1", "grep -v n2 /etc/hosts > /tmp/h; cp /tmp/h /etc/hosts")),
+         run_commands("n1", "grep -v n2 /etc/hosts > /tmp/h; cp /tmp/h /etc/hosts")),
     Case("P2", "a name that means another host", ("on n1, n2 means 10.77.0.13 (that is n3)",),
-         typed("n1", "sed s/10.77.0.12/10.77.0.13/ /etc/hosts > /tmp/h; cp /tmp/h /etc/hosts")),
-    Case("P3", "one interface name for all", ("interface eth0", "n2 has: ens3"), nothing,
+         run_commands("n1", "sed s/10.77.0.12/10.77.0.13/ /etc/hosts > /tmp/h; "
+                      "cp /tmp/h /etc/hosts")),
+    Case("P3", "one interface name for all", ("interface eth0", "n2 has: ens3"), no_injection,
          ("--quick", "--iface", "eth0"), settings='[hosts.n2]\ninterface = "ens3"\n'),
     Case("P4", "two interfaces in one subnet",
          ("n1 sends to n2 and n3 through eth0, not through eth9", "two interfaces in one subnet"),
-         typed("n1", *MACVLAN), ("--no-trial",), settings='[hosts.n1]\ninterface = "eth9"\n'),
+         run_commands("n1", *MACVLAN), ("--no-trial",),
+         settings='[hosts.n1]\ninterface = "eth9"\n'),
     Case("P6", "firewall drops new TCP", ("n2 drops TCP",), fault("drop", "n2", "all-ephemeral")),
     Case("P6", "firewall drops a range", ("n2 drops TCP", "of the ports"),
          fault("drop", "n2", "33000-46000")),
@@ -227,62 +236,63 @@ SINGLE: Sequence[Case] = (
     Case("", "no route (errno 113)", ("n1 has no route to n2", "113"),
          fault("unreachable", "n1", "n2")),
     Case("P7", "port taken", ("port 29511 on n1 is taken by process",),
-         process("n1", sys.executable, "-c", HOLD + "time.sleep(99)"),
+         run_process("n1", sys.executable, "-c", HOLD_PORT + "time.sleep(99)"),
          ("--quick", "--master-port", "29511")),
     Case("P8", "key not installed", ("cannot log in to n2: login refused",),
-         typed("n2", "mv ~/.ssh/authorized_keys ~/.ssh/aside"), hand=key_put_back),
+         run_commands("n2", "mv ~/.ssh/authorized_keys ~/.ssh/aside"), manual_remedy=restore_key),
     Case("P8", "home open to others", ("cannot log in to n2: login refused",),
-         typed("n2", "chmod 777 ~ ~/.ssh"), hand=key_closed),
-    Case("P8", "host key changed", ("cannot log in to n2: host key changed",), new_host_key,
-         again=("--quick", "--accept-new-host-keys")),
+         run_commands("n2", "chmod 777 ~ ~/.ssh"), manual_remedy=tighten_permissions),
+    Case("P8", "host key changed", ("cannot log in to n2: host key changed",), replace_host_key,
+         arguments_after=("--quick", "--accept-new-host-keys")),
     Case("P8", "sshd killed", ("cannot log in to n2", "refused"),
-         fault("kill", "n2", "sshd.*listener"), hand=sshd_started),
+         fault("kill", "n2", "sshd.*listener"), manual_remedy=start_sshd),
     Case("P8", "SSH port dropped", ("cannot log in to n2: no answer", "port 22"),
-         typed("n2", "iptables -I INPUT -p tcp --dport 22 -j DROP"),
-         hand=rule_deleted),
-    Case("P9", "sshd drops logins", ("cannot log in to n2: too many logins at once",), few_logins,
-         hand=more_logins),
-    Case("P10", "interpreter missing", ("n2 has no Python at /no/python",), nothing,
-         settings='[hosts.n2]\npython = "/no/python"\n', again=("--quick",)),
-    Case("P10", "work folder missing", ("n2 has no folder /srv/job",), nothing,
+         run_commands("n2", "iptables -I INPUT -p tcp --dport 22 -j DROP"),
+         manual_remedy=delete_rule),
+    Case("P9", "sshd drops logins", ("cannot log in to n2: too many logins at once",), limit_logins,
+         manual_remedy=raise_login_limit),
+    Case("P10", "interpreter missing", ("n2 has no Python at /no/python",), no_injection,
+         settings='[hosts.n2]\npython = "/no/python"\n', arguments_after=("--quick",)),
+    Case("P10", "work folder missing", ("n2 has no folder /srv/job",), no_injection,
          settings='[hosts.n2]\nworkdir = "/srv/job"\n'),
     Case("P12", "start-up files print", ("the shell start-up files of n2 print 'welcome'",),
-         typed("n2", "echo echo welcome > ~/.bashrc"), hand=quiet_start),
+         run_commands("n2", "echo echo welcome > ~/.bashrc"), manual_remedy=silence_startup_files),
     Case("P13", "powered off", ("cannot log in to n3",), fault("power-off", "n3"),
-         hand=bring_back),
-    Case("P13", "unplugged", ("cannot log in to n2",), fault("unplug", "n2"), hand=bring_back),
+         manual_remedy=restore_hosts),
+    Case("P13", "unplugged", ("cannot log in to n2",), fault("unplug", "n2"),
+         manual_remedy=restore_hosts),
     Case("P13", "frozen", ("cannot log in to n1", "sshd does not speak"), fault("freeze", "n1"),
-         hand=bring_back),
-    Case("P17", "another torch", ("torch", "2.12.1+cpu", "n2"), older_torch,
-         settings=f'[hosts.n2]\npython = "{ANOTHER_TORCH}/bin/python"\n', again=("--quick",),
-         hand=same_environment),
+         manual_remedy=restore_hosts),
+    Case("P17", "another torch", ("torch", "2.12.1+cpu", "n2"), install_other_torch,
+         settings=f'[hosts.n2]\npython = "{OTHER_TORCH}/bin/python"\n',
+         arguments_after=("--quick",), manual_remedy=name_same_environment),
     Case("", "MTU differs", ("the MTU differs", "n2 ens3 1400"),
-         typed("n2", "ip link set ens3 mtu 1400")),
+         run_commands("n2", "ip link set ens3 mtu 1400")),
     Case("", "small /dev/shm", ("/dev/shm on n2 has 64.0 MiB",),
-         typed("n2", "mount -o remount,size=64m /dev/shm")),
+         run_commands("n2", "mount -o remount,size=64m /dev/shm")),
     Case("P26", "left-over processes", ("left-over processes of an earlier job on n2",),
-         process("n2", "env", "PACELINE_JOB_TOKEN=ab12", "sh", "-c", "echo; sleep 99"),
+         run_process("n2", "env", "PACELINE_JOB_TOKEN=ab12", "sh", "-c", "echo; sleep 99"),
          ("--no-trial",)),
     Case("", "disk full", ("/srv on n2 is full",), fault("fill-disk", "n2", "/srv"),
-         ("--quick", "--data", "/srv"), hand=make_room),
+         ("--quick", "--data", "/srv"), manual_remedy=free_disk),
     Case("", "data missing", ("n2 has no /srv/set",),
-         lambda lab: both(lab, ("n1", "n3"), "mkdir /srv/set; echo a > /srv/set/a"),
+         lambda lab: run_on_hosts(lab, ("n1", "n3"), "mkdir /srv/set; echo a > /srv/set/a"),
          ("--no-trial", "--data", "/srv/set")),
     Case("", "data differs", ("/srv/set on n2 is not what the others have",),
-         lambda lab: both(lab, ("n1", "n2", "n3"), "mkdir /srv/set; hostname | sed s/n[13]/n/ > "
+         lambda lab: run_on_hosts(lab, ("n1", "n2", "n3"), "mkdir /srv/set; "
                           "/srv/set/a"), ("--no-trial", "--data", "/srv/set")),
     Case("P21", "a folder that is not shared", ("/srv on", "is not the folder that the others"),
-         nothing, ("--no-trial", "--shared", "/srv"), again=("--no-trial",)),
+         no_injection, ("--no-trial", "--shared", "/srv"), arguments_after=("--no-trial",)),
     Case("", "slow link", ("link of n2", "slow"), fault("slow", "n2", "100mbit"), ("--no-trial",),
-         hand=new_cable),
+         manual_remedy=replace_cable),
     Case("", "lossy link", ("link of n3", "loses packets"), fault("loss", "n3", "3"),
-         ("--no-trial",), hand=new_cable),
+         ("--no-trial",), manual_remedy=replace_cable),
 )  # fmt: skip
 
 HEALTHY = {
     "1 host": {"hosts": 1},
     "2 hosts": {"hosts": 2},
-    "3 hosts, two interface names (P3)": dict(THREE),
+    "3 hosts, two interface names (P3)": dict(THREE_HOSTS),
     "8 hosts": {"hosts": 8},
     "3 hosts, second interface and bridges with one address (P5)": {
         "hosts": 3, "dead_interface": True, "bridge_address": True,
@@ -291,7 +301,7 @@ HEALTHY = {
     "2 hosts, 100 Mbit/s": {"hosts": 2, "rate": "100mbit"},
 }  # fmt: skip
 
-# fault, its words, what must be said; {} is the host
+# fault, its arguments, expected message; {} is the host
 PAIRABLE = [
     (("drop", "{}", "all-ephemeral"), "{} drops TCP"),
     (("reject", "{}", "all-ephemeral"), "{} refuses TCP"),
@@ -302,7 +312,8 @@ PAIRABLE = [
 
 
 @contextlib.contextmanager
-def both(lab: Lab, hosts: Sequence[str], command: str) -> Iterator[None]:
+def run_on_hosts(lab: Lab, hosts: Sequence[str], command: str) -> Iterator[None]:
+    """Run a shell command on several hosts."""
     for host in hosts:
         shell(lab, host, command)
     yield

@@ -1,8 +1,8 @@
-"""Faults made for real in the lab, and what the first line of ``paceline check`` says of each.
+"""Injects faults in the lab and checks whether ``paceline check`` names each in its first line.
 
 ``python bench/faults/faults.py [faults] [healthy] [pairs] [WORD…]`` prints Markdown; all parts by
-default. Further words choose the faults whose names hold one of them. After each fault its remedy
-is applied as it was printed, and the check is made again.
+default. Further words select the faults whose names contain one of them. After each fault the
+printed remedy is applied, and the check is repeated.
 """
 
 from __future__ import annotations
@@ -26,140 +26,168 @@ from paceline.lab import Lab, LabOptions
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ORDER = ("fail", "unknown", "warn", "pass")
 # On HOST: COMMAND   or   Here: COMMAND
-LINE = re.compile(r"^(?:On (?P<host>n\d+)|(?P<here>Here)): (?P<command>.+)$", re.MULTILINE)
+REMEDY_COMMAND = re.compile(
+    r"^(?:On (?P<host>n\d+)|(?P<here>Here)): (?P<command>.+)$", re.MULTILINE
+)
 PARTS = ("faults", "healthy", "pairs")
 
 
-def check(lab: Lab, *words: str, cwd: str = "/") -> tuple[dict[str, Any], float]:
-    """The object of ``paceline check --json``, and the seconds that the command took."""
+def check(lab: Lab, *arguments: str, cwd: str = "/") -> tuple[dict[str, Any], float]:
+    """Output of ``paceline check --json``, and the seconds of the command."""
     argv = [sys.executable, "-m", "paceline", "check", "-H", str(lab.hostfile), "--ssh-config"]
-    argv += [str(lab.ssh_config), "--json", *words]
-    began = time.monotonic()
+    argv += [str(lab.ssh_config), "--json", *arguments]
+    start = time.monotonic()
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=cwd)
-    seconds = time.monotonic() - began
-    if not done.stdout:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout), seconds
+    completed = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=cwd)
+    seconds = time.monotonic() - start
+    if not completed.stdout:
+        raise SystemExit(completed.stderr)
+    return json.loads(completed.stdout), seconds
 
 
-def first(said: dict[str, Any]) -> dict[str, Any]:
-    """The finding that the first line is made of."""
-    found: dict[str, Any] = min(said["findings"], key=lambda one: ORDER.index(one["outcome"]))
-    return found
+def first_finding(report: dict[str, Any]) -> dict[str, Any]:
+    """The finding that the first line reports."""
+    finding: dict[str, Any] = min(
+        report["findings"], key=lambda candidate: ORDER.index(candidate["outcome"])
+    )
+    return finding
 
 
 def apply(lab: Lab, case: Case, remedy: str) -> str:
-    """Does what the remedy says; tells whether it was typed as printed or done by hand."""
-    if case.hand is not None:
-        case.hand(lab)
-        return f"by hand: {case.hand.__doc__}"
-    lines = list(LINE.finditer(remedy))
+    """Apply a remedy. Returns whether it was typed as printed or applied by hand."""
+    if case.manual_remedy is not None:
+        case.manual_remedy(lab)
+        return f"by hand: {case.manual_remedy.__doc__}"
+    lines = list(REMEDY_COMMAND.finditer(remedy))
     for line in lines:
         command = line["command"].replace("sudo ", "")
         if line["here"]:
-            own = command.replace("scp ", f"scp -F {lab.ssh_config} ")
-            subprocess.run(["sh", "-c", own], check=True, capture_output=True)
+            local_command = command.replace("scp ", f"scp -F {lab.ssh_config} ")
+            subprocess.run(["sh", "-c", local_command], check=True, capture_output=True)
         else:
             shell(lab, line["host"], command)
     return "typed as printed" if lines else "the command line or paceline.toml changed"
 
 
 def try_case(case: Case) -> tuple[str, bool, float, str, bool]:
-    """Message, whether it names the culprit, seconds, how it was mended, whether that helped."""
+    """Message, whether it names the cause, seconds, the remedy, and whether that helped."""
     with Lab(LabOptions(**case.options)) as lab, tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "paceline.toml"
-        late = "--iface" in case.words  # the settings are the remedy
-        if case.settings and not late:
+        settings_are_remedy = "--iface" in case.arguments  # the settings are the remedy
+        if case.settings and not settings_are_remedy:
             settings.write_text(case.settings)
-        with case.strike(lab):
-            said, seconds = check(lab, *case.words, cwd=folder)
-            found = first(said)
-            right = all(words in found["message"] for words in case.culprit)
-            right &= bool(found["remedy"])
-            bad = [one for one in said["findings"] if one["outcome"] != "pass"]
-            remedies = [one["remedy"] for one in bad if one["check"] == found["check"]]
-            how = apply(lab, case, "\n".join(remedies))
-            if late:
+        with case.inject(lab):
+            report, seconds = check(lab, *case.arguments, cwd=folder)
+            finding = first_finding(report)
+            is_correct = all(text in finding["message"] for text in case.expected_texts)
+            is_correct &= bool(finding["remedy"])
+            not_passed = [other for other in report["findings"] if other["outcome"] != "pass"]
+            remedies = [
+                other["remedy"] for other in not_passed if other["check"] == finding["check"]
+            ]
+            remedy_applied = apply(lab, case, "\n".join(remedies))
+            if settings_are_remedy:
                 settings.write_text(case.settings)
-            elif case.again is not None and case.settings:
+            elif case.arguments_after is not None and case.settings:
                 settings.unlink()
-            words = [w for w in case.again or case.words if not (late and w in ("--iface", "eth0"))]
-            if "ssh-keygen -R" in found["remedy"]:
-                command = re.search(r"ssh-keygen -R .*", found["remedy"])
+            arguments = [
+                word
+                for word in case.arguments_after or case.arguments
+                if not (settings_are_remedy and word in ("--iface", "eth0"))
+            ]
+            if "ssh-keygen -R" in finding["remedy"]:
+                command = re.search(r"ssh-keygen -R .*", finding["remedy"])
                 assert command is not None
                 subprocess.run(["sh", "-c", command[0]], check=True, capture_output=True)
-                how = "typed as printed"
-            after, _ = check(lab, *words, cwd=folder)
-    return found["message"], right, seconds, how, first(after)["outcome"] == "pass"
+                remedy_applied = "typed as printed"
+            report_after, _ = check(lab, *arguments, cwd=folder)
+    return (
+        finding["message"],
+        is_correct,
+        seconds,
+        remedy_applied,
+        first_finding(report_after)["outcome"] == "pass",
+    )
 
 
-def show_faults(wanted: list[str]) -> bool:
+def show_faults(filters: list[str]) -> bool:
     print("## Each fault alone\n")
-    print("| pain | fault | first line | right | s | remedy | next check passes |")
+    print("| problem | fault | first line | correct | s | remedy | next check passes |")
     print("|---|---|---|---|---|---|---|")
-    well = True
+    passed = True
     for case in SINGLE:
-        if wanted and not any(word in case.name for word in wanted):
+        if filters and not any(text in case.name for text in filters):
             continue
-        message, right, seconds, how, mended = try_case(case)
-        well &= right and mended
-        verdict = ["yes" if yes else "NO" for yes in (right, mended)]
-        print(f"| {case.pains} | {case.name} | {message[:150]} | {verdict[0]} | {seconds:.1f} | "
-              f"{how} | {verdict[1]} |", flush=True)  # fmt: skip
-    return well
+        message, is_correct, seconds, remedy_applied, is_fixed = try_case(case)
+        passed &= is_correct and is_fixed
+        verdict = ["yes" if is_true else "NO" for is_true in (is_correct, is_fixed)]
+        print(f"| {case.problem} | {case.name} | {message[:150]} | {verdict[0]} | {seconds:.1f} | "
+              f"{remedy_applied} | {verdict[1]} |", flush=True)  # fmt: skip
+    return passed
 
 
 def show_healthy() -> bool:
     print("\n## Healthy labs\n\n| lab | fails and warnings | s |\n|---|---|---|")
-    well = True
+    passed = True
     for name, options in HEALTHY.items():
         with Lab(LabOptions(**options)) as lab:
-            said, seconds = check(lab, "--no-trial")
-        bad = [one["message"] for one in said["findings"] if one["outcome"] != "pass"]
-        well &= not bad
-        print(f"| {name} | {'; '.join(bad) or 'none'} | {seconds:.1f} |", flush=True)
-    return well
+            report, seconds = check(lab, "--no-trial")
+        not_passed = [
+            finding["message"] for finding in report["findings"] if finding["outcome"] != "pass"
+        ]
+        passed &= not not_passed
+        print(f"| {name} | {'; '.join(not_passed) or 'none'} | {seconds:.1f} |", flush=True)
+    return passed
 
 
 def show_pairs(count: int = 5, seed: int = 20261120) -> bool:
     print("\n## Random pairs\n\n| faults | first line | both found |\n|---|---|---|")
-    well, chance = True, random.Random(seed)
+    passed, rng = True, random.Random(seed)
     for _ in range(count):
-        chosen = chance.sample(PAIRABLE, 2)
-        hosts = chance.sample(["n1", "n2", "n3", "n4"], 2)
-        pairs = list(zip(chosen, hosts, strict=True))
+        selected = rng.sample(PAIRABLE, 2)
+        hosts = rng.sample(["n1", "n2", "n3", "n4"], 2)
+        pairs = list(zip(selected, hosts, strict=True))
         faults = [tuple(word.format(host) for word in fault) for (fault, _), host in pairs]
         with Lab(LabOptions(hosts=4, private=("/srv:64m",))) as lab:
             for fault in faults:
                 lab.fault(*fault)
-            said, _ = check(lab, "--quick", "--data", "/srv")
-        failed = [one["message"] for one in said["findings"] if one["outcome"] == "fail"]
-        wanted = [words.format(host) for (_, words), host in pairs]
-        both = all(any(words in message for message in failed) for words in wanted)
-        right = both and any(words in first(said)["message"] for words in wanted)
-        extra = [message for message in failed if not any(words in message for words in wanted)]
-        well &= right and not extra
-        named = " + ".join(" ".join(fault) for fault in faults)
-        verdict = "yes" if right and not extra else "NO"
-        print(f"| {named} | {first(said)['message'][:120]} | {verdict} |", flush=True)
-    return well
+            report, _ = check(lab, "--quick", "--data", "/srv")
+        failed = [
+            finding["message"] for finding in report["findings"] if finding["outcome"] == "fail"
+        ]
+        expected = [text.format(host) for (_, text), host in pairs]
+        all_found = all(any(text in message for message in failed) for text in expected)
+        is_correct = all_found and any(
+            text in first_finding(report)["message"] for text in expected
+        )
+        unexpected = [
+            message for message in failed if not any(text in message for text in expected)
+        ]
+        passed &= is_correct and not unexpected
+        description = " + ".join(" ".join(fault) for fault in faults)
+        verdict = "yes" if is_correct and not unexpected else "NO"
+        print(
+            f"| {description} | {first_finding(report)['message'][:120]} | {verdict} |", flush=True
+        )
+    return passed
 
 
-def main(words: list[str]) -> int:
-    print(f"# paceline check against faults\n\n{platform.platform()}, {os.cpu_count()} CPUs, "
+def main(arguments: list[str]) -> int:
+    print(f"# paceline check with injected faults\n\n{platform.platform()}, {os.cpu_count()} CPUs, "
           f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}, "
           f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
-    wanted = [word for word in words if word not in PARTS]
-    parts = [word for word in words if word in PARTS] or (["faults"] if wanted else list(PARTS))
-    well = True
+    filters = [argument for argument in arguments if argument not in PARTS]
+    parts = [argument for argument in arguments if argument in PARTS] or (
+        ["faults"] if filters else list(PARTS)
+    )
+    passed = True
     if "faults" in parts:
-        well &= show_faults(wanted)
+        passed &= show_faults(filters)
     if "healthy" in parts:
-        well &= show_healthy()
+        passed &= show_healthy()
     if "pairs" in parts:
-        well &= show_pairs()
-    return 0 if well else 1
+        passed &= show_pairs()
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

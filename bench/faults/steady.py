@@ -1,10 +1,10 @@
-"""A training that faults are made on: ``steady.py STEPS STEP_MS FOLDER [--global-batch N]``.
+"""Training for fault injection: ``steady.py STEPS STEP_MS FOLDER [--global-batch N]``.
 
-With ``--width 1024`` every step sends 8 MB, so a fault nearly always meets messages on their way.
-A small network in float64 with Adam, a spectral norm, whose vectors each forward pass changes, and
-an augmentation that is a function of the sample, so that its parameters do not depend on how the
-samples are divided. Every rank appends what it does to ``FOLDER/HOST-PID.steps``: a line for each
-finished step (``step N RANK MONOTONIC``). At the end rank 0 leaves the parameters in
+A small float64 network with Adam, a spectral norm (each forward pass changes its vectors), and an
+augmentation that depends only on the sample. The final parameters therefore do not depend on how
+the samples are divided among ranks. With ``--width 1024`` every step sends 8 MB, so that a fault
+nearly always interrupts messages. Every rank appends a line for each finished step to
+``FOLDER/HOST-PID.steps`` (``step N RANK MONOTONIC``). At the end rank 0 saves the parameters to
 ``FOLDER/final.npy``.
 """
 
@@ -26,11 +26,11 @@ SAMPLES, FEATURES = 4096, 24
 
 
 class Samples:
-    """Samples with an augmentation of their own, which no place and no process changes."""
+    """Samples with an augmentation that depends only on the sample."""
 
     def __init__(self) -> None:
-        drawn = torch.Generator().manual_seed(5)
-        self.x = torch.randn(SAMPLES, FEATURES, generator=drawn, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
         self.y = self.x.sin().sum(1, keepdim=True) + 0.1 * self.x[:, :1] ** 2
 
     def __len__(self) -> int:
@@ -38,8 +38,10 @@ class Samples:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = torch.Generator().manual_seed(index)
-        moved = self.x[index] + 0.01 * torch.randn(FEATURES, generator=noise, dtype=torch.float64)
-        return moved, self.y[index]
+        augmented = self.x[index] + 0.01 * torch.randn(
+            FEATURES, generator=noise, dtype=torch.float64
+        )
+        return augmented, self.y[index]
 
 
 def main(
@@ -49,8 +51,8 @@ def main(
     session = pt.join("steady", seed=3, device="cpu", dtype="float64", log_every=50)
     torch.manual_seed(3)
     first, second = nn.Linear(FEATURES, width), nn.Linear(width, width)
-    last = nn.Linear(width, 1)
-    model = nn.Sequential(spectral_norm(first), nn.Tanh(), second, nn.Tanh(), last).double()
+    output = nn.Linear(width, 1)
+    model = nn.Sequential(spectral_norm(first), nn.Tanh(), second, nn.Tanh(), output).double()
     model = session.place(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 200, 0.9)
@@ -63,10 +65,10 @@ def main(
             time.sleep(step_ms / 1000)
             losses = ((net(x) - y) ** 2).mean(1)
             if session.step(losses):
-                now = time.monotonic()
-                log.write(f"step {session.progress.step} {session.world.rank} {now}\n")
+                finished = time.monotonic()
+                log.write(f"step {session.progress.step} {session.world.rank} {finished}\n")
     if session.world.rank == 0:
-        flat = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         np.save(folder / "final.npy", flat.numpy())
     session.close()
 

@@ -1,16 +1,16 @@
-"""Runs everything that several NCCL ranks on one NVIDIA GPU can show, and writes one page.
+"""Runs all checks and benchmarks of several NCCL ranks on one NVIDIA GPU, and writes one page.
 
     bench/gpu/all.sh OUT [--dry] [--seconds 480] [PART…]
 
 Parts: environment, recovery, ranks, resume, cost, tests, communication, errors, straggler; by
-default all of them, in this order. Cases with a result in OUT are not run again, except those that
-the end of --seconds has cut off and those of parts that are named.
-NCCL refuses two ranks on one GPU only within a host, and takes each NCCL_HOSTID for a host. The
-ranks then talk over sockets of the loopback interface, so times are not those of several GPUs.
+default all of them, in this order. Cases with a result in OUT are not run again, except cases that
+--seconds cut off and cases of parts named on the command line. NCCL refuses two ranks on one GPU
+only within a host, and treats each NCCL_HOSTID as a host. The ranks then communicate over loopback
+sockets, so times are not those of several GPUs.
 
 Needs this checkout, torch and Paceline's dependencies, but no network and no ssh. With --dry all
-ranks compute on CPUs, over gloo or the tests' stand-in for NCCL. Each case runs in processes of its
-own with a time limit; its output stays in OUT/logs, its result in OUT/PART.json, and all results
+ranks compute on CPUs, over gloo or the tests' stand-in for NCCL. Each case runs in its own
+processes with a time limit. Its output is in OUT/logs, its result in OUT/PART.json, and all results
 in OUT/result.md.
 """
 
@@ -38,24 +38,25 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 EXACT = 1e-9
-"""Largest difference of parameters in float64 that is rounding."""
-MIN_CASE_S = 5.0  # a case is not begun with less
+"""Largest difference of float64 parameters that counts as rounding."""
+MIN_CASE_S = 5.0  # a case does not start with less
 CUT = "cut off by --seconds"
 Result = dict[str, Any]
 
 
 @dataclass
 class Case:
-    """Some processes that are run together.
+    """Processes that run together.
 
     Attributes:
-        name: Of the case, and of its files.
-        argv: Arguments of Python; ``{rank}``, ``{port}`` are filled in.
-        ranks: Processes that are started by torchrun's variables; 0: one, without them.
+        name: Name of the case and of its files.
+        argv: Arguments of Python; ``{rank}`` and ``{port}`` are filled in.
+        ranks: Number of processes started with torchrun's variables; 0 for one without them.
         env: Further variables; ``{rank}`` is filled in.
-        limit_s: Seconds after which what is left is ended.
-        judge: Returns what came of it.
-        clears: Folders that are removed before.
+        limit_s: Seconds after which the remaining processes are ended.
+        judge: Returns the result.
+        act: Called with the processes after their start.
+        clears: Folders that are removed before the start.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Case:
 
 
 class Bench:
-    """Runs cases and keeps their results."""
+    """Runs cases and stores their results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out
@@ -88,14 +89,14 @@ class Bench:
         return self.log(name, rank).read_text(errors="replace")
 
     def run_all(self, part: str, cases: Sequence[Case], parallel: int = 4) -> list[Result]:
-        """Runs cases, some at a time, and adds each to the part's results when it has ended.
+        """Run cases, ``parallel`` at a time, and add the result of each to those of the part.
 
-        Cases that have a whole result already are left out, unless the part is to be repeated.
+        Cases with a complete result are skipped, unless the part is to be repeated.
         """
         file = self.out / f"{part}.json"
         results = self._results(part)
-        done = {} if self.repeats else {r["case"] for r in results if CUT not in r}
-        cases = [case for case in cases if case.name not in done]
+        finished = {} if self.repeats else {r["case"] for r in results if CUT not in r}
+        cases = [case for case in cases if case.name not in finished]
         names = {case.name for case in cases}
         results = [result for result in results if result["case"] not in names]
 
@@ -112,7 +113,7 @@ class Bench:
         return results
 
     def _results(self, part: str) -> list[Result]:
-        """Returns the results of a part so far; none if their file cannot be read."""
+        """Results of a part so far; none if their file cannot be read."""
         try:
             return list(json.loads((self.out / f"{part}.json").read_text()))
         except (OSError, ValueError):
@@ -132,11 +133,11 @@ class Bench:
             case.act(processes)
         while time.monotonic() < end and any(p.poll() is None for p in processes):
             time.sleep(0.05)
-        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        for rank in late:  # the launcher ends its ranks
+        overrunning = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        for rank in overrunning:  # the launcher ends its ranks
             with contextlib.suppress(OSError):
                 os.killpg(processes[rank].pid, signal.SIGINT)
-        end = time.monotonic() + (8 if late else 1)
+        end = time.monotonic() + (8 if overrunning else 1)
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
@@ -147,13 +148,13 @@ class Bench:
             "seconds": round(time.monotonic() - start, 1),
             "exit": [process.returncode for process in processes],
         }
-        if late:
-            result["ended at the limit"] = late
+        if overrunning:
+            result["ended at the limit"] = overrunning
             if limit_s < case.limit_s:
                 result[CUT] = True
         try:
             result |= case.judge()
-        except Exception as error:  # whatever is missing
+        except Exception as error:  # a file may be missing
             result["not judged"] = f"{type(error).__name__}: {error}"[:300]
         return result
 
@@ -190,9 +191,9 @@ class Bench:
 
     def write_page(self) -> None:
         lines = ["# Several NCCL ranks on one GPU" + (", on CPUs (--dry)" if self.dry else "")]
-        about = self.out / "environment.txt"
-        if about.exists():
-            lines += ["", "```", about.read_text().strip(), "```"]
+        description = self.out / "environment.txt"
+        if description.exists():
+            lines += ["", "```", description.read_text().strip(), "```"]
         for part in PARTS:
             results = self._results(part)
             if not results:
@@ -207,10 +208,10 @@ class Bench:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replaces a file at once: the machine may be taken away at any moment."""
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(text)
-    new.replace(file)
+    """Replace a file atomically, because the machine may be taken away at any moment."""
+    temporary = file.with_name(f"{file.name}.new")
+    temporary.write_text(text)
+    temporary.replace(file)
 
 
 def _cell(value: Any) -> str:
@@ -239,7 +240,7 @@ def difference(first: Any, second: Any) -> float:
 
 
 def environment(bench: Bench) -> None:
-    """What this machine is."""
+    """Describe this machine."""
     if (bench.out / "environment.txt").exists() and not bench.repeats:
         return
     code = (
@@ -252,21 +253,23 @@ def environment(bench: Bench) -> None:
     lines = []
     for command in commands:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            lines.append(done.stdout.strip())
+            completed = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, check=False
+            )
+            lines.append(completed.stdout.strip())
     (bench.out / "environment.txt").write_text("\n".join(lines) + "\n")
     (bench.out / "environment.json").write_text("[]")
     bench.write_page()
 
 
 def _trial(bench: Bench, name: str, *options: str) -> list[str]:
-    """Arguments of the training in lost_rank.py."""
+    """Arguments of lost_rank.py."""
     dry = ["--dry", "--pause=0.05"] if bench.dry else []
     return [str(HERE / "lost_rank.py"), str(bench.work / name), *dry, *options]
 
 
 def _launched(bench: Bench, name: str, *options: str, handling: str = "") -> Case:
-    """The training with three ranks of the launcher."""
+    """lost_rank.py with three ranks under the launcher."""
     run = bench.work / f"{name}.run"
     launcher = ["-m", "paceline", "run", "-p", "3", f"--run-dir={run}", "--check=none"]
     env = {
@@ -285,19 +288,19 @@ def _launched(bench: Bench, name: str, *options: str, handling: str = "") -> Cas
 
 
 def recovery(bench: Bench) -> None:
-    """Ranks of `paceline run` are killed or frozen; the others go on, and they are replaced."""
+    """Kill or freeze ranks of `paceline run`; the others continue, and lost ranks are replaced."""
     argv = _trial(bench, "alone", "--pause=0")
-    alone = Case("alone", argv, clears=[bench.work / "alone"])  # the others are compared with it
-    # nothing else beside it, for its seconds are to tell something
+    reference = Case("alone", argv, clears=[bench.work / "alone"])  # reference for the others
+    # runs without other cases, because its times are compared
     killed = _launched(bench, "killed", "--lose=1:forward:20")
-    bench.run_all("recovery", [alone])
+    bench.run_all("recovery", [reference])
     results = {result["case"]: result for result in bench.run_all("recovery", [killed])}
     is_replaced = results["killed"].get("to rounding")
     cases = [
         _launched(bench, "frozen", "--lose=2:forward:20", "--how=stop"),
         _launched(bench, "undisturbed"),
     ]
-    if is_replaced:  # else time is short for the rest
+    if is_replaced:  # otherwise time is short for the other cases
         cases += [
             _launched(bench, "first_killed", "--lose=0:during:20"),
             _launched(bench, "killed_twice", "--lose=1:stepped:15", "--lose=2:during:40"),
@@ -309,9 +312,9 @@ def recovery(bench: Bench) -> None:
 
 
 def _connecting_killed(bench: Bench) -> Case:
-    """The rank that comes for a lost one is lost while all make a communicator."""
-    lost = ("--lose=1:forward:20", "--lose=1:connecting:0")
-    case = _launched(bench, "connecting_killed", *lost)
+    """The replacement of a lost rank is lost while all ranks create a communicator."""
+    loss_options = ("--lose=1:forward:20", "--lose=1:connecting:0")
+    case = _launched(bench, "connecting_killed", *loss_options)
     case.env = {**case.env, **({"STANDIN_CONNECT": "spin"} if bench.dry else {})}
     case.judge = lambda: (
         judge_run(bench, case.name, is_compared=False)
@@ -321,63 +324,72 @@ def _connecting_killed(bench: Bench) -> Case:
 
 
 def straggler(bench: Bench) -> None:
-    """One rank takes longer for each step."""
+    """One rank is slower in each step."""
     case = _launched(bench, "straggler", "--slow=1:0.05", "--pause=0", "--epochs=8")
 
     def judge() -> Result:
         result = judge_run(bench, case.name, is_compared=False)
-        found = [event for event in _events(bench, case.name) if event["event"] == "straggler"]
-        return result | {"named": [[event["straggler"], event["cause"]] for event in found]}
+        straggler_events = [
+            event for event in _events(bench, case.name) if event["event"] == "straggler"
+        ]
+        return result | {
+            "named": [[event["straggler"], event["cause"]] for event in straggler_events]
+        }
 
     case.judge = judge
     bench.run_all("straggler", [case])
 
 
 def cost(bench: Bench) -> None:
-    """Seconds of a step with and without recovery, as nothing is lost."""
+    """Seconds of a step with and without recovery when no rank is lost."""
     options = ("--pause=0", "--epochs=40")
-    with_it = _launched(bench, "with_recovery", *options)
-    without = _launched(bench, "without_recovery", *options, handling="3")
-    for case in (with_it, without):
+    with_recovery = _launched(bench, "with_recovery", *options)
+    without_recovery = _launched(bench, "without_recovery", *options, handling="3")
+    for case in (with_recovery, without_recovery):
         case.judge = lambda name=case.name: judge_run(bench, name, is_compared=False)
-    bench.run_all("cost", [with_it, without], parallel=1)
+    bench.run_all("cost", [with_recovery, without_recovery], parallel=1)
 
 
 def judge_run(bench: Bench, name: str, *, is_compared: bool = True) -> Result:
-    """Returns what became of a launched training of which ranks were lost."""
+    """Result of a launched training that lost ranks."""
     folder, run = bench.work / name, bench.work / f"{name}.run"
     result: Result = {}
     lost = {file.name: float(file.read_text()) for file in sorted(folder.glob("lost.*"))}
     records = _steps(folder)
-    done = {record[1] for record in records if record[2]}
-    result["steps"] = len(done)
+    finished = {record[1] for record in records if record[2]}
+    result["steps"] = len(finished)
     times = sorted(record[0] for record in records if record[3] == 0)
-    gaps = sorted(end - begin for begin, end in itertools.pairwise(times))
+    gaps = sorted(end - start for start, end in itertools.pairwise(times))
     result["median step s"] = round(gaps[len(gaps) // 2], 4) if gaps else None
-    pauses, backs = [], []
-    for when in lost.values():
-        after = [record for record in records if record[0] > when and record[2]]
+    pauses, completions = [], []
+    for lost_at in lost.values():
+        after = [record for record in records if record[0] > lost_at and record[2]]
         smaller = [record[0] for record in after if record[4] == 2]
         if smaller:
-            pauses.append(round(min(smaller) - when, 2))
-            whole = [record[0] for record in after if record[4] == 3 and record[0] > min(smaller)]
-            if whole:
-                backs.append(round(min(whole) - when, 2))
-    result |= {"trains again after s": pauses, "complete again after s": backs}
+            pauses.append(round(min(smaller) - lost_at, 2))
+            complete = [
+                record[0] for record in after if record[4] == 3 and record[0] > min(smaller)
+            ]
+            if complete:
+                completions.append(round(min(complete) - lost_at, 2))
+    result |= {"trains again after s": pauses, "complete again after s": completions}
     text = json.dumps(_events(bench, name))
     result["recoverable"] = '"able": true' in text
     result["frozen rank named"] = "rank frozen" in text
     for file in run.glob("result.json"):
         recoveries = json.loads(file.read_text()).get("recoveries") or {}
         result["recoveries"] = recoveries.get("of", [])
-    ends = [bench.work / each / "end.pt" for each in ("alone", name)]
+    ends = [bench.work / folder_name / "end.pt" for folder_name in ("alone", name)]
     if not is_compared:
         return result
     if all(end.exists() for end in ends):
         import torch
 
-        far = difference(*(torch.load(end, map_location="cpu") for end in ends))
-        result |= {"difference from one rank": far, "to rounding": far < EXACT}
+        max_difference = difference(*(torch.load(end, map_location="cpu") for end in ends))
+        result |= {
+            "difference from one rank": max_difference,
+            "to rounding": max_difference < EXACT,
+        }
     else:
         result["last lines"] = _launcher_lines(bench, name)
     return result
@@ -402,10 +414,10 @@ def _steps(folder: Path) -> list[list[Any]]:
 
 
 def tests(bench: Bench) -> None:
-    """The tests that need a GPU and NCCL, without a launcher of processes of its own."""
+    """Run the tests that need a GPU and NCCL."""
     argv = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-n0", "-k", "nccl", "-s"]
-    where = f"--rootdir={ROOT}"
-    argv += [where, "-c", str(ROOT / "pyproject.toml"), str(ROOT / "tests/train/test_gpu.py")]
+    root_flag = f"--rootdir={ROOT}"
+    argv += [root_flag, "-c", str(ROOT / "pyproject.toml"), str(ROOT / "tests/train/test_gpu.py")]
 
     def judge() -> Result:
         lines = bench.text("tests").splitlines()
@@ -439,23 +451,23 @@ def _model_difference(bench: Bench, name: str, like: str) -> float:
 
 
 def ranks(bench: Bench) -> None:
-    """Recipes with one, two and four ranks; ``tf32`` and ``no_tf32`` test what TF32 changes."""
-    wide = "--dtype=float64"
-    off = {"NVIDIA_TF32_OVERRIDE": "0"}
+    """Recipes with one, two and four ranks; ``tf32`` and ``no_tf32`` show the effect of TF32."""
+    float64 = "--dtype=float64"
+    tf32_off = {"NVIDIA_TF32_OVERRIDE": "0"}
     single = [
-        _recipe(bench, "one", 1, "image", wide),
+        _recipe(bench, "one", 1, "image", float64),
         _recipe(bench, "one_tf32", 1, "image"),
-        _recipe(bench, "one_no_tf32", 1, "image", env=off),
-        _recipe(bench, "text_one", 1, "text", wide),
+        _recipe(bench, "one_no_tf32", 1, "image", env=tf32_off),
+        _recipe(bench, "text_one", 1, "text", float64),
     ]
     several = [
-        _recipe(bench, "two", 2, "image", wide, like="one"),
-        _recipe(bench, "four", 4, "image", wide, like="one"),
+        _recipe(bench, "two", 2, "image", float64, like="one"),
+        _recipe(bench, "four", 4, "image", float64, like="one"),
         _recipe(bench, "two_tf32", 2, "image", like="one_tf32"),
-        _recipe(bench, "two_no_tf32", 2, "image", like="one_no_tf32", env=off),
-        _recipe(bench, "shard", 2, "image", wide, "--shard", like="one"),
-        _recipe(bench, "shard_four", 4, "image", wide, "--shard", like="one"),
-        _recipe(bench, "text_two", 2, "text", wide, like="text_one"),
+        _recipe(bench, "two_no_tf32", 2, "image", like="one_no_tf32", env=tf32_off),
+        _recipe(bench, "shard", 2, "image", float64, "--shard", like="one"),
+        _recipe(bench, "shard_four", 4, "image", float64, "--shard", like="one"),
+        _recipe(bench, "text_two", 2, "text", float64, like="text_one"),
     ]
     bench.run_all("ranks", [_all_reduce(bench, number) for number in (2, 4)])
     bench.run_all("ranks", single)
@@ -477,7 +489,7 @@ def _all_reduce(bench: Bench, ranks: int) -> Case:
 
 
 def _sft_files(bench: Bench) -> Case:
-    """A tiny language model and chats for it, as the tests make them; needs Transformers."""
+    """Create the tests' tiny language model and chats; needs Transformers."""
     folder = bench.work / "sft_files"
     code = (
         f"import pathlib, sys; sys.path.insert(0, {str(ROOT / 'tests/unit')!r});"
@@ -506,21 +518,23 @@ def _sft(bench: Bench, name: str, ranks: int, like: str = "") -> Case:
 
 
 def communication(bench: Bench) -> None:
-    """Each way to send gradients, beside the recipe ``one`` of the ranks."""
-    ways = ("fp16", "bf16", "int8", "int4", "local", "auto")
+    """Each communication method, compared with the case ``one`` of the part ``ranks``."""
+    methods = ("fp16", "bf16", "int8", "int4", "local", "auto")
     cases = [
-        _recipe(bench, way, 2, "image", "--dtype=float64", f"--communication={way}", like="one")
-        for way in ways
+        _recipe(
+            bench, method, 2, "image", "--dtype=float64", f"--communication={method}", like="one"
+        )
+        for method in methods
     ]
     bench.run_all("communication", cases)
 
 
 def resume(bench: Bench) -> None:
-    """A training on the GPU is killed, and goes on on a CPU."""
+    """Kill a training on the GPU and resume it on a CPU."""
     name = "resumed"
     run = bench.work / name
     options = ("--dtype=float64", "--checkpoint-every=10")
-    whole = _recipe(bench, "whole", 1, "image", *options)
+    uninterrupted = _recipe(bench, "whole", 1, "image", *options)
     first = _recipe(bench, "on_gpu", 1, "image", *options)
 
     def kill(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -535,22 +549,24 @@ def resume(bench: Bench) -> None:
     argv = [word for word in argv if not word.startswith("--device")]
 
     def judge() -> Result:
-        resumed = [line for line in bench.text("on_cpu").splitlines() if "resumed" in line]
-        return {"resumed": resumed, "difference": _model_difference(bench, name, "whole")}
+        resumed_lines = [line for line in bench.text("on_cpu").splitlines() if "resumed" in line]
+        return {"resumed": resumed_lines, "difference": _model_difference(bench, name, "whole")}
 
-    rest = Case("on_cpu", [*argv, "--device=cpu", f"--run-dir={run}"], 1, judge=judge)
-    bench.run_all("resume", [whole, killed])
-    bench.run_all("resume", [rest])
+    resumed_case = Case("on_cpu", [*argv, "--device=cpu", f"--run-dir={run}"], 1, judge=judge)
+    bench.run_all("resume", [uninterrupted, killed])
+    bench.run_all("resume", [resumed_case])
 
 
 def errors(bench: Bench) -> None:
-    """Groups over NCCL that fail, and what `paceline explain` says of their output."""
+    """NCCL groups that fail, and the output of `paceline explain` for their logs."""
     script, dry = str(HERE / "nccl_errors.py"), ["--dry"] if bench.dry else []
 
     def failing(name: str, ranks: int, **env: str) -> Case:
         argv = [script, name, "{rank}", str(ranks), "{port}", *dry]
-        named = {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "200", **env}
-        return Case(f"error_{name}", argv, ranks, named, 45, lambda: explained(bench, name, ranks))
+        variables = {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "200", **env}
+        return Case(
+            f"error_{name}", argv, ranks, variables, 45, lambda: explained(bench, name, ranks)
+        )
 
     cases = [
         failing("killed", 3),
@@ -566,8 +582,10 @@ def explained(bench: Bench, name: str, ranks: int) -> Result:
     log.write_text("".join(bench.text(f"error_{name}", rank) for rank in range(ranks)))
     argv = [sys.executable, "-m", "paceline", "explain", "--log", str(log)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env, check=False)
-    return {"explain": done.returncode, "says": (done.stdout + done.stderr).strip()}
+    completed = subprocess.run(
+        argv, capture_output=True, text=True, timeout=60, env=env, check=False
+    )
+    return {"explain": completed.returncode, "says": (completed.stdout + completed.stderr).strip()}
 
 
 PARTS = {
@@ -599,7 +617,7 @@ def main() -> None:
         start = time.monotonic()
         try:
             PARTS[part](bench)
-        except Exception as error:  # the other parts are worth their time
+        except Exception as error:  # continue with the other parts
             print(f"{part}: {type(error).__name__}: {error}", flush=True)
         print(f"-- {part}: {time.monotonic() - start:.0f} s", flush=True)
     bench.write_page()

@@ -1,7 +1,7 @@
 """One rank that sums tensors over NCCL: all_reduce.py RANK RANKS PORT [--dry]; run by all.py.
 
-Rank 0 prints for each size whether the sums are right, and milliseconds of an all-reduce. With
---dry it uses gloo.
+Rank 0 prints for each size whether the sums are correct, and the milliseconds of an all-reduce.
+With --dry it uses gloo.
 """
 
 import sys
@@ -24,12 +24,12 @@ def main() -> None:
         times = []
         for _ in range(REPEATS):
             values = torch.full((size,), float(rank + 1), device=device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             dist.all_reduce(values)
-            is_right = bool((values == ranks * (ranks + 1) / 2).all())  # waits for the device
-            times.append(1000 * (time.perf_counter() - begun))
+            is_correct = bool((values == ranks * (ranks + 1) / 2).all())  # waits for the device
+            times.append(1000 * (time.perf_counter() - start))
         if rank == 0:
-            print(f"{size} elements: right {is_right}, {sorted(times)[REPEATS // 2]:.1f} ms")
+            print(f"{size} elements: correct {is_correct}, {sorted(times)[REPEATS // 2]:.1f} ms")
     dist.destroy_process_group()
 
 

@@ -1,13 +1,14 @@
-"""Ways to send fewer bytes on one GPU, in less than a minute: what one card can show of them.
+"""Checks the communication methods on one GPU, in less than a minute.
 
     python bench/gpu/communication.py [--device cuda] [--out FILE]
 
-1. Codes: a GPU decodes what a CPU decodes, to the bit; how quick both are.
-2. NCCL in a world of one: each way within DDP, in a stream of its own, beside exact averages.
-3. Two ranks over gloo with the model on the GPU: whole sessions; all ranks the same (``verify``),
-   resumed to the bit, what is not finite reaches both.
+1. Codecs: GPU and CPU decode to the same bits. Prints the rates of encoding and decoding.
+2. NCCL with one rank: each method within DDP, in its own stream, against exact averages. No
+   method hides NaN.
+3. Two ranks over gloo with the model on the GPU: complete sessions. The ranks' parameters agree
+   (``verify``), and a resumed session ends with the same bits.
 
-``--device cpu`` tries the script out. Ends with status 1 where something is wrong.
+``--device cpu`` tries the script out. Exits with status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -39,46 +40,51 @@ from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.registry import REDUCERS
 from paceline.train.world import World
 
-CODES = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}
+CODECS = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}
 STEPS = 24
 
 
-def now(device: str) -> float:
+def synchronized_time(device: str) -> float:
+    """Time in seconds after the device has finished its work."""
     if device != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
-def check_codes(device: str) -> dict[str, str]:
-    """Bits, bounds and speed of each code."""
+def check_codecs(device: str) -> dict[str, str]:
+    """Check each codec for equal bits and small errors, and measure its rates."""
     torch.manual_seed(0)
-    values, found = torch.randn(1 << 24 if device != "cpu" else 1 << 20), {}
+    values, results = torch.randn(1 << 24 if device != "cpu" else 1 << 20), {}
     values[5], values[1000] = math.inf, math.nan
-    there = values.to(device)
-    for name, code in CODES.items():
+    device_values = values.to(device)
+    for name, code in CODECS.items():
         message = torch.zeros(code.message_bytes(len(values)), dtype=torch.uint8, device=device)
-        rest, out, home = there.clone(), torch.empty_like(there), torch.empty_like(values)
-        code.encode(rest, message, keep_error=True)
-        code.decode(message, out)
-        code.decode(message.cpu(), home)
-        # not a number is not equal to itself
-        same = torch.equal(out.cpu().nan_to_num(7.0), home.nan_to_num(7.0))
-        assert same, f"{name}: a GPU and a CPU understand something else"
-        assert bool(rest.isfinite().all()), f"{name}: what is kept is not finite"
-        assert not out[[5, 1000]].isfinite().any(), f"{name}: it is finite"
-        sound = out.isfinite()
-        error = float((out + rest - there)[sound].abs().max())
-        assert error < 1e-5, f"{name}: {error} is lost"
+        residual, decoded, decoded_on_cpu = (
+            device_values.clone(),
+            torch.empty_like(device_values),
+            torch.empty_like(values),
+        )
+        code.encode(residual, message, keep_error=True)
+        code.decode(message, decoded)
+        code.decode(message.cpu(), decoded_on_cpu)
+        # NaN is not equal to itself
+        is_equal = torch.equal(decoded.cpu().nan_to_num(7.0), decoded_on_cpu.nan_to_num(7.0))
+        assert is_equal, f"{name}: GPU and CPU decode different values"
+        assert bool(residual.isfinite().all()), f"{name}: the residual is not finite"
+        assert not decoded[[5, 1000]].isfinite().any(), f"{name}: infinity and NaN became finite"
+        finite = decoded.isfinite()
+        error = float((decoded + residual - device_values)[finite].abs().max())
+        assert error < 1e-5, f"{name}: error {error} is not in the residual"
         seconds = []
         for _ in range(6):
-            began = now(device)
-            code.encode(rest.copy_(there), message, keep_error=True)
-            middle = now(device)
-            code.decode(message, out, add=True)
-            seconds.append((middle - began, now(device) - middle))
-        rates = [4e-9 * len(values) / min(one) for one in zip(*seconds, strict=True)]
-        found[name] = f"encode {rates[0]:.1f} GB/s, decode {rates[1]:.1f} GB/s of float32"
-    return found
+            start = synchronized_time(device)
+            code.encode(residual.copy_(device_values), message, keep_error=True)
+            middle = synchronized_time(device)
+            code.decode(message, decoded, add=True)
+            seconds.append((middle - start, synchronized_time(device) - middle))
+        rates = [4e-9 * len(values) / min(durations) for durations in zip(*seconds, strict=True)]
+        results[name] = f"encode {rates[0]:.1f} GB/s, decode {rates[1]:.1f} GB/s of float32"
+    return results
 
 
 class Net(nn.Module):
@@ -99,15 +105,17 @@ def batch_of(step: int, device: str) -> tuple[Tensor, Tensor]:
     return inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1)
 
 
-def alone(device: str) -> dict[str, str]:
-    """A world of one over NCCL: each method within DDP."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port()), RANK="0", WORLD_SIZE="1")
+def check_ddp(device: str) -> dict[str, str]:
+    """One rank over NCCL: each method within DDP."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()), RANK="0", WORLD_SIZE="1"
+    )
     target = torch.device(device if device == "cpu" else f"{device}:0")
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
     torch.manual_seed(0)
-    first, found, losses = Net(1024 if device != "cpu" else 128).to(target), {}, {}
+    initial, results, losses = Net(1024 if device != "cpu" else 128).to(target), {}, {}
     for name, method in REDUCERS.items():
-        module = copy.deepcopy(first)
+        module = copy.deepcopy(initial)
         comms = Comms(World(), target)
         model = parallel.replicate(module, target, comms)
         exchange = GradientExchange(model, comms)
@@ -115,135 +123,147 @@ def alone(device: str) -> dict[str, str]:
         exchange.reducer = method(exchange.context())
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
         for step in range(STEPS):
-            if step == STEPS // 2:  # as a resumed run would
-                kept = exchange.reducer.state()
+            if step == STEPS // 2:  # as a resumed run does
+                state = exchange.reducer.state()
                 exchange.reducer = method(exchange.context())
-                exchange.reducer.load_state(json_and_back(kept))
+                exchange.reducer.load_state(checkpoint_round_trip(state))
             if step == 4:
-                began = now(device)
+                start = synchronized_time(device)
             inputs, targets = batch_of(step, str(target))
             optimizer.zero_grad()
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
-        seconds = (now(device) - began) / (STEPS - 4)
+        seconds = (synchronized_time(device) - start) / (STEPS - 4)
         losses[name] = float(loss.detach())
-        assert all(bool(one.isfinite().all()) for one in module.parameters()), name
+        assert all(bool(parameter.isfinite().all()) for parameter in module.parameters()), name
         limit = 0.02 if name in ("fp16", "bf16", "int8") else 0.2
         assert abs(losses[name] - losses["exact"]) < limit, (name, losses)
         module.zero_grad()
         inputs, targets = batch_of(0, str(target))
         (cross_entropy(model(inputs), targets) * math.nan).backward()
-        grads = [one.grad for one in module.parameters() if one.grad is not None]
-        assert not any(bool(one.isfinite().all()) for one in grads[-2:]), f"{name} hides NaN"
-        found[name] = f"loss {losses[name]:.4f}, {seconds * 1e3:.2f} ms a step"
+        grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        assert not any(bool(parameter.isfinite().all()) for parameter in grads[-2:]), (
+            f"{name} hides NaN"
+        )
+        results[name] = f"loss {losses[name]:.4f}, {seconds * 1e3:.2f} ms a step"
         exchange.close()
     dist.destroy_process_group()
-    return found
+    return results
 
 
-def json_and_back(state: object) -> dict[str, object]:
-    """A state as a checkpoint would give it: its tensors on the CPU."""
+def checkpoint_round_trip(state: object) -> dict[str, object]:
+    """A state after a round trip through a checkpoint, with its tensors on the CPU."""
     from paceline.train.checkpoints.format import pack, unpack
 
     tensors: dict[str, Tensor] = {}
     packed = json.loads(json.dumps(pack(state, tensors)))
-    return dict(unpack(packed, {name: one.cpu() for name, one in tensors.items()}))
+    return dict(unpack(packed, {name: tensor.cpu() for name, tensor in tensors.items()}))
 
 
-def session(folder: Path, device: str, asked: str, resume: str = "auto") -> None:
-    """One rank of two over gloo; the end goes to ``folder``."""
+def train_session(folder: Path, device: str, method_name: str, resume: str = "auto") -> None:
+    """One session on two ranks over gloo; rank 0 saves the end to ``folder``."""
     torch.manual_seed(1)
     with train.join(
         run_dir=folder, seed=4, device=device, backend="gloo", check_every=6, quiet=True
-    ) as joined:
-        network = joined.place(Net(256))
+    ) as joined_session:
+        network = joined_session.place(Net(256))
         optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
-        model = joined.prepare(network, optimizer, communication=asked)
+        model = joined_session.prepare(network, optimizer, communication=method_name)
         inputs = torch.randn(512, 32, generator=torch.Generator().manual_seed(3))
         data = TensorDataset(inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1))
-        loader = joined.loader(data, 64)
-        joined.checkpoints(every="12", keep=0, resume=resume)
-        for _ in joined.epochs(loader, steps=STEPS):
+        loader = joined_session.loader(data, 64)
+        joined_session.checkpoints(every="12", keep=0, resume=resume)
+        for _ in joined_session.epochs(loader, steps=STEPS):
             for batch, targets in loader:
-                joined.step(cross_entropy(model(batch), targets, reduction="none"))
-        joined.verify()
+                joined_session.step(cross_entropy(model(batch), targets, reduction="none"))
+        joined_session.verify()
         loss = cross_entropy(
-            network(data.tensors[0].to(joined.device)), data.tensors[1].to(joined.device)
+            network(data.tensors[0].to(joined_session.device)),
+            data.tensors[1].to(joined_session.device),
         )
-        method = joined.models.first.exchange.reducer  # type: ignore[union-attr]
-        if joined.world.rank == 0:
-            state = {name: one.cpu() for name, one in network.state_dict().items()}
+        method = joined_session.models.first.exchange.reducer  # type: ignore[union-attr]
+        if joined_session.world.rank == 0:
+            state = {name: tensor.cpu() for name, tensor in network.state_dict().items()}
             torch.save((state, float(loss), method and method.name), folder / "end.pt")
 
 
 def rank(folder: Path, device: str) -> None:
-    """Everything that a rank of two does."""
+    """All sessions of one of two ranks."""
     dist.init_process_group("gloo")
-    for asked in (*REDUCERS, "auto"):
-        whole, parts = folder / asked / "whole", folder / asked / "parts"
-        session(whole, device, asked)
+    for method_name in (*REDUCERS, "auto"):
+        uninterrupted, resumed = folder / method_name / "whole", folder / method_name / "parts"
+        train_session(uninterrupted, device, method_name)
         if dist.get_rank() == 0:
-            shutil.copytree(whole / "checkpoints", parts / "checkpoints")
+            shutil.copytree(uninterrupted / "checkpoints", resumed / "checkpoints")
         dist.barrier()
-        session(parts, device, asked, resume="12")
+        train_session(resumed, device, method_name, resume="12")
     dist.destroy_process_group()
 
 
-def two(device: str) -> dict[str, str]:
-    """Two ranks over gloo."""
-    found = {}
-    with tempfile.TemporaryDirectory() as made:
-        folder, free = Path(made), str(port())
-        common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": free,
-                  "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "2"}  # fmt: skip
+def check_two_ranks(device: str) -> dict[str, str]:
+    """Sessions of two ranks over gloo, uninterrupted and resumed."""
+    results = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, free_port = Path(temporary), str(find_free_port())
+        common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                  "MASTER_PORT": free_port, "MASTER_ADDR": "127.0.0.1",
+                  "OMP_NUM_THREADS": "2"}  # fmt: skip
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--device", device, "--rank-in", made],
+                [sys.executable, __file__, "--device", device, "--rank-in", temporary],
                 env={**common, "RANK": str(number), "LOCAL_RANK": "0"},
             )
             for number in range(2)
         ]
-        assert not any(one.wait(120) for one in ranks), "a rank failed"
-        for asked in (*REDUCERS, "auto"):
-            whole, parts = (
-                torch.load(folder / asked / one / "end.pt") for one in ("whole", "parts")
+        assert not any(process.wait(120) for process in ranks), "a rank failed"
+        for method_name in (*REDUCERS, "auto"):
+            uninterrupted, resumed = (
+                torch.load(folder / method_name / name / "end.pt") for name in ("whole", "parts")
             )
-            equal = all(torch.equal(whole[0][name], parts[0][name]) for name in whole[0])
+            is_equal = all(
+                torch.equal(uninterrupted[0][name], resumed[0][name]) for name in uninterrupted[0]
+            )
             exact = torch.load(folder / "exact" / "whole" / "end.pt")[1]
-            said = f"loss {whole[1]:.4f} (exact {exact:.4f})"
-            found[asked] = f"{said}, resumed {'to the bit' if equal else 'with other bits'}"
-            assert equal or asked == "auto", found[asked]
-            assert abs(whole[1] - exact) < (0.3 if asked == "local" else 0.05), said
-    return found
+            losses = f"loss {uninterrupted[1]:.4f} (exact {exact:.4f})"
+            results[method_name] = (
+                f"{losses}, resumed with {'the same bits' if is_equal else 'different bits'}"
+            )
+            assert is_equal or method_name == "auto", results[method_name]
+            assert abs(uninterrupted[1] - exact) < (0.3 if method_name == "local" else 0.05), losses
+    return results
 
 
-def port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--device", default="cuda")
-    asked.add_argument("--out", type=Path)
-    asked.add_argument("--rank-in", type=Path)
-    given = asked.parse_args()
-    if given.rank_in:
-        rank(given.rank_in, given.device)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank-in", type=Path)
+    options = parser.parse_args()
+    if options.rank_in:
+        rank(options.rank_in, options.device)
         return
-    began = time.perf_counter()
-    name = "a CPU" if given.device == "cpu" else torch.cuda.get_device_name()
-    lines = [f"# Ways to send fewer bytes, on {name}", "", f"torch {torch.__version__}", ""]
-    for title, part in (("Codes", check_codes), ("World of one", alone), ("Two, gloo", two)):
+    start = time.perf_counter()
+    name = "a CPU" if options.device == "cpu" else torch.cuda.get_device_name()
+    lines = [f"# Communication methods on {name}", "", f"torch {torch.__version__}", ""]
+    for title, part in (
+        ("Codecs", check_codecs),
+        ("One rank", check_ddp),
+        ("Two ranks, gloo", check_two_ranks),
+    ):
         print(title, flush=True)
-        lines += [f"## {title}", "", *(f"* {a}: {b}" for a, b in part(given.device).items()), ""]
+        lines += [f"## {title}", "", *(f"* {a}: {b}" for a, b in part(options.device).items()), ""]
         print("\n".join(lines[lines.index(f"## {title}") + 2 :]), flush=True)
-    lines.append(f"{time.perf_counter() - began:.0f} s in all.")
+    lines.append(f"{time.perf_counter() - start:.0f} s in total.")
     print(lines[-1])
-    if given.out:
-        given.out.write_text("\n".join(lines) + "\n")
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The exchange of gradients on an accelerator: the hook's stream gives the bits of DDP's own path.
+"""Checks on a GPU that the gradient exchange gives the same bits as DDP's own all-reduce.
 
-``PYTHONPATH=src python3 bench/gpu/exchange.py``, on a machine with one NVIDIA GPU; half a minute.
-Two ranks share the GPU over gloo, one rank uses NCCL.
+``PYTHONPATH=src python3 bench/gpu/exchange.py``, on a machine with one NVIDIA GPU; takes half
+a minute. Two ranks share the GPU over gloo, one rank uses NCCL.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.train.reduce.registry import REDUCERS
 from paceline.train.world import World
 
 
-def weights(way: str, comms: Comms, device: torch.device) -> torch.Tensor:
-    """After some steps."""
+def weights(method: str, comms: Comms, device: torch.device) -> torch.Tensor:
+    """Parameters after eight steps with a method."""
     torch.manual_seed(3)
     network = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).to(device)
     replica = parallel.replicate(network, device, comms)
     exchange = GradientExchange(replica, comms)
-    if way != "by ddp":
-        exchange.reducer = REDUCERS[way](exchange.context())
+    if method != "by ddp":
+        exchange.reducer = REDUCERS[method](exchange.context())
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     for step in range(8):
         if step == 4 and comms.world.size < 3:
@@ -38,7 +38,7 @@ def weights(way: str, comms: Comms, device: torch.device) -> torch.Tensor:
         optimizer.step()
         optimizer.zero_grad()
     exchange.close()
-    return torch.cat([one.detach().flatten() for one in network.parameters()]).cpu()
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]).cpu()
 
 
 def rank(number: int, size: int, backend: str, port: int) -> None:
@@ -48,16 +48,17 @@ def rank(number: int, size: int, backend: str, port: int) -> None:
     dist.init_process_group(backend, rank=number, world_size=size)
     comms = Comms(World(number, size), device)
     expected = weights("by ddp", comms, device)
-    for way in ("exact", "fp16", "int8"):
-        found = weights(way, comms, device)
-        same = torch.equal(found, expected)
-        far = float((found - expected).abs().max())
-        rows = comms.rows(found[:1000].double())
-        alike = bool((rows == rows[0]).all())
+    for method in ("exact", "fp16", "int8"):
+        result = weights(method, comms, device)
+        is_equal = torch.equal(result, expected)
+        max_difference = float((result - expected).abs().max())
+        rows = comms.rows(result[:1000].double())
+        ranks_agree = bool((rows == rows[0]).all())
         if number == 0:
-            print(f"{backend}, {size} ranks, {way}: same bits as DDP {same}, at most {far:.1e}"
-                  f" away; alike on all ranks {alike}", flush=True)  # fmt: skip
-        if not alike or (way == "exact" and not same):
+            print(f"{backend}, {size} ranks, {method}: same bits as DDP {is_equal}, largest"
+                  f" difference {max_difference:.1e}; same on all ranks {ranks_agree}",
+                  flush=True)  # fmt: skip
+        if not ranks_agree or (method == "exact" and not is_equal):
             raise SystemExit(1)
     dist.destroy_process_group()
 

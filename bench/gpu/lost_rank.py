@@ -1,12 +1,12 @@
-"""A training for `paceline run` of which a rank is lost; several ranks share one GPU.
+"""A training for `paceline run` that loses a rank; several ranks share one GPU.
 
     paceline run -p 3 bench/gpu/lost_rank.py OUT [--lose SLOT:MOMENT:STEP] [--how kill|stop] …
 
-MOMENT is `given`, `forward` or `stepped`, or `during`: a few milliseconds after the step begins, by
-a timer. With `connecting` and step 0, it is the rank that comes for a lost one, while all ranks
-make their first communicator with it. Each rank records when it has done which step in
-OUT/steps.SLOT.PID, and rank 0 leaves the parameters in OUT/end.pt. With --dry the ranks compute on
-CPUs, with the tests' stand-in for NCCL.
+MOMENT is `given` (before the forward pass), `forward` or `stepped` (after it, after the step), or
+`during`: a few milliseconds after the step begins, by a timer. `connecting` with step 0 loses the
+replacement of a lost rank, while all ranks create their first communicator with it. Each rank
+records the time of each step in OUT/steps.SLOT.PID, and rank 0 saves the parameters to OUT/end.pt.
+With --dry the ranks compute on CPUs, with the tests' stand-in for NCCL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH, SAMPLES, CLASSES = 48, 480, 10
 
 
 class Net(nn.Module):
-    """Linear layers with a buffer that each pass changes, and DDP sends."""
+    """Linear layers with a buffer that each pass changes and DDP broadcasts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,32 +61,36 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--how", choices=("kill", "stop"), default="kill")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--shard", action="store_true")
-    parser.add_argument("--slow", metavar="SLOT:SECONDS", default="-1:0")  # more for each step
+    parser.add_argument("--slow", metavar="SLOT:SECONDS", default="-1:0")  # extra time per step
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--pause", type=float, default=0.1)  # seconds of a step at least
+    parser.add_argument("--pause", type=float, default=0.1)  # minimum seconds of a step
     parser.add_argument("--communication", default="exact")
     return parser.parse_args()
 
 
-def lose(options: argparse.Namespace, moment: str, step: int) -> None:
-    """Ends or stops this process if it is to be lost now, once in the whole run."""
-    for place in options.lose:
-        slot, at, number = place.split(":")
+def lose_rank(options: argparse.Namespace, moment: str, step: int) -> None:
+    """End or stop this process if ``--lose`` names this moment; at most once in a run."""
+    for loss in options.lose:
+        slot, loss_moment, number = loss.split(":")
         mark = options.out / f"lost.{slot}.{number}"
-        is_meant = IS_NEWCOMER if moment == "connecting" else not IS_NEWCOMER
-        if (int(slot), at, int(number)) != (SLOT, moment, step) or not is_meant or mark.exists():
+        is_target = IS_NEWCOMER if moment == "connecting" else not IS_NEWCOMER
+        if (
+            (int(slot), loss_moment, int(number)) != (SLOT, moment, step)
+            or not is_target
+            or mark.exists()
+        ):
             continue
         number_of_signal = signal.SIGKILL if options.how == "kill" else signal.SIGSTOP
 
-        def strike(mark: Path = mark, number: int = number_of_signal) -> None:
+        def end_process(mark: Path = mark, number: int = number_of_signal) -> None:
             mark.write_text(repr(time.time()))
             os.kill(os.getpid(), number)
 
         if moment == "during":
-            threading.Timer(0.004, strike).start()
+            threading.Timer(0.004, end_process).start()
         else:
-            strike()
+            end_process()
 
 
 def main() -> None:
@@ -98,10 +102,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     stacks = (options.out / f"stacks.{SLOT}.{os.getpid()}").open("w")
     faulthandler.dump_traceback_later(40, repeat=True, file=stacks)
-    os.environ["NCCL_HOSTID"] = f"slot{SLOT}"  # NCCL takes each rank for a host of its own
+    os.environ["NCCL_HOSTID"] = f"slot{SLOT}"  # NCCL treats each rank as a host
     choose = devices.choose_device
     devices.choose_device = lambda requested, available, _: choose(requested, available, 0)
-    if not options.dry and not DeviceGroup.is_supported():  # a launcher announces losses, too
+    if not options.dry and not DeviceGroup.is_supported():  # a launcher also announces losses
         print("this torch does not report errors of NCCL", flush=True)
         DeviceGroup.is_supported = classmethod(lambda _: True)
         DeviceGroup._error_of = lambda *_: ""
@@ -113,7 +117,7 @@ def main() -> None:
     connect = DeviceGroup.connect
 
     def connect_or_end(group: DeviceGroup) -> None:
-        lose(options, "connecting", 0)
+        lose_rank(options, "connecting", 0)
         connect(group)
 
     DeviceGroup.connect = connect_or_end
@@ -124,8 +128,8 @@ def main() -> None:
     slow_slot, seconds = options.slow.split(":")
     extra_s = float(seconds) if int(slow_slot) == SLOT else 0.0
     steps = (options.out / f"steps.{SLOT}.{os.getpid()}").open("w")
-    kind = "cpu" if options.dry else "cuda"
-    with train.join("lost", dtype="float64", seed=3, device=kind, log_every=5) as session:
+    device_type = "cpu" if options.dry else "cuda"
+    with train.join("lost", dtype="float64", seed=3, device=device_type, log_every=5) as session:
         network = session.place(Net(options.width), shard=options.shard)
         optimizer = torch.optim.AdamW(network.parameters(), 0.001)
         model = session.prepare(network, optimizer, communication=options.communication)
@@ -134,19 +138,19 @@ def main() -> None:
         for _ in session.epochs(loader, options.epochs):
             for batch in loader:
                 images, classes = batch
-                begun, step = time.time(), session.progress.step
-                lose(options, "given", step)
-                lose(options, "during", step)
+                start, step = time.time(), session.progress.step
+                lose_rank(options, "given", step)
+                lose_rank(options, "during", step)
                 time.sleep(extra_s)
                 losses = cross_entropy(model(images), classes, reduction="none")
-                lose(options, "forward", step)
+                lose_rank(options, "forward", step)
                 has_stepped = session.step(losses)
-                lose(options, "stepped", step)
+                lose_rank(options, "stepped", step)
                 world = session.world
                 record = [time.time(), step, has_stepped, world.rank, world.size]
                 steps.write(json.dumps(record) + "\n")
                 steps.flush()
-                time.sleep(max(0.0, options.pause - (time.time() - begun)))
+                time.sleep(max(0.0, options.pause - (time.time() - start)))
         session.verify()
         if session.world.rank == 0:
             state = {"model": network.state_dict(), "moments": optimizer.state_dict()["state"]}

@@ -1,13 +1,12 @@
-"""One job of a GPU and a CPU: two ranks over gloo, shares by speed, against one process alone.
+"""One job of a GPU and a CPU (two ranks over gloo, shares by speed) against a single process.
 
     python bench/gpu/mixed.py [--device cuda] [--steps 80] [--out FILE]
 
-Needs nothing but torch and this checkout: the script starts both ranks itself, by torchrun's
-variables. It says which shares the two come to and how fast the job is beside the GPU alone and
-beside even shares; that the ranks' parameters are those of one process; and how far apart the two
-devices' rounding took them. The GPU is also slowed by a millisecond a sample, so that a CPU beside
-it is worth something.
-``--device cpu`` tries the script out: both ranks are then CPUs, and sleep for each sample.
+Needs only torch and this checkout: the script starts both ranks itself, with torchrun's variables.
+Prints the shares of the two ranks, the rate of the job against the GPU alone and against even
+shares, and the differences of the parameters between the ranks and from a single process. Some
+measurements slow the GPU by a millisecond per sample, so that the CPU contributes. ``--device cpu``
+tries the script out: both ranks use CPUs and sleep for each sample.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BATCH, SAMPLES, CLASSES = 256, 8192, 10
 
 
 def rank(options: argparse.Namespace, folder: Path) -> None:
-    """What each rank does; also the one that is alone."""
+    """All trainings of one rank, or of the single process; writes the results to ``folder``."""
     import torch
     from torch import nn
     from torch.nn.functional import cross_entropy
@@ -38,15 +37,15 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
 
     from paceline import train
 
-    mine = int(os.environ.get("RANK", "0"))
-    device = options.device if mine == 0 else "cpu"
-    os.environ["PACELINE_HOST"] = "gpu" if mine == 0 else "cpu"
-    found: dict[str, Any] = {}
+    rank_id = int(os.environ.get("RANK", "0"))
+    device = options.device if rank_id == 0 else "cpu"
+    os.environ["PACELINE_HOST"] = "gpu" if rank_id == 0 else "cpu"
+    results: dict[str, Any] = {}
 
     class Network(nn.Module):
         def __init__(self, norm: bool) -> None:
             super().__init__()
-            self.slowed = 0.0  # seconds a sample
+            self.extra_s = 0.0  # seconds a sample
             self.layers = nn.Sequential(
                 nn.Conv2d(3, 64, 3, padding=1),
                 nn.BatchNorm2d(64) if norm else nn.Identity(),
@@ -59,10 +58,10 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             if options.device == "cpu":  # a trial without a GPU
-                time.sleep(len(images) * (0.0002 if mine == 0 else 0.002))
-            elif mine == 0 and self.slowed:
+                time.sleep(len(images) * (0.0002 if rank_id == 0 else 0.002))
+            elif rank_id == 0 and self.extra_s:
                 torch.cuda.synchronize()
-                time.sleep(len(images) * self.slowed)
+                time.sleep(len(images) * self.extra_s)
             outputs: torch.Tensor = self.layers(images)
             return outputs
 
@@ -76,70 +75,79 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
     def training(
         name: str,
         steps: int,
-        wide: bool = False,
+        is_float64: bool = False,
         norm: bool = False,
-        slowed: float = 0.0,
-        **asked: Any,
+        extra_s: float = 0.0,
+        **loader_options: Any,
     ) -> dict[str, Any]:
-        """Rate of the last half, shares, and parameters at the end."""
+        """Train and save the parameters. Returns rate of the second half, shares and last loss."""
         session.progress.step = session.progress.epoch = session.progress.offset = 0
         torch.manual_seed(2)
         network = Network(norm)
-        network.slowed = slowed
-        network = session.place(network.double() if wide else network)
-        data = TensorDataset(images.double() if wide else images, labels)
+        network.extra_s = extra_s
+        network = session.place(network.double() if is_float64 else network)
+        data = TensorDataset(images.double() if is_float64 else images, labels)
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
         model = session.prepare(network, optimizer)
-        loader = session.loader(data, batch, workers=0, **asked)
+        loader = session.loader(data, batch, workers=0, **loader_options)
         shares: list[int] = []
         losses: list[float] = []
         ends: list[float] = []
         for _ in session.epochs(loader, steps=steps):
             for part in loader:
                 inputs, targets = part
-                each = cross_entropy(model(inputs), targets, reduction="none")
-                session.step(each)
+                sample_losses = cross_entropy(model(inputs), targets, reduction="none")
+                session.step(sample_losses)
                 if part.last:
-                    losses.append(float(each.detach().mean()))
+                    losses.append(float(sample_losses.detach().mean()))
                     shares.append(part.count)
                     ends.append(time.perf_counter())
-        apart = 0.0 if session._training.checksum is None else session._training.checksum.deviation
-        half = len(ends) // 2
-        rate = batch * (len(ends) - 1 - half) / (ends[-1] - ends[half])
+        deviation = (
+            0.0 if session._training.checksum is None else session._training.checksum.deviation
+        )
+        half_way = len(ends) // 2
+        rate = batch * (len(ends) - 1 - half_way) / (ends[-1] - ends[half_way])
         torch.save([p.detach().double().cpu() for p in network.parameters()], folder / f"{name}.pt")
-        last = round(losses[-1], 4)
-        return {"samples/s": round(rate, 1), "shares": shares, "loss": last, "apart": apart}
+        last_loss = round(losses[-1], 4)
+        return {
+            "samples/s": round(rate, 1),
+            "shares": shares,
+            "loss": last_loss,
+            "apart": deviation,
+        }
 
     with train.join(run_dir=folder / f"run-{os.environ.get('WORLD_SIZE', 1)}", seed=3,
                     device=device, quiet=True) as session:  # fmt: skip
-        found["joined"] = f"{session.device} mixed={session.comms.mixed}"
-        alone = session.world.size == 1
-        where = "alone" if alone else f"both-{mine}"
-        weights = "even" if alone else {"gpu": 7, "cpu": 1}
-        found["float64, 7 to 1"] = training(f"{where}-float64", 8, wide=True, balance=weights)
-        found["even"] = training(f"{where}-even", 12)
-        found["even, GPU slowed"] = training(f"{where}-slow-even", 12, slowed=0.001)
-        if not alone:
-            found["auto"] = training(f"{where}-auto", options.steps, balance="auto")
-            found["auto, GPU slowed"] = training(
-                f"{where}-slow-auto", options.steps // 2, slowed=0.001, balance="auto"
+        results["joined"] = f"{session.device} mixed={session.comms.mixed}"
+        is_single = session.world.size == 1
+        prefix = "alone" if is_single else f"both-{rank_id}"
+        weights = "even" if is_single else {"gpu": 7, "cpu": 1}
+        results["float64, 7 to 1"] = training(
+            f"{prefix}-float64", 8, is_float64=True, balance=weights
+        )
+        results["even"] = training(f"{prefix}-even", 12)
+        results["even, GPU slowed"] = training(f"{prefix}-slow-even", 12, extra_s=0.001)
+        if not is_single:
+            results["auto"] = training(f"{prefix}-auto", options.steps, balance="auto")
+            results["auto, GPU slowed"] = training(
+                f"{prefix}-slow-auto", options.steps // 2, extra_s=0.001, balance="auto"
             )
-            found["auto, batch norm"] = training(f"{where}-norm", 20, norm=True, balance="auto")
-            found["7 to 1 in pieces of 16"] = training(
-                f"{where}-pieces", 8, limit=16, balance=weights
+            results["auto, batch norm"] = training(f"{prefix}-norm", 20, norm=True, balance="auto")
+            results["7 to 1 in pieces of 16"] = training(
+                f"{prefix}-pieces", 8, limit=16, balance=weights
             )
-            found["auto, dropped where useless"] = training(
-                f"{where}-drop", options.steps // 2, balance="auto", drop_slow=True
+            results["auto, dropped where useless"] = training(
+                f"{prefix}-drop", options.steps // 2, balance="auto", drop_slow=True
             )
             session.comms.barrier()
-    (folder / f"{where}.json").write_text(json.dumps(found))
+    (folder / f"{prefix}.json").write_text(json.dumps(results))
 
 
 def start(options: argparse.Namespace, folder: Path, size: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = []
+    processes = []
     for number in range(size):
         spare = len(os.sched_getaffinity(0)) - 1
         threads = max(1, min(8, spare)) if number and options.device != "cpu" else 1
@@ -151,8 +159,8 @@ def start(options: argparse.Namespace, folder: Path, size: int) -> None:
         }  # fmt: skip
         argv = [sys.executable, __file__, "--device", options.device, "--steps",
                 str(options.steps), "--folder", str(folder)]  # fmt: skip
-        started.append(subprocess.Popen(argv, env=environ))
-    codes = [one.wait(180) for one in started]
+        processes.append(subprocess.Popen(argv, env=environ))
+    codes = [process.wait(180) for process in processes]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
 
@@ -170,38 +178,38 @@ def main() -> None:
     import torch
 
     lines = [f"# A GPU and a CPU in one job, {datetime.date.today()}", ""]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        start_time = time.monotonic()
         start(options, folder, 1)
         start(options, folder, 2)
-        took = time.monotonic() - begun
-        found = {one: json.loads((folder / f"{one}.json").read_text())
-                 for one in ("alone", "both-0", "both-1")}  # fmt: skip
+        duration_s = time.monotonic() - start_time
+        results = {name: json.loads((folder / f"{name}.json").read_text())
+                 for name in ("alone", "both-0", "both-1")}  # fmt: skip
 
-        def apart(one: str, other: str) -> float:
-            pairs = zip(torch.load(folder / one), torch.load(folder / other), strict=True)
+        def largest_difference(first: str, second: str) -> float:
+            pairs = zip(torch.load(folder / first), torch.load(folder / second), strict=True)
             return max(float((a - b).norm() / a.norm()) for a, b in pairs)
 
-        for who, what in found.items():
-            lines.append(f"* {who}: {what.pop('joined')}")
-            for kind, values in what.items():
-                seen = values["shares"]
-                changes = [n for n in range(1, len(seen)) if seen[n] != seen[n - 1]]
+        for process_name, measurements in results.items():
+            lines.append(f"* {process_name}: {measurements.pop('joined')}")
+            for kind, values in measurements.items():
+                shares = values["shares"]
+                changes = [n for n in range(1, len(shares)) if shares[n] != shares[n - 1]]
                 lines.append(
                     f"    * {kind}: {values['samples/s']} samples/s, loss {values['loss']}, shares"
-                    f" {seen[0]} … {seen[-1]}, others from steps {changes}; parameters were"
-                    f" {values['apart']:.1e} apart at the end"
+                    f" {shares[0]} … {shares[-1]}, changes at steps {changes}; parameters"
+                    f" differ by {values['apart']:.1e} at the end"
                 )
-        lines += ["", "Relative difference of parameters, the largest of all tensors:", ""]
+        lines += ["", "Largest relative difference of parameters:", ""]
         for kind in ("float64", "even", "auto", "slow-auto", "norm", "pieces"):
-            one, other = f"both-0-{kind}.pt", f"both-1-{kind}.pt"
-            text = f"* {kind}: between the ranks {apart(one, other):.1e}"
+            gpu, cpu = f"both-0-{kind}.pt", f"both-1-{kind}.pt"
+            text = f"* {kind}: between the ranks {largest_difference(gpu, cpu):.1e}"
             if kind in ("float64", "even"):
-                text += f", from one process {apart(one, f'alone-{kind}.pt'):.1e}"
+                text += f", from one process {largest_difference(gpu, f'alone-{kind}.pt'):.1e}"
             lines.append(text)
-    what = torch.cuda.get_device_name() if options.device == "cuda" else "no GPU: a trial"
-    lines += ["", f"{what}, torch {torch.__version__}, {os.cpu_count()} CPUs, {took:.0f} s"]
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "no GPU: a trial"
+    lines += ["", f"{device}, torch {torch.__version__}, {os.cpu_count()} CPUs, {duration_s:.0f} s"]
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out is not None:

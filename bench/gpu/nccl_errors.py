@@ -1,7 +1,7 @@
 """One rank of a group over NCCL that fails: nccl_errors.py CASE RANK RANKS PORT; run by all.py.
 
-`killed`: the last rank ends in the middle; `mismatch`: rank 1 does not call a collective;
-`interface` and `same_host` fail by the variables that all.py sets. With --dry it uses gloo.
+`killed`: the last rank is killed at step 30; `mismatch`: rank 1 does not call a collective;
+`interface` and `same_host` fail because of variables that all.py sets. With --dry it uses gloo.
 """
 
 import datetime

@@ -1,13 +1,13 @@
-"""Training throughput of one device, as a share of its measured matrix rate.
+"""Training throughput of one device as a share of its measured matrix rate.
 
     python bench/gpu/throughput.py [--device cuda] [--compile] [--out FILE]
 
 ResNet-50 on 224×224 images and the base encoder-decoder transformer (width 512, 6 + 6 layers) on
-64 tokens a side, in the settings that the recipes choose by themselves (bf16, channels last, their
-optimizer), against those of the published examples: float32, channels first, torch's default
-optimizer, no compilation. Both are bare loops without a session or a loader, on random data that
-is on the device already: a bound for a recipe, not its rate. The matrix rate is that of products
-of large square matrices in bf16; operations are counted by torch's own counter. ``--device cpu``
+64 tokens a side, with the recipes' default settings (bf16, channels last, their optimizer) against
+those of published examples: float32, channels first, torch's default optimizer, no compilation.
+Both are plain loops without a session or a loader, on random data that is already on the device, so
+they give an upper bound of a recipe's rate. The matrix rate is that of products of large square
+matrices in bf16. torch's counter counts the operations. ``--device cpu``
 tries the script out.
 """
 
@@ -35,14 +35,14 @@ VOCABULARY, TOKENS, CLASSES = 32_000, 64, 1000
 
 
 @dataclass(frozen=True)
-class Work:
-    """Something to train.
+class Workload:
+    """A model with its data.
 
     Attributes:
-        name: Model and unit.
-        network: Made anew for each way.
-        inputs: Of one step, without the targets.
-        targets: Of one step, as class numbers.
+        name: Model and unit of the rate.
+        network: Creates the network.
+        inputs: Inputs of one step.
+        targets: Class numbers of one step.
         units: Images or tokens of one step.
         optimizer: Name of the optimizer, and the learning rate.
     """
@@ -55,12 +55,12 @@ class Work:
     optimizer: tuple[str, float]
 
 
-def works(device: torch.device, images: int, sentences: int) -> list[Work]:
+def make_workloads(device: torch.device, images: int, sentences: int) -> list[Workload]:
     pixels = torch.randn(images, 3, 224, 224, device=device)
     classes = torch.randint(CLASSES, (images,), device=device)
-    words = torch.randint(4, VOCABULARY, (3, sentences, TOKENS), device=device)
+    tokens = torch.randint(4, VOCABULARY, (3, sentences, TOKENS), device=device)
     return [
-        Work(
+        Workload(
             "ResNet-50, images/s",
             lambda: MODELS["resnet50"]((3, 224, 224), CLASSES),
             (pixels,),
@@ -68,76 +68,80 @@ def works(device: torch.device, images: int, sentences: int) -> list[Work]:
             images,
             ("sgd", 0.1),
         ),
-        Work(
+        Workload(
             "base transformer, target tokens/s",
             lambda: Transformer(Shape(VOCABULARY, VOCABULARY, 512, 6, 8, 2048)),
-            (words[0], words[1]),
-            words[2].flatten(),
+            (tokens[0], tokens[1]),
+            tokens[2].flatten(),
             sentences * TOKENS,
             ("adamw", 1e-4),
         ),
     ]
 
 
-def step_of(work: Work, device: torch.device, ours: bool, compiled: bool) -> Callable[[], None]:
-    """One training step of a bare loop, in a recipe's settings or in an example's."""
+def make_step(
+    workload: Workload, device: torch.device, is_recipe: bool, compiled: bool
+) -> Callable[[], None]:
+    """One training step of a plain loop, with the settings of a recipe or of an example."""
     torch.manual_seed(0)
-    network, inputs = work.network().to(device), work.inputs
-    name, rate = work.optimizer
-    if ours:
+    network, inputs = workload.network().to(device), workload.inputs
+    name, rate = workload.optimizer
+    if is_recipe:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inputs = tuple(one.contiguous(memory_format=layout(one)) for one in inputs)
-        steps = make_optimizer(Options(optimizer=name, weight_decay=0.0), network, rate)
+        inputs = tuple(tensor.contiguous(memory_format=memory_layout(tensor)) for tensor in inputs)
+        optimizer = make_optimizer(Options(optimizer=name, weight_decay=0.0), network, rate)
     elif name == "sgd":
-        steps = torch.optim.SGD(network.parameters(), rate, momentum=0.9)
+        optimizer = torch.optim.SGD(network.parameters(), rate, momentum=0.9)
     else:
-        steps = torch.optim.Adam(network.parameters(), rate)
-    model = torch.compile(network) if ours and compiled else network
+        optimizer = torch.optim.Adam(network.parameters(), rate)
+    model = torch.compile(network) if is_recipe and compiled else network
 
     def context() -> AbstractContextManager[object]:
-        return torch.autocast(device.type, torch.bfloat16) if ours else nullcontext()
+        return torch.autocast(device.type, torch.bfloat16) if is_recipe else nullcontext()
 
     def step() -> None:
         with context():
             outputs = model(*inputs)
-            loss = cross_entropy(outputs.flatten(0, -2).float(), work.targets)
+            loss = cross_entropy(outputs.flatten(0, -2).float(), workload.targets)
         loss.backward()
-        steps.step()
-        steps.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
 
-def layout(one: Tensor) -> torch.memory_format:
-    return torch.channels_last if one.dim() == 4 else torch.contiguous_format
+def memory_layout(tensor: Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
 
 
-def seconds(act: Callable[[], None], device: torch.device, least: float = 3.0) -> float:
-    """Seconds of one call, over at least so many, after three to warm up."""
+def seconds_per_call(
+    operation: Callable[[], None], device: torch.device, min_s: float = 3.0
+) -> float:
+    """Mean seconds of a call over at least ``min_s`` seconds, after three calls to warm up."""
     for _ in range(3):
-        act()
-    wait(device)
-    begun, count = time.perf_counter(), 0
-    while time.perf_counter() - begun < least:
-        act()
-        wait(device)
+        operation()
+    synchronize(device)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < min_s:
+        operation()
+        synchronize(device)
         count += 1
-    return (time.perf_counter() - begun) / count
+    return (time.perf_counter() - start) / count
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def matrix_rate(device: torch.device, size: int) -> float:
-    """Operations a second of a product of square matrices in bf16."""
-    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: torch.mm(one, other), device)
+    """Operations per second of a product of square matrices in bf16."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds_per_call(lambda: torch.mm(left, right), device)
 
 
-def operations(step: Callable[[], None]) -> int:
-    """Of one step, forward and backward."""
+def count_operations(step: Callable[[], None]) -> int:
+    """Floating-point operations of one step, forward and backward."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()
@@ -156,13 +160,13 @@ def main() -> None:
         "| | the recipe's settings | share of the matrix rate | plain loop | ratio |",
         "|---|---|---|---|---|",
     ]
-    for work in works(device, options.images, options.sentences):
-        count = operations(step_of(work, device, True, False))
-        ours = seconds(step_of(work, device, True, options.compile), device)
-        plain = seconds(step_of(work, device, False, False), device)
+    for workload in make_workloads(device, options.images, options.sentences):
+        count = count_operations(make_step(workload, device, True, False))
+        recipe_s = seconds_per_call(make_step(workload, device, True, options.compile), device)
+        plain_s = seconds_per_call(make_step(workload, device, False, False), device)
         cells = [
-            *(work.name, f"{work.units / ours:,.0f}", f"{count / ours / rate:.1%}"),
-            *(f"{work.units / plain:,.0f}", f"{plain / ours:.2f}"),
+            *(workload.name, f"{workload.units / recipe_s:,.0f}", f"{count / recipe_s / rate:.1%}"),
+            *(f"{workload.units / plain_s:,.0f}", f"{plain_s / recipe_s:.2f}"),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     text = "\n".join(rows) + "\n"
@@ -172,14 +176,14 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    form = argparse.RawTextHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    made.add_argument("--device", default="cuda")
-    made.add_argument("--images", type=int, default=256)
-    made.add_argument("--sentences", type=int, default=256)
-    made.add_argument("--compile", action="store_true")
-    made.add_argument("--out", type=Path)
-    return made
+    formatter = argparse.RawTextHelpFormatter
+    arguments_parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    arguments_parser.add_argument("--device", default="cuda")
+    arguments_parser.add_argument("--images", type=int, default=256)
+    arguments_parser.add_argument("--sentences", type=int, default=256)
+    arguments_parser.add_argument("--compile", action="store_true")
+    arguments_parser.add_argument("--out", type=Path)
+    return arguments_parser
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The table of ``slow_links.py``'s results: seconds to the loss that exact DDP ends with.
+"""Tables of the results of ``slow_links.py``: seconds to the final loss of exact DDP.
 
     python bench/slow_links/report.py results.jsonl…
 
-Pure arithmetic over what was measured:
+How the figures are computed:
 
-* A validation loss is the mean of the last three validations, for all methods alike; a final loss
-  is that at the number of steps that DDP makes.
-* A method's learning rate is the one with the least final loss over half the steps at seed 0.
+* A validation loss is the mean of the last three validations, for all methods. A final loss is that
+  at DDP's number of steps.
+* A method's learning rate is the one with the lowest final loss over half the steps at seed 0.
 * The target of a seed is DDP's final loss. A method reaches it at the first step (interpolated
-  between validations) where its loss is no higher.
-* Seconds at a step are those measured, where the training ran on that line (``measured``);
-  otherwise those of the first steps on that line, as measured, and from there on the mean of the
-  later half of them for each further step (``composed``), with the losses of the unshaped line.
+  between validations) at which its loss is not higher.
+* The time at a step is ``measured`` if the training ran on that link. Otherwise it is ``composed``:
+  the first steps as measured on that link, and each further step as the mean of the later half of
+  these, with the losses of the unshaped link.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-Line = dict[str, Any]
+Record = dict[str, Any]
 Curve = list[tuple[float, float]]  # step, loss
 
 
-def read(path: Path) -> list[Line]:
-    """The results of a file; a last line that was cut off is left out."""
-    found = []
+def read(path: Path) -> list[Record]:
+    """Records of a file; incomplete lines are skipped."""
+    records = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(text))
+            records.append(json.loads(text))
         except json.JSONDecodeError:
             continue
-    return found
+    return records
 
 
-def chosen(lines: Iterable[Line], **wanted: Any) -> list[Line]:
-    """The lines without error that have these values."""
+def select(records: Iterable[Record], **criteria: Any) -> list[Record]:
+    """Records without an error that have the given values."""
     return [
-        line
-        for line in lines
-        if "found" in line and all(line.get(key) == value for key, value in wanted.items())
+        record
+        for record in records
+        if "found" in record and all(record.get(key) == value for key, value in criteria.items())
     ]
 
 
@@ -56,53 +56,59 @@ def smooth(curve: Sequence[Sequence[float]]) -> Curve:
     ]
 
 
-def final(line: Line) -> float:
-    """The loss at the number of steps that DDP makes; infinite where it was not reached."""
-    at = [loss for step, loss in smooth(line["found"]["curve"]) if step <= line["horizon"]]
-    whole = line["found"]["curve"] and line["found"]["curve"][-1][0] >= line["horizon"] * 0.99
-    return at[-1] if whole and at[-1] == at[-1] else float("inf")
+def final(record: Record) -> float:
+    """Loss at DDP's number of steps; infinite if the training did not reach it."""
+    losses = [loss for step, loss in smooth(record["found"]["curve"]) if step <= record["horizon"]]
+    is_complete = (
+        record["found"]["curve"] and record["found"]["curve"][-1][0] >= record["horizon"] * 0.99
+    )
+    return losses[-1] if is_complete and losses[-1] == losses[-1] else float("inf")
 
 
-def best_rate(lines: Iterable[Line], model: str, method: str) -> float | None:
-    """The learning rate with the least final loss of those that were tried."""
-    tried = chosen(lines, kind="rate", model=model, method=method)
-    best = min(tried, key=final, default=None)
-    return best["lr"] if best is not None and final(best) < float("inf") else None
+def best_rate(records: Iterable[Record], model: str, method: str) -> float | None:
+    """Learning rate with the lowest final loss; None if there is none."""
+    candidates = select(records, kind="rate", model=model, method=method)
+    best_record = min(candidates, key=final, default=None)
+    return (
+        best_record["lr"] if best_record is not None and final(best_record) < float("inf") else None
+    )
 
 
-def best_end(lines: Iterable[Line], model: str, method: str) -> float:
-    """The least final loss of the learning rates that were tried."""
-    tried = chosen(lines, kind="rate", model=model, method=method)
-    return min((final(line) for line in tried), default=float("inf"))
+def lowest_loss(records: Iterable[Record], model: str, method: str) -> float:
+    """Lowest final loss of all learning rates; infinite if there is none."""
+    candidates = select(records, kind="rate", model=model, method=method)
+    return min((final(record) for record in candidates), default=float("inf"))
 
 
 def reached(curve: Curve, target: float) -> float | None:
-    """The step at which the loss first is no higher than the target, between validations too."""
-    before: tuple[float, float] | None = None
+    """First step at which the loss is not above the target, interpolated between validations."""
+    previous: tuple[float, float] | None = None
     for step, loss in curve:
         if loss <= target:
-            if before is None or before[1] == loss:
+            if previous is None or previous[1] == loss:
                 return step
-            part = (before[1] - target) / (before[1] - loss)
-            return before[0] + part * (step - before[0])
-        before = (step, loss)
+            fraction = (previous[1] - target) / (previous[1] - loss)
+            return previous[0] + fraction * (step - previous[0])
+        previous = (step, loss)
     return None
 
 
 def seconds_at(step: float, seconds: Sequence[float], period: int = 1) -> float:
-    """Seconds of so many steps, composed of the first ones.
+    """Seconds until a step, composed of the times of the first steps.
 
     Args:
-        step: How many; between two whole ones in proportion.
-        seconds: Of each of the first steps.
-        period: Steps that repeat as a whole, as between two exchanges of DiLoCo.
+        step: Number of steps; fractions are interpolated.
+        seconds: Seconds of each of the first steps.
+        period: Steps of a repeating period, such as between two exchanges of DiLoCo.
     """
     if step <= len(seconds):
-        whole = int(step)
-        rest = (step - whole) * seconds[whole] if whole < len(seconds) else 0.0
-        return sum(seconds[:whole]) + rest
-    later = max(period, len(seconds) // 2 // period * period)
-    return sum(seconds) + (step - len(seconds)) * statistics.fmean(seconds[-later:])
+        num_complete = int(step)
+        remainder = (
+            (step - num_complete) * seconds[num_complete] if num_complete < len(seconds) else 0.0
+        )
+        return sum(seconds[:num_complete]) + remainder
+    num_later = max(period, len(seconds) // 2 // period * period)
+    return sum(seconds) + (step - len(seconds)) * statistics.fmean(seconds[-num_later:])
 
 
 def period_of(method: str) -> int:
@@ -110,243 +116,276 @@ def period_of(method: str) -> int:
 
 
 def measured_at(step: float, curve: Sequence[Sequence[float]]) -> float:
-    """Seconds at a step of a training that ran on this line, from its validations."""
-    before = (0.0, 0.0)
-    for at, seconds, *_ in curve:
-        if step <= at:
-            return before[1] + (step - before[0]) / (at - before[0]) * (seconds - before[1])
-        before = (at, seconds)
-    return before[1]
+    """Seconds until a step of a training on the link, interpolated between its validations."""
+    previous = (0.0, 0.0)
+    for validated, seconds, *_ in curve:
+        if step <= validated:
+            return previous[1] + (step - previous[0]) / (validated - previous[0]) * (
+                seconds - previous[1]
+            )
+        previous = (validated, seconds)
+    return previous[1]
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median, with a run that did not reach the target as the slowest."""
-    known = [float("inf") if value is None else value for value in values]
-    middle = statistics.median(known) if known else None
-    return None if middle == float("inf") else middle
+    """Median, in which None (target not reached) counts as the slowest. None if it is infinite."""
+    known_values = [float("inf") if value is None else value for value in values]
+    median_value = statistics.median(known_values) if known_values else None
+    return None if median_value == float("inf") else median_value
 
 
 def to_target(
-    lines: list[Line], model: str, method: str, link: str, seed: int
+    records: list[Record], model: str, method: str, link: str, seed: int
 ) -> tuple[float | None, str] | None:
-    """Seconds to the loss that DDP of this seed ends with, and how they were found.
+    """Seconds to the final loss of DDP with this seed, and ``measured`` or ``composed``.
 
-    None where something has not been measured.
+    None if a measurement is missing.
     """
-    base = _curve(lines, model, "ddp", seed)
-    if base is None:
+    reference = _curve(records, model, "ddp", seed)
+    if reference is None:
         return None
-    target = final(base)
-    ran = chosen(lines, kind="curve", model=model, method=method, seed=seed, link=link)
-    if ran:
-        step = reached(smooth(ran[-1]["found"]["curve"]), target)
-        at = None if step is None else measured_at(step, ran[-1]["found"]["curve"])
-        return at, "measured"
-    own = _curve(lines, model, method, seed)
-    paces = chosen(lines, kind="pace", model=model, method=method, link=link)
-    same = [line for line in paces if line["seed"] == seed] or paces
-    if own is None or not same:
+    target = final(reference)
+    records_at_link = select(
+        records, kind="curve", model=model, method=method, seed=seed, link=link
+    )
+    if records_at_link:
+        step = reached(smooth(records_at_link[-1]["found"]["curve"]), target)
+        seconds_to_target = (
+            None if step is None else measured_at(step, records_at_link[-1]["found"]["curve"])
+        )
+        return seconds_to_target, "measured"
+    training_record = _curve(records, model, method, seed)
+    pace_records = select(records, kind="pace", model=model, method=method, link=link)
+    candidates = [record for record in pace_records if record["seed"] == seed] or pace_records
+    if training_record is None or not candidates:
         return None
-    step = reached(smooth(own["found"]["curve"]), target)
+    step = reached(smooth(training_record["found"]["curve"]), target)
     if step is None:
         return None, "composed"
-    return seconds_at(step, same[-1]["found"]["seconds"], period_of(method)), "composed"
+    return seconds_at(step, candidates[-1]["found"]["seconds"], period_of(method)), "composed"
 
 
-def _curve(lines: list[Line], model: str, method: str, seed: int) -> Line | None:
-    """A training on the unshaped line. That of exact averages is DDP's: see :func:`unequal`."""
+def _curve(records: list[Record], model: str, method: str, seed: int) -> Record | None:
+    """Training on the unshaped link. Exact averages use DDP's: see :func:`unequal`."""
     for name in (method, "ddp") if method == "ours exact" else (method,):
-        wanted = {"model": model, "method": name, "seed": seed, "link": "unshaped"}
-        if found := chosen(lines, kind="curve", **wanted):
-            return found[-1]
+        values = {"model": model, "method": name, "seed": seed, "link": "unshaped"}
+        if matches := select(records, kind="curve", **values):
+            return matches[-1]
     return None
 
 
-def worse(lines: list[Line], model: str, method: str, link: str, seed: int) -> float | None:
-    """By what part a method's final loss is above DDP's of the same seed."""
-    base = _curve(lines, model, "ddp", seed)
-    ran = chosen(lines, kind="curve", model=model, method=method, seed=seed, link=link)
-    own = ran[-1] if ran else _curve(lines, model, method, seed)
-    return None if base is None or own is None else final(own) / final(base) - 1
+def worse(records: list[Record], model: str, method: str, link: str, seed: int) -> float | None:
+    """Relative increase of a method's final loss over DDP's with the same seed."""
+    reference = _curve(records, model, "ddp", seed)
+    records_at_link = select(
+        records, kind="curve", model=model, method=method, seed=seed, link=link
+    )
+    training_record = (
+        records_at_link[-1] if records_at_link else _curve(records, model, method, seed)
+    )
+    return (
+        None
+        if reference is None or training_record is None
+        else final(training_record) / final(reference) - 1
+    )
 
 
-def unequal(lines: list[Line]) -> tuple[int, list[str]]:
-    """How many trainings of one method, rate and seed were compared over two lines, and which of
-    them had other losses in their first steps."""
-    kept: dict[tuple[Any, ...], tuple[str, list[str]]] = {}
-    compared, wrong = 0, []
-    for line in chosen(lines):
-        if line.get("kind") not in ("curve", "pace") or line["method"].startswith("ours auto"):
+def unequal(records: list[Record]) -> tuple[int, list[str]]:
+    """Compare the first losses of equal trainings on two links.
+
+    Returns the number of comparisons, and a text for each with different losses."""
+    first_by_key: dict[tuple[Any, ...], tuple[str, list[str]]] = {}
+    compared, unequal_texts = 0, []
+    for record in select(records):
+        if record.get("kind") not in ("curve", "pace") or record["method"].startswith("ours auto"):
             continue
-        key = tuple(line[name] for name in ("model", "method", "lr", "seed", "horizon"))
-        losses = line["found"]["losses"]
-        if key not in kept:
-            kept[key] = (line["link"], losses)
+        key = tuple(record[name] for name in ("model", "method", "lr", "seed", "horizon"))
+        losses = record["found"]["losses"]
+        if key not in first_by_key:
+            first_by_key[key] = (record["link"], losses)
             continue
-        both = min(len(losses), len(kept[key][1]))
+        num_common = min(len(losses), len(first_by_key[key][1]))
         compared += 1
-        if losses[:both] != kept[key][1][:both]:
-            wrong.append(f"{key}: {kept[key][0]} and {line['link']}")
-    return compared, wrong
+        if losses[:num_common] != first_by_key[key][1][:num_common]:
+            unequal_texts.append(f"{key}: {first_by_key[key][0]} and {record['link']}")
+    return compared, unequal_texts
 
 
-def exact_apart(lines: list[Line], model: str, link: str) -> float | None:
-    """The largest relative difference between the first losses of our exact way and DDP's."""
-    one, two = (
-        chosen(lines, kind="pace", model=model, method=method, link=link)
+def exact_difference(records: list[Record], model: str, link: str) -> float | None:
+    """Largest relative difference of the first losses between Paceline's exact method and DDP."""
+    exact, ddp = (
+        select(records, kind="pace", model=model, method=method, link=link)
         for method in ("ours exact", "ddp")
     )
-    if not one or not two:
+    if not exact or not ddp:
         return None
-    both = zip(one[-1]["found"]["losses"], two[-1]["found"]["losses"], strict=False)
-    pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in both]
+    paired_losses = zip(exact[-1]["found"]["losses"], ddp[-1]["found"]["losses"], strict=False)
+    pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in paired_losses]
     return max((abs(a / b - 1) for a, b in pairs), default=None)
 
 
-def pace(lines: list[Line], model: str, method: str, link: str) -> float | None:
-    """Median seconds of a step in the later half of the first ones."""
+def pace(records: list[Record], model: str, method: str, link: str) -> float | None:
+    """Median seconds of a step in the later half of the first steps."""
     values = []
-    for line in chosen(lines, kind="pace", model=model, method=method, link=link):
-        seconds, period = line["found"]["seconds"], period_of(method)
-        later = max(period, len(seconds) // 2 // period * period)
-        values.append(statistics.fmean(seconds[-later:]))
+    for record in select(records, kind="pace", model=model, method=method, link=link):
+        seconds, period = record["found"]["seconds"], period_of(method)
+        num_later = max(period, len(seconds) // 2 // period * period)
+        values.append(statistics.fmean(seconds[-num_later:]))
     return median(values)
 
 
-def _figure(value: float | None, form: str, missing: str = "") -> str:
-    return missing if value is None else format(value, form)
+def _format(value: float | None, format_spec: str, missing: str = "") -> str:
+    return missing if value is None else format(value, format_spec)
 
 
-TARGETS = {"1 Gbit/s": 1.3, "100 Mbit/s": 4.5, "20 Mbit/s": 8.0}  # times as quick as DDP
-LOSS = 0.005  # part by which a final loss may be worse
+TARGET_SPEEDUPS = {"1 Gbit/s": 1.3, "100 Mbit/s": 4.5, "20 Mbit/s": 8.0}  # speed relative to DDP
+MAX_LOSS_INCREASE = 0.005  # relative
 
 
-def verdicts(lines: list[Line], method: str = "ours auto") -> list[str]:
-    """A row for each model and line: how many times as quick as DDP, and what was wanted."""
-    ran = chosen(lines, kind="curve", method=method)
+def verdicts(records: list[Record], method: str = "ours auto") -> list[str]:
+    """Rows for each model and link: speed relative to DDP, and the target."""
+    records_at_link = select(records, kind="curve", method=method)
     rows = []
-    for model in dict.fromkeys(line["model"] for line in ran):
-        own = [line for line in ran if line["model"] == model]
-        seeds = sorted({line["seed"] for line in own})
-        for link in dict.fromkeys(line["link"] for line in own):
-            times = median(_seconds(lines, model, method, link, seeds))
-            base = median(_seconds(lines, model, "ddp", link, seeds))
-            ratio = base / times if base and times else None
-            losses = [w for s in seeds if (w := worse(lines, model, method, link, s)) is not None]
-            loss, wanted = median(losses), TARGETS.get(link, 1.0)
-            took = [line["found"].get("method", "") for line in own if line["link"] == link]
-            met = ratio is not None and ratio >= wanted
-            near = loss is not None and loss <= LOSS
+    for model in dict.fromkeys(record["model"] for record in records_at_link):
+        model_records = [record for record in records_at_link if record["model"] == model]
+        seeds = sorted({record["seed"] for record in model_records})
+        for link in dict.fromkeys(record["link"] for record in model_records):
+            times = median(_seconds(records, model, method, link, seeds))
+            ddp_s = median(_seconds(records, model, "ddp", link, seeds))
+            ratio = ddp_s / times if ddp_s and times else None
+            losses = [w for s in seeds if (w := worse(records, model, method, link, s)) is not None]
+            loss, target = median(losses), TARGET_SPEEDUPS.get(link, 1.0)
+            selected_methods = [
+                record["found"].get("method", "")
+                for record in model_records
+                if record["link"] == link
+            ]
+            is_met = ratio is not None and ratio >= target
+            is_close = loss is not None and loss <= MAX_LOSS_INCREASE
             rows.append(
-                f"| {model} | {link} | {', '.join(dict.fromkeys(took))}"
-                f" | {_figure(ratio, '.2f', '-')} | {wanted:g} | {'yes' if met else 'no'}"
-                f" | {_figure(loss, '+.2%')} | {'yes' if near else 'no'} | {len(losses)} |"
+                f"| {model} | {link} | {', '.join(dict.fromkeys(selected_methods))}"
+                f" | {_format(ratio, '.2f', '-')} | {target:g} | {'yes' if is_met else 'no'}"
+                f" | {_format(loss, '+.2%')} | {'yes' if is_close else 'no'} | {len(losses)} |"
             )
     return rows
 
 
-def table(lines: list[Line]) -> str:
-    """The whole report in Markdown."""
-    curves = chosen(lines, kind="curve")
-    models = list(dict.fromkeys(line["model"] for line in curves))
-    known = [*curves, *chosen(lines, kind="pace")]
-    methods = list(dict.fromkeys(one["method"] for one in known if one["method"] != "alone"))
+def table(records: list[Record]) -> str:
+    """The report in Markdown."""
+    curves = select(records, kind="curve")
+    models = list(dict.fromkeys(record["model"] for record in curves))
+    all_records = [*curves, *select(records, kind="pace")]
+    methods = list(
+        dict.fromkeys(entry["method"] for entry in all_records if entry["method"] != "alone")
+    )
     methods.sort(key=lambda name: (name.startswith("ours"), name))
-    seeds = sorted({line["seed"] for line in curves})
+    seeds = sorted({record["seed"] for record in curves})
     links = [
         name
-        for name in dict.fromkeys(line["link"] for line in chosen(lines) if line.get("link"))
+        for name in dict.fromkeys(
+            record["link"] for record in select(records) if record.get("link")
+        )
         if name != "unshaped"
     ]
     parts = [
-        "| model | line | took | times as quick as DDP | wanted | met | final loss, median"
-        " | within 0.5 % | seeds |\n|---|---|---|---|---|---|---|---|---|",
-        *verdicts(lines),
+        "| model | link | selected method | speed relative to DDP | target | met"
+        " | final loss, median | within 0.5 % | seeds |\n|---|---|---|---|---|---|---|---|---|",
+        *verdicts(records),
     ]
     for model in models:
-        ends = [final(one) for s in seeds if (one := _curve(lines, model, "ddp", s)) is not None]
-        spread = f", {min(ends):.4f} to {max(ends):.4f} over {len(ends)} seeds" if ends else ""
-        alone = pace(lines, model, "alone", "unshaped")
+        final_losses = [
+            final(curve) for s in seeds if (curve := _curve(records, model, "ddp", s)) is not None
+        ]
+        range_text = (
+            f", {min(final_losses):.4f} to {max(final_losses):.4f} over {len(final_losses)} seeds"
+            if final_losses
+            else ""
+        )
+        computing_s = pace(records, model, "alone", "unshaped")
         parts.append(f"\n## {model}\n")
         parts.append(
-            f"Loss that DDP ends with: {_figure(median(ends), '.4f')}{spread}. Computing alone (C):"
-            f" {_figure(alone and alone * 1000, '.0f')} ms a step.\n"
+            f"Final loss of DDP: {_format(median(final_losses), '.4f')}{range_text}."
+            f" Computing only (C): {_format(computing_s and computing_s * 1000, '.0f')} ms/step.\n"
         )
         for link in links:
             rows = []
-            base = median(_seconds(lines, model, "ddp", link, seeds))
+            ddp_s = median(_seconds(records, model, "ddp", link, seeds))
             for method in methods:
-                found = [to_target(lines, model, method, link, seed) for seed in seeds]
-                times = [one for one in found if one is not None]
-                if not times:
+                times_by_seed = [to_target(records, model, method, link, seed) for seed in seeds]
+                reached_times = [entry for entry in times_by_seed if entry is not None]
+                if not reached_times:
                     continue
-                seconds = median(one[0] for one in times)
+                seconds = median(entry[0] for entry in reached_times)
                 losses = [
-                    w for s in seeds if (w := worse(lines, model, method, link, s)) is not None
+                    w for s in seeds if (w := worse(records, model, method, link, s)) is not None
                 ]
-                step = pace(lines, model, method, link)
+                step = pace(records, model, method, link)
                 lr = next(
-                    (o["lr"] for o in known if (o["model"], o["method"]) == (model, method)), None
+                    (o["lr"] for o in all_records if (o["model"], o["method"]) == (model, method)),
+                    None,
                 )
-                ratio = base / seconds if base and seconds else None
-                bytes_ = [
-                    line["found"]["sent"]
-                    for line in chosen(lines, model=model, method=method, link=link)
+                ratio = ddp_s / seconds if ddp_s and seconds else None
+                bytes_sent = [
+                    record["found"]["sent"]
+                    for record in select(records, model=model, method=method, link=link)
                 ]
+                megabytes = statistics.median(bytes_sent) / 1e6 if bytes_sent else None
                 rows.append(
-                    f"| {method} | {_figure(lr, 'g', '-')} | {_figure(step and step * 1000, '.0f')}"
-                    f" | {_figure((bytes_ and statistics.median(bytes_) / 1e6) or None, '.2f')}"
-                    f" | {_figure(seconds, '.1f', 'not reached')} | {_figure(ratio, '.2f')}"
-                    f" | {_figure(median(losses) if losses else None, '+.2%')}"
-                    f" | {_figure(max(losses, default=None), '+.2%')} | {len(times)}"
-                    f" | {'/'.join(sorted({one[1] for one in times}))} |"
+                    f"| {method} | {_format(lr, 'g', '-')} | {_format(step and step * 1000, '.0f')}"
+                    f" | {_format(megabytes or None, '.2f')}"
+                    f" | {_format(seconds, '.1f', 'not reached')} | {_format(ratio, '.2f')}"
+                    f" | {_format(median(losses) if losses else None, '+.2%')}"
+                    f" | {_format(max(losses, default=None), '+.2%')} | {len(reached_times)}"
+                    f" | {'/'.join(sorted({entry[1] for entry in reached_times}))} |"
                 )
             if rows:
                 parts.append(
-                    f"### {link}\n\n| method | lr | ms a step | MB sent a step | s to DDP's loss |"
-                    " times as quick as DDP | final loss, median | worst seed | seeds | how |\n"
+                    f"### {link}\n\n| method | lr | ms/step | MB sent/step | s to DDP's loss |"
+                    " speed relative to DDP | final loss, median | worst seed | seeds | time |\n"
                     "|---|---|---|---|---|---|---|---|---|---|"
                 )
                 parts.append("\n".join(rows) + "\n")
-    compared, wrong = unequal(lines)
+    compared, unequal_texts = unequal(records)
     parts.append(
-        f"\nLosses of the first steps, compared to the last bit between lines: {compared}"
-        f" comparisons, {len(wrong)} unequal.\n"
+        f"\nExact comparison of the losses of the first steps between links: {compared}"
+        f" comparisons, {len(unequal_texts)} unequal.\n"
     )
-    parts += [f"* {one}" for one in wrong]
+    parts += [f"* {text}" for text in unequal_texts]
     for model in models:
         for link in links:
-            if (apart := exact_apart(lines, model, link)) is not None:
+            if (difference := exact_difference(records, model, link)) is not None:
                 parts.append(
-                    f"* {model}, {link}: first losses of ours exact and DDP's differ by {apart:.1e}"
+                    f"* {model}, {link}: first losses of ours exact and DDP differ by"
+                    f" {difference:.1e}"
                 )
     parts.append(
         "\n| model | method | final loss after half the steps, by learning rate |\n|---|---|---|"
     )
     for model in models:
         for method in methods:
-            tried = chosen(lines, kind="rate", model=model, method=method)
-            if tried:
-                ends = ", ".join(
-                    f"{o['lr']:g}: {final(o):.4f}" for o in sorted(tried, key=lambda o: o["lr"])
+            rate_records = select(records, kind="rate", model=model, method=method)
+            if rate_records:
+                cells = ", ".join(
+                    f"{o['lr']:g}: {final(o):.4f}"
+                    for o in sorted(rate_records, key=lambda o: o["lr"])
                 )
-                parts.append(f"| {model} | {method} | {ends} |")
+                parts.append(f"| {model} | {method} | {cells} |")
     parts.append("")
-    for line in chosen(lines, kind="line"):
-        found = line["found"]
+    for record in select(records, kind="line"):
+        result = record["found"]
         parts.append(
-            f"* {line['link']}: all-reduce of {line['steps']:,} numbers at {found['mbit_s']:.1f}"
-            f" Mbit/s, of one in {found['small'] * 1000:.2f} ms"
+            f"* {record['link']}: all-reduce of {record['steps']:,} numbers at"
+            f" {result['mbit_s']:.1f} Mbit/s, of one in {result['small'] * 1000:.2f} ms"
         )
     return "\n".join(parts)
 
 
 def _seconds(
-    lines: list[Line], model: str, method: str, link: str, seeds: Sequence[int]
+    records: list[Record], model: str, method: str, link: str, seeds: Sequence[int]
 ) -> list[float | None]:
-    found = (to_target(lines, model, method, link, seed) for seed in seeds)
-    return [one[0] for one in found if one is not None]
+    times = (to_target(records, model, method, link, seed) for seed in seeds)
+    return [time[0] for time in times if time is not None]
 
 
 if __name__ == "__main__":
-    print(table([line for path in sys.argv[1:] for line in read(Path(path))]))
+    print(table([record for path in sys.argv[1:] for record in read(Path(path))]))

@@ -1,31 +1,31 @@
-"""Time to equal loss over slow links: this library's ways of averaging beside their peers.
+"""Time to equal loss over slow links: Paceline's communication methods against other methods.
 
-Two ranks a job, each in a network of its own, pinned to cores of its own; between them a cable
-whose speed is set by ``tbf``, and whose delay comes from the lab's delay line. A rank computes with
-one thread. With ``--cores 2`` its gradients travel by another core, as on hosts that have more;
-with one all that sends takes time from computing. As many jobs run side by side as there are cores
-for. Needs Linux, root, and ``ip`` and ``tc`` on the PATH; nothing of the lab.
+A job has two ranks. Each has its own network namespace and is pinned to its own cores. ``tbf``
+limits the rate of the link between them, and the lab's delay line adds its delay. A rank computes
+with one thread. With ``--cores 2`` another core sends the gradients; with one, sending takes time
+from computing. As many jobs run at the same time as there are cores for. Needs Linux, root, and
+``ip`` and ``tc`` on the PATH.
 
-    python bench/slow_links/slow_links.py check                    # a minute, tiny models
+    python bench/slow_links/slow_links.py check                    # one minute, tiny models
     python bench/slow_links/slow_links.py run --stage rates  --out results.jsonl --minutes 9
     python bench/slow_links/slow_links.py run --stage curves --out results.jsonl --minutes 9
     python bench/slow_links/slow_links.py run --stage paces  --out results.jsonl --minutes 9
     python bench/slow_links/slow_links.py run --stage auto   --out results.jsonl --minutes 9
-    python bench/slow_links/slow_links.py run --stage line,rates,all     # everything in one go
+    python bench/slow_links/slow_links.py run --stage line,rates,all     # all stages
     python bench/slow_links/report.py results.jsonl
 
-Every stage may be run again: what the results hold already is not done twice.
+A stage can be repeated: jobs with a result in the file are skipped.
 
-* ``rates``: seed 0 on an unshaped line, over half the steps, at each learning rate of a small grid.
-* ``curves``: whole trainings on the unshaped line at each method's best rate, for each seed.
-* ``paces``: the first steps of each method on each line, without validation: seconds a step.
-* ``auto``: whole trainings with ``communication="auto"`` on each line, at the rate of ``exact``.
+* ``rates``: seed 0 on an unshaped link, over half the steps, at each learning rate of a small grid.
+* ``curves``: complete trainings on the unshaped link at each method's best rate, for each seed.
+* ``paces``: the first steps of each method on each link without validation, for seconds per step.
+* ``auto``: complete trainings with ``communication="auto"`` on each link, at the rate of ``exact``.
+* ``line``: the rate and latency of all-reduces on each link.
 
-Where a line is too slow to train over to the end, the seconds to a loss are a validation curve over
-steps from the unshaped line, times the seconds of a step that were measured on the slow one. The
-updates do not depend on the line; that the losses of the first steps are equal to the last bit on
-both is checked by the report. DDP is the method that needs it most: the judged 20 Mbit/s would take
-it 20 minutes for each curve.
+A link may be too slow for a complete training: DDP would take 20 minutes for each curve at 20
+Mbit/s. The seconds to a loss are then composed from the validation curve on the unshaped link and
+the seconds of a step on the slow one. The updates do not depend on the link; the report checks that
+the losses of the first steps are equal to the last bit on both.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ import work
 
 from paceline.lab import delayline, kernel
 
-LINKS = {  # bits a second (0: as fast as memory), seconds of delay one way
+LINKS = {  # bits per second (0: no limit), one-way delay in seconds
     "unshaped": (0, 0.0),
     "1 Gbit/s": (1_000_000_000, 0.0),
     "100 Mbit/s": (100_000_000, 0.0),
@@ -72,20 +72,20 @@ LINKS = {  # bits a second (0: as fast as memory), seconds of delay one way
     "100 Mbit/s, 20 ms": (100_000_000, 0.010),
 }
 SHAPED = tuple(LINKS)[1:]
-OURS = ("exact", "int8", "int4")
-PEERS = ("ddp", "fp16 hook", "diloco 10 0.7 0.9", "diloco 10 0.9 0.5")
+PACELINE_METHODS = ("exact", "int8", "int4")
+TORCH_METHODS = ("ddp", "fp16 hook", "diloco 10 0.7 0.9", "diloco 10 0.9 0.5")
 
 
-# -- what is to be done ------------------------------------------------------------------
+# -- the plan -----------------------------------------------------------------------------
 
 
 @dataclass
 class Plan:
-    """What is measured.
+    """The trainings to measure.
 
     Attributes:
-        steps: Of a training of plain DDP; others may take an eighth longer to its loss.
-        tuned: Methods that get a grid of learning rates; the others take DDP's.
+        steps: Steps of a training of plain DDP; other methods get an eighth more.
+        tuned: Methods that get a grid of learning rates; the others use DDP's.
         every: Steps between validations.
     """
 
@@ -104,34 +104,42 @@ class Plan:
         steps = -(-longer // self.every) * self.every
         return work.Job("curve", model, method, link, lr, seed, self.steps, steps, self.every)
 
-    def of(self, stage: str, have: list[dict[str, Any]]) -> Iterator[work.Job]:
-        """The jobs of a stage, the most wanted first."""
+    def jobs_of(self, stage: str, results: list[dict[str, Any]]) -> Iterator[work.Job]:
+        """The jobs of a stage, the most important first."""
         if stage == "rates":
-            # the middle rate first: a stage cut short still has something of everything
-            deep = max(len(rates) for rates in self.rates.values())
-            for number in sorted(range(deep), key=lambda n: abs(n - deep // 2)):
+            # the middle rate first, so that an incomplete stage has a result for each method
+            num_rates = max(len(rates) for rates in self.rates.values())
+            for number in sorted(range(num_rates), key=lambda n: abs(n - num_rates // 2)):
                 for method, model in itertools.product(self.tuned, self.models):
                     if number < len(self.rates[model]):
-                        lr, half = (
+                        lr, num_steps = (
                             self.rates[model][number],
                             self.steps // 2 // self.every * self.every,
                         )
                         yield work.Job(
-                            "rate", model, method, "unshaped", lr, 0, half, half, self.every
+                            "rate",
+                            model,
+                            method,
+                            "unshaped",
+                            lr,
+                            0,
+                            num_steps,
+                            num_steps,
+                            self.every,
                         )
         elif stage == "curves":
             for seed, model in itertools.product(self.seeds, self.models):
-                for method in self.chosen(model, have):
-                    if method == "ours exact":  # makes DDP's steps
+                for method in self.selected_methods(model, results):
+                    if method == "ours exact":  # has the same updates as DDP
                         continue
-                    lr = self.rate(model, method, have)
+                    lr = self.rate(model, method, results)
                     yield self.curve(model, method, lr, seed, "unshaped")
         elif stage == "paces":
             for link, model in itertools.product(self.links, self.models):
-                for method in self.chosen(model, have):
+                for method in self.selected_methods(model, results):
                     if method == "ours exact" and LINKS[link][0] == 20_000_000:
-                        continue  # its trials alone take minutes
-                    lr, steps = self.rate(model, method, have), self.pace_steps(method, link)
+                        continue  # its bucket trials take minutes
+                    lr, steps = self.rate(model, method, results), self.pace_steps(method, link)
                     yield work.Job(
                         "pace", model, method, link, lr, 0, self.steps, steps, self.every
                     )
@@ -140,159 +148,169 @@ class Plan:
         elif stage == "auto":
             for seed, link, model in itertools.product(self.seeds, self.links, self.models):
                 for method in self.auto:
-                    yield self.curve(model, method, self.rate(model, method, have), seed, link)
-        elif stage == "all":  # the most wanted first; of those the longest first
-            one = dataclasses.replace(self, seeds=self.seeds[:1])
-            rest = dataclasses.replace(self, seeds=self.seeds[1:])
-            others = [*rest.of("auto", have), *rest.of("curves", have)]
-            judged = [job for job in others if job.method in ("ddp", *self.auto)]
-            between = [job for job in others if job not in judged]
-            first = [*one.of("auto", have), *one.of("curves", have), *one.of("paces", have)]
-            for part in (first, judged, between):
-                yield from sorted(part, key=guess, reverse=True)
+                    yield self.curve(model, method, self.rate(model, method, results), seed, link)
+        elif stage == "all":  # the most important first; among these the longest first
+            first_seed = dataclasses.replace(self, seeds=self.seeds[:1])
+            other_seeds = dataclasses.replace(self, seeds=self.seeds[1:])
+            other_jobs = [
+                *other_seeds.jobs_of("auto", results),
+                *other_seeds.jobs_of("curves", results),
+            ]
+            important = [job for job in other_jobs if job.method in ("ddp", *self.auto)]
+            remaining_jobs = [job for job in other_jobs if job not in important]
+            first = [
+                *first_seed.jobs_of("auto", results),
+                *first_seed.jobs_of("curves", results),
+                *first_seed.jobs_of("paces", results),
+            ]
+            for part in (first, important, remaining_jobs):
+                yield from sorted(part, key=estimate_seconds, reverse=True)
         else:
             raise SystemExit(f"no stage {stage}: line, rates, curves, paces, auto, all")
 
-    def rate(self, model: str, method: str, have: list[dict[str, Any]]) -> float:
-        """The best that is known; methods that only round take DDP's."""
-        best = report.best_rate(have, model, method) or report.best_rate(have, model, "ddp")
-        return best or self.rates[model][len(self.rates[model]) // 2]
+    def rate(self, model: str, method: str, results: list[dict[str, Any]]) -> float:
+        """Best known learning rate of a method; methods without a grid use DDP's."""
+        best_rate = report.best_rate(results, model, method) or report.best_rate(
+            results, model, "ddp"
+        )
+        return best_rate or self.rates[model][len(self.rates[model]) // 2]
 
-    def chosen(self, model: str, have: list[dict[str, Any]]) -> list[str]:
-        """The methods; of several settings of DiLoCo the one that did best."""
-        settings = [one for one in self.methods if one.startswith("diloco")]
-        ends = {one: report.best_end(have, model, one) for one in settings}
-        best = min(settings, key=lambda one: ends[one], default="")
-        return [one for one in self.methods if one == best or one not in settings]
+    def selected_methods(self, model: str, results: list[dict[str, Any]]) -> list[str]:
+        """The methods, with only the best of several settings of DiLoCo."""
+        settings = [name for name in self.methods if name.startswith("diloco")]
+        final_losses = {name: report.lowest_loss(results, model, name) for name in settings}
+        best_setting = min(settings, key=lambda name: final_losses[name], default="")
+        return [name for name in self.methods if name == best_setting or name not in settings]
 
     def pace_steps(self, method: str, link: str) -> int:
         if method.startswith("diloco"):
             return 30
-        if SENT.get(method, 0.5) >= 0.5 and LINKS[link][0] == 20_000_000:
+        if SENT_FRACTION.get(method, 0.5) >= 0.5 and LINKS[link][0] == 20_000_000:
             return 7
-        return 44 if method == "ours exact" else 24  # tries sizes of buckets in the first 30
+        return 44 if method == "ours exact" else 24  # the first 30 steps try bucket sizes
 
 
-SENT = {"ddp": 1.0, "ours exact": 1.0, "alone": 0.0, "ours int8": 0.26}
-SENT |= {"ours int4": 0.11, "ours auto": 0.12}
+SENT_FRACTION = {"ddp": 1.0, "ours exact": 1.0, "alone": 0.0, "ours int8": 0.26}
+SENT_FRACTION |= {"ours int4": 0.11, "ours auto": 0.12}
 
 
-COST = {"lm": (0.13, 9.6), "cnn": (0.05, 4.6), "translation": (0.05, 4.3)}  # seconds, MB a step
+# seconds and MB per step
+STEP_COST = {"lm": (0.13, 9.6), "cnn": (0.05, 4.6), "translation": (0.05, 4.3)}
 
 
-def guess(job: work.Job) -> float:
-    """About how many seconds a job takes: only for the order of jobs."""
+def estimate_seconds(job: work.Job) -> float:
+    """Approximate seconds of a job, for ordering the jobs."""
     rate = LINKS[job.link][0] or 5_000_000_000
     if job.kind == "line":
         return 1 + 8 * 32 * job.steps / rate
-    sent = 0.1 if job.method.startswith("diloco") else SENT.get(job.method, 0.5)
-    computing, megabytes = COST[job.model]
-    validating = 1.2 if job.kind == "curve" else 1.0
-    whole = 8e6 * megabytes / rate
-    return 1 + whole + job.steps * (computing * validating + sent * whole)
+    sent_fraction = 0.1 if job.method.startswith("diloco") else SENT_FRACTION.get(job.method, 0.5)
+    computing, megabytes = STEP_COST[job.model]
+    validation_factor = 1.2 if job.kind == "curve" else 1.0
+    transfer_s = 8e6 * megabytes / rate
+    return 1 + transfer_s + job.steps * (computing * validation_factor + sent_fraction * transfer_s)
 
 
-# -- the cables --------------------------------------------------------------------------
+# -- the links ---------------------------------------------------------------------------
 
 
 class Pair:
-    """Two networks with two cables between them: one as it is, one with a delay."""
+    """Two network namespaces with two links between them, one of them with a delay."""
 
     def __init__(self, number: int, cores: tuple[set[int], ...]) -> None:
         self.number, self.cores = number, cores
-        self._holders = [_holder() for _ in range(2)]
-        self.networks = [os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in self._holders]
-        first, second = self._holders
+        self._holder_pids = [_start_holder() for _ in range(2)]
+        self.networks = [os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in self._holder_pids]
+        first, second = self._holder_pids
         _run(f"ip link add eth0 netns {first} type veth peer name eth0 netns {second}")
         self._forwarder = 0
         for side in (0, 1):
-            self._inside(side, "ip link set lo up")
+            self._in_network(side, "ip link set lo up")
         self._address("eth0", 10 + number)
 
-    def _address(self, interface: str, third: int) -> None:
+    def _address(self, interface: str, subnet: int) -> None:
         for side in (0, 1):
-            self._inside(side, f"ip addr add 10.77.{third}.{side + 1}/24 dev {interface}")
-            self._inside(side, f"ip link set {interface} up")
+            self._in_network(side, f"ip addr add 10.77.{subnet}.{side + 1}/24 dev {interface}")
+            self._in_network(side, f"ip link set {interface} up")
 
-    def _inside(self, side: int, command: str) -> None:
+    def _in_network(self, side: int, command: str) -> None:
         network = self.networks[side]
         _run(command, lambda: kernel.setns(network, kernel.CLONE_NEWNET))
 
-    def set(self, link: str) -> tuple[str, str]:
-        """Makes the cable what it is to be; its interface and the first side's address."""
+    def configure(self, link: str) -> tuple[str, str]:
+        """Configure the link. Returns its interface and the address of the first side."""
         rate, delay = LINKS[link]
-        interface, third = ("tap0", 110 + self.number) if delay else ("eth0", 10 + self.number)
+        interface, subnet = ("tap0", 110 + self.number) if delay else ("eth0", 10 + self.number)
         if delay and not self._forwarder:
             self._forwarder = _delay_line(self.networks, 2 * delay)
-            self._address("tap0", third)
+            self._address("tap0", subnet)
         for side in (0, 1):
             if rate:
                 burst = max(16_000, int(rate / 8 * 0.004))
-                self._inside(
+                self._in_network(
                     side,
                     f"tc qdisc replace dev {interface} root tbf rate {rate} burst {burst}"
                     " latency 50ms",
                 )
             else:
-                self._inside(side, f"tc qdisc replace dev {interface} root pfifo_fast")
-        return interface, f"10.77.{third}.1"
+                self._in_network(side, f"tc qdisc replace dev {interface} root pfifo_fast")
+        return interface, f"10.77.{subnet}.1"
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._forwarder:
             os.kill(self._forwarder, signal.SIGTERM)
             os.waitpid(self._forwarder, 0)
-        for pid in self._holders:
+        for pid in self._holder_pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         for network in self.networks:
             os.close(network)
 
 
-def _holder() -> int:
-    """A process that keeps a new network namespace; its id."""
-    said, says = os.pipe()
+def _start_holder() -> int:
+    """Start a process that holds a new network namespace open. Returns its PID."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         kernel.die_with_parent()
         kernel.unshare(kernel.CLONE_NEWNET)
-        os.write(says, b".")
-        _wait_for_ever()
-    os.close(says)
-    if os.read(said, 1) != b".":
-        raise SystemExit("no network namespaces here: this needs root")
-    os.close(said)
+        os.write(writer, b".")
+        _wait_forever()
+    os.close(writer)
+    if os.read(reader, 1) != b".":
+        raise SystemExit("cannot create network namespaces: this needs root")
+    os.close(reader)
     return pid
 
 
 def _delay_line(networks: list[int], delay: float) -> int:
-    """A process that forwards between two TAP devices; what the second sends waits."""
-    said, says = os.pipe()
+    """Start a process that forwards between two TAP devices with a delay. Returns its PID."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         kernel.setns(networks[0], kernel.CLONE_NEWNET)
         forwarder = delayline.lay_cable("tap0", "tap0", networks[1], delay)
-        os.write(says, b".")
+        os.write(writer, b".")
         parent, ended = os.getppid(), []
         signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
-        while not ended and os.getppid() == parent:  # the forwarder itself takes no notice
+        while not ended and os.getppid() == parent:  # the forwarder does not notice these
             time.sleep(0.2)
         os.kill(forwarder, signal.SIGKILL)
         os._exit(0)
-    os.close(says)
-    os.read(said, 1)
-    os.close(said)
+    os.close(writer)
+    os.read(reader, 1)
+    os.close(reader)
     return pid
 
 
-def _wait_for_ever() -> NoReturn:
+def _wait_forever() -> NoReturn:
     while True:
         signal.pause()
 
 
-def _run(command: str, before: Any = None) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True, preexec_fn=before)
-    if done.returncode:
-        raise SystemExit(f"{command}: {done.stderr.strip()}")
+def _run(command: str, preexec: Any = None) -> None:
+    completed = subprocess.run(command.split(), capture_output=True, text=True, preexec_fn=preexec)
+    if completed.returncode:
+        raise SystemExit(f"{command}: {completed.stderr.strip()}")
 
 
 # -- running jobs ------------------------------------------------------------------------
@@ -300,73 +318,80 @@ def _run(command: str, before: Any = None) -> None:
 
 @dataclass
 class Running:
-    """A job under way.
+    """A running job.
 
     Attributes:
-        ranks: Process ids that have not ended.
-        until: When it is given up, by ``time.monotonic()``.
+        ranks: PIDs that have not ended.
+        deadline: Time at which it is killed, by ``time.monotonic()``.
     """
 
     job: work.Job
     pair: Pair
     folder: Path
     ranks: set[int]
-    until: float
-    begun: float = field(default_factory=time.monotonic)
+    deadline: float
+    start: float = field(default_factory=time.monotonic)
     failed: bool = False
 
 
 def run_all(
     jobs: list[work.Job],
     pairs: list[Pair],
-    made: dict[str, work.Task],
-    record: Any,
+    tasks: dict[str, work.Task],
+    result_file: Any,
     seconds: float,
 ) -> None:
-    """Runs the jobs, as many at once as there are pairs; none that would not be over in time."""
-    end, free, waiting = time.monotonic() + seconds, list(pairs), list(jobs)
+    """Run the jobs on the pairs. Jobs that would probably not finish in time are skipped."""
+    deadline, free, queue = time.monotonic() + seconds, list(pairs), list(jobs)
     running: list[Running] = []
-    taken: dict[tuple[str, str, str, str], float] = {}  # seconds of jobs of this kind
+    seconds_by_kind: dict[tuple[str, str, str, str], float] = {}  # of the last job of each kind
     finished: list[tuple[work.Job, float]] = []
-    left_out = 0
+    num_skipped = 0
     with tempfile.TemporaryDirectory(prefix="slow-links-") as scratch:
-        while waiting or running:
-            while waiting and free:
-                job = waiting.pop(0)
+        while queue or running:
+            while queue and free:
+                job = queue.pop(0)
                 kind = (job.kind, job.model, job.method, job.link)
-                scale = max(1.0, *(t / guess(o) for o, t in finished[-30:])) if finished else 1.0
-                if time.monotonic() + taken.get(kind, guess(job) * scale) > end:
-                    left_out += 1
+                scale = (
+                    max(1.0, *(t / estimate_seconds(o) for o, t in finished[-30:]))
+                    if finished
+                    else 1.0
+                )
+                if (
+                    time.monotonic() + seconds_by_kind.get(kind, estimate_seconds(job) * scale)
+                    > deadline
+                ):
+                    num_skipped += 1
                     continue
-                folder = Path(scratch) / f"{len(jobs) - len(waiting)}"
-                running.append(_start(job, free.pop(0), made[job.model], folder, end))
-            for pid, status in _ended():
-                for one in running:
-                    if pid in one.ranks:
-                        one.ranks.discard(pid)
-                        if status and not one.failed:
-                            one.failed = True
-                            one.until = min(one.until, time.monotonic() + 3)
-            for one in list(running):
-                if one.ranks and time.monotonic() > one.until:
-                    one.failed = True
-                    for pid in one.ranks:
+                folder = Path(scratch) / f"{len(jobs) - len(queue)}"
+                running.append(_start(job, free.pop(0), tasks[job.model], folder, deadline))
+            for pid, status in _reap_children():
+                for active in running:
+                    if pid in active.ranks:
+                        active.ranks.discard(pid)
+                        if status and not active.failed:
+                            active.failed = True
+                            active.deadline = min(active.deadline, time.monotonic() + 3)
+            for active in list(running):
+                if active.ranks and time.monotonic() > active.deadline:
+                    active.failed = True
+                    for pid in active.ranks:
                         os.kill(pid, signal.SIGKILL)
-                elif not one.ranks:
-                    running.remove(one)
-                    free.append(one.pair)
+                elif not active.ranks:
+                    running.remove(active)
+                    free.append(active.pair)
                     free.sort(key=lambda pair: pair.number)
-                    kind = (one.job.kind, one.job.model, one.job.method, one.job.link)
-                    taken[kind] = time.monotonic() - one.begun
-                    if not one.failed:
-                        finished.append((one.job, taken[kind]))
-                    record(one.job, one.folder, one.failed, taken[kind])
+                    kind = (active.job.kind, active.job.model, active.job.method, active.job.link)
+                    seconds_by_kind[kind] = time.monotonic() - active.start
+                    if not active.failed:
+                        finished.append((active.job, seconds_by_kind[kind]))
+                    result_file(active.job, active.folder, active.failed, seconds_by_kind[kind])
             time.sleep(0.02)
-    if left_out:
-        print(f"{left_out} jobs are left for another time", flush=True)
+    if num_skipped:
+        print(f"{num_skipped} jobs skipped for lack of time", flush=True)
 
 
-def _ended() -> Iterator[tuple[int, int]]:
+def _reap_children() -> Iterator[tuple[int, int]]:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -380,8 +405,8 @@ def _ended() -> Iterator[tuple[int, int]]:
 _ports = itertools.count(29500)
 
 
-def _start(job: work.Job, pair: Pair, task: work.Task, folder: Path, end: float) -> Running:
-    interface, address = pair.set(job.link)
+def _start(job: work.Job, pair: Pair, task: work.Task, folder: Path, deadline: float) -> Running:
+    interface, address = pair.configure(job.link)
     folder.mkdir()
     port, ranks = next(_ports), set()
     for rank in (0, 1):
@@ -389,7 +414,7 @@ def _start(job: work.Job, pair: Pair, task: work.Task, folder: Path, end: float)
         if pid == 0:
             _rank(job, pair, rank, task, interface, (address, port), folder)
         ranks.add(pid)
-    return Running(job, pair, folder, ranks, end + 15)
+    return Running(job, pair, folder, ranks, deadline + 15)
 
 
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -401,7 +426,7 @@ def _rank(
     rank: int,
     task: work.Task,
     interface: str,
-    meet: tuple[str, int],
+    address: tuple[str, int],
     folder: Path,
 ) -> NoReturn:
     status = 1
@@ -419,16 +444,16 @@ def _rank(
             WORLD_SIZE="2",
             LOCAL_RANK="0",
             LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR=meet[0],
-            MASTER_PORT=str(meet[1]),
+            MASTER_ADDR=address[0],
+            MASTER_PORT=str(address[1]),
             GLOO_SOCKET_IFNAME=interface,
             PACELINE_HOST=f"side{rank}",
         )
         if job.kind == "line":
-            found = work.line(job.steps)
+            result = work.line(job.steps)
         else:
-            found = work.run(job, task, interface, folder / "run")
-        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+            result = work.run(job, task, interface, folder / "run")
+        (folder / f"rank{rank}.json").write_text(json.dumps(result))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -437,48 +462,48 @@ def _rank(
         os._exit(status)
 
 
-class Record:
-    """Results as lines of JSON, each written when it is there."""
+class ResultFile:
+    """Results as lines of JSON, each written as soon as it exists."""
 
-    def __init__(self, path: Path, have: Iterable[dict[str, Any]]) -> None:
-        self.path, self.have = path, list(have)
+    def __init__(self, path: Path, results: Iterable[dict[str, Any]]) -> None:
+        self.path, self.results = path, list(results)
         self._file = path.open("a")
 
     def __call__(self, job: work.Job, folder: Path, failed: bool, seconds: float) -> None:
         line: dict[str, Any] = {**dataclasses.asdict(job), "took": round(seconds, 1)}
-        said = (folder / "rank0.log").read_text() if (folder / "rank0.log").exists() else ""
+        output = (folder / "rank0.log").read_text() if (folder / "rank0.log").exists() else ""
         if failed:
-            both = [
+            logs = [
                 (folder / f"rank{n}.log").read_text()[-600:]
                 for n in (0, 1)
                 if (folder / f"rank{n}.log").exists()
             ]
-            line["error"] = both
-            print(f"FAILED {name_of(job)}\n  " + "\n".join(both).replace("\n", "\n  "), flush=True)
+            line["error"] = logs
+            print(f"FAILED {name_of(job)}\n  " + "\n".join(logs).replace("\n", "\n  "), flush=True)
         else:
             line["found"] = json.loads((folder / "rank0.json").read_text())
             if job.method.startswith("ours"):
-                line["said"] = said[-3000:]
+                line["said"] = output[-3000:]
             curve = line["found"].get("curve") or [[0, 0, float("nan")]]
-            per = np.mean(line["found"].get("seconds", [0])[2:] or [0])
+            mean_step_s = np.mean(line["found"].get("seconds", [0])[2:] or [0])
             print(
-                f"{time.strftime('%H:%M:%S')} {name_of(job)}: {per * 1000:.0f} ms a step,"
+                f"{time.strftime('%H:%M:%S')} {name_of(job)}: {mean_step_s * 1000:.0f} ms per step,"
                 f" loss {curve[-1][2]:.4f}, {seconds:.0f} s"
                 + (f" {line['found']}" if job.kind == "line" else ""),
                 flush=True,
             )
-        self.note(line)
-        self.have.append(line)
+        self.write(line)
+        self.results.append(line)
 
-    def note(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
-    def done(self, job: work.Job) -> bool:
-        about = dataclasses.asdict(job)
+    def is_done(self, job: work.Job) -> bool:
+        values = dataclasses.asdict(job)
         return any(
-            "error" not in line and all(line.get(key) == value for key, value in about.items())
-            for line in self.have
+            "error" not in line and all(line.get(key) == value for key, value in values.items())
+            for line in self.results
         )
 
 
@@ -489,44 +514,44 @@ def name_of(job: work.Job) -> str:
 # -- data --------------------------------------------------------------------------------
 
 
-def text_of(given: str) -> np.ndarray[Any, Any]:
-    """The text to learn: a file, or the sources of Python's standard library."""
-    if given:
-        return np.frombuffer(Path(given).read_bytes(), dtype=np.uint8)
+def load_text(path_text: str) -> np.ndarray[Any, Any]:
+    """Training text: a file, or the sources of Python's standard library."""
+    if path_text:
+        return np.frombuffer(Path(path_text).read_bytes(), dtype=np.uint8)
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
     return np.frombuffer(b"".join(f.read_bytes() for f in files)[:8_000_000], dtype=np.uint8)
 
 
-def pictures_of(given: str, tiny: bool) -> dict[str, np.ndarray[Any, Any]]:
-    """Fashion-MNIST from a folder of its four files (or of one ``pictures.npz``)."""
-    folder = Path(given)
+def load_images(path_text: str, tiny: bool) -> dict[str, np.ndarray[Any, Any]]:
+    """Fashion-MNIST from a folder with its four files or ``pictures.npz``; random if ``tiny``."""
+    folder = Path(path_text)
     if (packed := folder / "pictures.npz").exists():
         return dict(np.load(packed))
     if not folder.exists():
         if not tiny:
             raise SystemExit(f"no Fashion-MNIST in {folder}: --pictures FOLDER")
-        draw = np.random.default_rng(0)
-        pixels = draw.integers(0, 255, (512, 28, 28), dtype=np.uint8)
+        rng = np.random.default_rng(0)
+        pixels = rng.integers(0, 255, (512, 28, 28), dtype=np.uint8)
         labels = (pixels[:, 0, 0] // 26).astype(np.uint8)
-        same = {"pixels": pixels, "labels": labels}
-        return {**same, **{f"held_{name}": part for name, part in same.items()}}
-    found = {}
-    for name, part, ahead in (("", "train", 16), ("held_", "t10k", 16)):
+        random_arrays = {"pixels": pixels, "labels": labels}
+        return {**random_arrays, **{f"held_{name}": part for name, part in random_arrays.items()}}
+    arrays = {}
+    for name, part, header_bytes in (("", "train", 16), ("held_", "t10k", 16)):
         with gzip.open(folder / f"{part}-images-idx3-ubyte.gz") as file:
-            pixels = np.frombuffer(file.read(), dtype=np.uint8)[ahead:].reshape(-1, 28, 28)
+            pixels = np.frombuffer(file.read(), dtype=np.uint8)[header_bytes:].reshape(-1, 28, 28)
         with gzip.open(folder / f"{part}-labels-idx1-ubyte.gz") as file:
             labels = np.frombuffer(file.read(), dtype=np.uint8)[8:]
         count = 20_000 if not name else 3_000
-        found[f"{name}pixels"], found[f"{name}labels"] = pixels[:count], labels[:count]
-    return found
+        arrays[f"{name}pixels"], arrays[f"{name}labels"] = pixels[:count], labels[:count]
+    return arrays
 
 
 # -- the command -------------------------------------------------------------------------
 
 
-def machine(options: argparse.Namespace, text: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """What the figures depend on."""
+def describe_machine(options: argparse.Namespace, text: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Description of the machine and software, as a record."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -557,34 +582,39 @@ def main() -> None:
     tiny = options.command == "check" or options.tiny
     cores = sorted(os.sched_getaffinity(0))
     options.at_once = options.at_once or max(1, len(cores) // (2 * options.cores))
-    text, pictures = text_of(options.text), pictures_of(options.pictures, tiny)
-    made = work.tasks(text, pictures, tiny)
+    text, images = load_text(options.text), load_images(options.pictures, tiny)
+    tasks = work.tasks(text, images, tiny)
     plan = Plan(
         models=tuple(options.models.split(",")),
         methods=tuple(options.methods.split(",")),
         seeds=tuple(range(options.seeds)),
-        rates={name: task.rates for name, task in made.items()},
+        rates={name: task.rates for name, task in tasks.items()},
         steps=options.steps,
         every=options.every,
         links=tuple(options.links.split(";")),
-        auto=tuple(one for one in options.auto.split(",") if one),
+        auto=tuple(name for name in options.auto.split(",") if name),
         tuned=tuple(options.tuned.split(",")),
     )
     out = Path(options.out)
-    have = [line for path in (*options.have, out) for line in report.read(Path(path))]
-    record = Record(out, have)
-    about = machine(options, text)
-    own = report.read(out)
-    for line in [*(one for one in have if one.get("kind") == "best" and one not in own), about]:
-        record.note(line)
-    print(about, flush=True)
+    results = [line for path in (*options.have, out) for line in report.read(Path(path))]
+    result_file = ResultFile(out, results)
+    description = describe_machine(options, text)
+    records = report.read(out)
+    for line in [
+        *(entry for entry in results if entry.get("kind") == "best" and entry not in records),
+        description,
+    ]:
+        result_file.write(line)
+    print(description, flush=True)
     preload()
     pairs = []
     try:
         for number in range(options.at_once):
-            chosen = [cores[at % len(cores)] for at in range(*_span(number, options.cores))]
-            sides = chosen[: options.cores], chosen[options.cores :]
-            pairs.append(Pair(number, tuple(set(one) for one in sides)))
+            pair_cores = [
+                cores[index % len(cores)] for index in range(*_span(number, options.cores))
+            ]
+            cores_by_rank = pair_cores[: options.cores], pair_cores[options.cores :]
+            pairs.append(Pair(number, tuple(set(cores_of_rank) for cores_of_rank in cores_by_rank)))
         for stage in options.stage.split(","):
             if stage == "line":
                 jobs = [
@@ -593,27 +623,27 @@ def main() -> None:
                     for link in (*plan.links, "unshaped")
                 ]
             else:
-                jobs = list(plan.of(stage, record.have))
-            jobs = [job for job in jobs if not record.done(job)]
-            begun = time.monotonic()
-            left = options.minutes * 60 - (time.monotonic() - STARTED)
-            print(f"{stage}: {len(jobs)} jobs, {left:.0f} s left", flush=True)
-            run_all(jobs, pairs, made, record, left)
-            print(f"{stage}: {time.monotonic() - begun:.0f} s", flush=True)
+                jobs = list(plan.jobs_of(stage, result_file.results))
+            jobs = [job for job in jobs if not result_file.is_done(job)]
+            stage_start = time.monotonic()
+            remaining_s = options.minutes * 60 - (time.monotonic() - STARTED)
+            print(f"{stage}: {len(jobs)} jobs, {remaining_s:.0f} s left", flush=True)
+            run_all(jobs, pairs, tasks, result_file, remaining_s)
+            print(f"{stage}: {time.monotonic() - stage_start:.0f} s", flush=True)
     finally:
         for pair in pairs:
-            pair.end()
-    if options.command == "check" and any("error" in line for line in record.have):
-        raise SystemExit("check: something failed")
+            pair.close()
+    if options.command == "check" and any("error" in line for line in result_file.results):
+        raise SystemExit("check: a job failed")
 
 
-def _span(number: int, each: int) -> tuple[int, int]:
-    """Places of the cores of a pair."""
-    return 2 * each * number, 2 * each * (number + 1)
+def _span(number: int, cores_per_rank: int) -> tuple[int, int]:
+    """Range of the indices of a pair's cores."""
+    return 2 * cores_per_rank * number, 2 * cores_per_rank * (number + 1)
 
 
 def preload() -> None:
-    """Imports what ranks would otherwise import one by one, each of them."""
+    """Import modules before the fork, so that ranks do not import them one by one."""
     import torch._dynamo
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
 
@@ -628,27 +658,39 @@ STARTED = time.monotonic()
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    made.add_argument("command", choices=("run", "check"))
-    made.add_argument("--stage", default="line,rates,curves,paces,auto")
-    made.add_argument("--out", default="results.jsonl")
-    made.add_argument("--have", nargs="*", default=[], help="earlier results")
-    made.add_argument("--minutes", type=float, default=9.0)
-    made.add_argument("--at-once", type=int, default=0, help="jobs; as many as there are cores for")
-    made.add_argument("--cores", type=int, default=1, help="of each rank")
-    made.add_argument("--models", default=",".join(work.MODELS))
-    made.add_argument("--methods", default=",".join((*PEERS, *(f"ours {o}" for o in OURS))))
-    made.add_argument("--auto", default="ours auto", help="methods of the stage auto")
-    made.add_argument("--tuned", default=",".join(p for p in PEERS if p != "fp16 hook"))
-    made.add_argument("--links", default=";".join(SHAPED))
-    made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--steps", type=int, default=150)
-    made.add_argument("--every", type=int, default=10)
-    made.add_argument("--elements", type=int, default=1_000_000)
-    made.add_argument("--tiny", action="store_true", help="models of a few thousand parameters")
-    made.add_argument("--text", default="")
-    made.add_argument("--pictures", default="/usr/share/datasets/fashion-mnist")
-    return made
+    arguments_parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    arguments_parser.add_argument("command", choices=("run", "check"))
+    arguments_parser.add_argument("--stage", default="line,rates,curves,paces,auto")
+    arguments_parser.add_argument("--out", default="results.jsonl")
+    arguments_parser.add_argument("--have", nargs="*", default=[], help="earlier results")
+    arguments_parser.add_argument("--minutes", type=float, default=9.0)
+    arguments_parser.add_argument(
+        "--at-once",
+        type=int,
+        default=0,
+        help="jobs at the same time; default: by the number of cores",
+    )
+    arguments_parser.add_argument("--cores", type=int, default=1, help="per rank")
+    arguments_parser.add_argument("--models", default=",".join(work.MODELS))
+    arguments_parser.add_argument(
+        "--methods",
+        default=",".join((*TORCH_METHODS, *(f"ours {name}" for name in PACELINE_METHODS))),
+    )
+    arguments_parser.add_argument("--auto", default="ours auto", help="methods of the stage auto")
+    arguments_parser.add_argument(
+        "--tuned", default=",".join(p for p in TORCH_METHODS if p != "fp16 hook")
+    )
+    arguments_parser.add_argument("--links", default=";".join(SHAPED))
+    arguments_parser.add_argument("--seeds", type=int, default=3)
+    arguments_parser.add_argument("--steps", type=int, default=150)
+    arguments_parser.add_argument("--every", type=int, default=10)
+    arguments_parser.add_argument("--elements", type=int, default=1_000_000)
+    arguments_parser.add_argument(
+        "--tiny", action="store_true", help="models of a few thousand parameters"
+    )
+    arguments_parser.add_argument("--text", default="")
+    arguments_parser.add_argument("--pictures", default="/usr/share/datasets/fashion-mnist")
+    return arguments_parser
 
 
 if __name__ == "__main__":

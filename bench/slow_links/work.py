@@ -1,7 +1,7 @@
-"""One rank's work for the comparison over slow links: a model, a way of averaging, a loss curve.
+"""One rank of the comparison over slow links: a model, a communication method, a loss curve.
 
-Everything but the way of averaging is the same: initial weights, samples of every step, optimizer,
-schedule, validation. Validation is not counted: the clock stands still while it runs.
+Only the communication method differs. Initial weights, samples of every step, optimizer, schedule
+and validation are the same. The clock stops during validation.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ from torch.nn.functional import cross_entropy
 
 from paceline.recipes.transformer import Shape, Transformer
 
-# -- what is trained ---------------------------------------------------------------------
+# -- the models -------------------------------------------------------------------------
 
 
 class Bytes:
-    """Windows of a text, as bytes: what comes next."""
+    """Windows of a text as bytes, for predicting the next byte."""
 
     def __init__(self, text: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], width: int):
-        self._text, self._starts, self._around = text, starts, np.arange(width + 1)
+        self._text, self._starts, self._offsets = text, starts, np.arange(width + 1)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def batch(self, ids: np.ndarray[Any, Any], draws: object = None) -> tuple[Tensor, ...]:
         windows = torch.from_numpy(
-            self._text[self._starts[ids][:, None] + self._around].astype(np.int64)
+            self._text[self._starts[ids][:, None] + self._offsets].astype(np.int64)
         )
         return windows[:, :-1], windows[:, 1:]
 
 
 class Vowels(Bytes):
-    """Windows of a text without their vowels, and what they were."""
+    """Windows of a text without their vowels as sources, and complete ones as targets."""
 
     def batch(self, ids: np.ndarray[Any, Any], draws: object = None) -> tuple[Tensor, ...]:
-        windows = self._text[self._starts[ids][:, None] + self._around].astype(np.int64) + 2
+        windows = self._text[self._starts[ids][:, None] + self._offsets].astype(np.int64) + 2
         target = torch.from_numpy(windows[:, 1:])
         source = np.zeros_like(windows)  # padding
         for row, window in zip(source, windows, strict=True):
-            kept = window[~np.isin(window, _VOWELS)]
-            row[: len(kept)] = kept
-        begun = torch.cat((torch.ones(len(target), 1, dtype=torch.int64), target[:, :-1]), 1)
-        return torch.from_numpy(source), begun, target
+            consonants = window[~np.isin(window, _VOWELS)]
+            row[: len(consonants)] = consonants
+        decoder_input = torch.cat(
+            (torch.ones(len(target), 1, dtype=torch.int64), target[:, :-1]), 1
+        )
+        return torch.from_numpy(source), decoder_input, target
 
 
 _VOWELS = np.frombuffer(b"aeiouAEIOU", dtype=np.uint8).astype(np.int64) + 2
 
 
-class Pictures:
-    """Fashion-MNIST."""
+class Images:
+    """Images of Fashion-MNIST."""
 
     def __init__(
         self, pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
@@ -72,17 +74,19 @@ class Pictures:
         return len(self._ids)
 
     def batch(self, ids: np.ndarray[Any, Any], draws: object = None) -> tuple[Tensor, ...]:
-        chosen = self._ids[ids]
-        pixels = torch.from_numpy(self._pixels[chosen].astype(np.float32))
-        return (pixels[:, None] - 73) / 90, torch.from_numpy(self._labels[chosen].astype(np.int64))
+        image_ids = self._ids[ids]
+        pixels = torch.from_numpy(self._pixels[image_ids].astype(np.float32))
+        return (pixels[:, None] - 73) / 90, torch.from_numpy(
+            self._labels[image_ids].astype(np.int64)
+        )
 
 
 class Language(nn.Module):
-    """A byte-level language model: a decoder of the usual form."""
+    """A byte-level language model: a causal transformer."""
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(
             width, max(1, width // 48), 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
@@ -97,13 +101,13 @@ class Language(nn.Module):
         for block in self.layers.layers:
             nn.init.normal_(block.self_attn.in_proj_weight, std=0.02)
 
-    def forward(self, seen: Tensor) -> Tensor:
-        x = self.bytes(seen) + self.places.weight
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bytes(tokens) + self.positions.weight
         scores: Tensor = self.out(self.layers(x, mask=self.mask, is_causal=True))
         return scores
 
 
-def convolutions(width: int, hidden: int) -> nn.Module:
+def make_cnn(width: int, hidden: int) -> nn.Module:
     """A CNN with batch normalisation for 28×28 pixels."""
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
@@ -125,16 +129,16 @@ class Task:
     """A model with its data.
 
     Attributes:
-        make: The network.
-        share: Samples of a rank in a step.
-        train: All samples of a training, in their order, from a seed and a number.
-        held_out: The samples of the validation.
-        optimizer: Of parameters and learning rate.
+        make: Creates the network.
+        batch_per_rank: Samples of a rank in a step.
+        train: Returns the ordered samples of a training for a seed and a number of samples.
+        held_out: Samples of the validation.
+        optimizer: Creates the optimizer from parameters and a learning rate.
         rates: Learning rates to try.
     """
 
     make: Callable[[], nn.Module]
-    share: int
+    batch_per_rank: int
     train: Callable[[int, int], Any]
     held_out: Any
     optimizer: Callable[[Any, float], torch.optim.Optimizer]
@@ -153,49 +157,51 @@ MODELS = ("lm", "cnn", "translation")
 
 
 def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -> dict[str, Task]:
-    """The three models; ``tiny`` ones only show that the script works."""
-    context, around, held = (32, 24, 16) if tiny else (128, 48, 64)
-    edge = len(text) * 9 // 10
+    """The three tasks; ``tiny`` ones are for a trial of the script."""
+    context, translation_context, num_held_out = (32, 24, 16) if tiny else (128, 48, 64)
+    num_train_bytes = len(text) * 9 // 10
 
     def windows(kind: type[Bytes], width: int) -> Callable[[int, int], Bytes]:
-        def made(seed: int, count: int) -> Bytes:
-            draw = np.random.default_rng((seed, 1))
-            return kind(text, draw.integers(0, edge - width - 1, count), width)
+        def make(seed: int, count: int) -> Bytes:
+            rng = np.random.default_rng((seed, 1))
+            return kind(text, rng.integers(0, num_train_bytes - width - 1, count), width)
 
-        return made
+        return make
 
-    def fixed(kind: type[Bytes], width: int, count: int) -> Bytes:
-        return kind(text, np.linspace(edge, len(text) - width - 2, count).astype(np.int64), width)
+    def evenly_spaced(kind: type[Bytes], width: int, count: int) -> Bytes:
+        return kind(
+            text, np.linspace(num_train_bytes, len(text) - width - 2, count).astype(np.int64), width
+        )
 
-    def drawn(seed: int, count: int) -> Pictures:
-        draw, size = np.random.default_rng((seed, 1)), len(pictures["labels"])
-        order = np.concatenate([draw.permutation(size) for _ in range(-(-count // size))])
-        return Pictures(pictures["pixels"], pictures["labels"], order[:count])
+    def shuffled(seed: int, count: int) -> Images:
+        rng, size = np.random.default_rng((seed, 1)), len(pictures["labels"])
+        order = np.concatenate([rng.permutation(size) for _ in range(-(-count // size))])
+        return Images(pictures["pixels"], pictures["labels"], order[:count])
 
-    held_pictures = np.arange(len(pictures["held_labels"]))[: 64 if tiny else 1000]
+    held_out_ids = np.arange(len(pictures["held_labels"]))[: 64 if tiny else 1000]
     shape = Shape(258, 258, 32, 1, 2, 64) if tiny else Shape(258, 258, 128, 2, 4, 512)
     return {
         "lm": Task(
             lambda: Language(48, 1, context) if tiny else Language(192, 5, context),
             4,
             windows(Bytes, context),
-            fixed(Bytes, context, held),
+            evenly_spaced(Bytes, context, num_held_out),
             adamw,
             (5e-4, 1e-3, 2e-3),
         ),
         "cnn": Task(
-            lambda: convolutions(4, 16) if tiny else convolutions(32, 160),
+            lambda: make_cnn(4, 16) if tiny else make_cnn(32, 160),
             8 if tiny else 32,
-            drawn,
-            Pictures(pictures["held_pixels"], pictures["held_labels"], held_pictures),
+            shuffled,
+            Images(pictures["held_pixels"], pictures["held_labels"], held_out_ids),
             sgd,
             (0.01, 0.02, 0.04),
         ),
         "translation": Task(
             lambda: Transformer(shape),
             4 if tiny else 6,
-            windows(Vowels, around),
-            fixed(Vowels, around, 2 * held),
+            windows(Vowels, translation_context),
+            evenly_spaced(Vowels, translation_context, 2 * num_held_out),
             adamw,
             (1e-3, 2e-3, 4e-3),
         ),
@@ -210,10 +216,10 @@ class Job:
     """A training, or its first steps.
 
     Attributes:
-        kind: ``curve`` and ``rate`` (with validation), ``pace`` (without: how long steps take).
+        kind: ``curve`` and ``rate`` with validation, or ``pace`` without, for the time of steps.
         method: ``alone``, ``ddp``, ``fp16 hook``, ``diloco H OUTER-LR MOMENTUM``, or ``ours NAME``.
-        horizon: Steps over which the learning rate falls.
-        steps: To make.
+        horizon: Steps over which the learning rate decays.
+        steps: Number of steps.
         every: Steps between two validations.
     """
 
@@ -229,54 +235,57 @@ class Job:
 
 
 def schedule(step: int, horizon: int) -> float:
-    """Rises over a tenth, falls to a fifth, and stays there: later steps still learn."""
-    rise = max(1, horizon // 10)
-    return min((step + 1) / rise, max(0.2, 1 - 0.8 * (step - rise) / max(1, horizon - rise)))
+    """Learning rate factor: warm-up over a tenth of the horizon, then linear decay to a fifth."""
+    warm_up_steps = max(1, horizon // 10)
+    return min(
+        (step + 1) / warm_up_steps,
+        max(0.2, 1 - 0.8 * (step - warm_up_steps) / max(1, horizon - warm_up_steps)),
+    )
 
 
-class Notes:
-    """What a rank notes while it trains; its clock stands still during validation."""
+class Recorder:
+    """Records the times and losses of a rank. Its clock stops during validation."""
 
     def __init__(self, job: Job, task: Task, network: nn.Module, interface: str) -> None:
         self._job, self._task, self._network = job, task, network
         self._interface = interface
         self.steps: list[float] = []  # seconds of each step
-        self.losses: list[str] = []  # of this rank's share, to the last bit
+        self.losses: list[str] = []  # of this rank's samples, to the last bit
         self.curve: list[tuple[int, float, float]] = []  # step, seconds, validation loss
-        self._bytes = [sent(interface)]
-        self._begun = time.perf_counter()
+        self._bytes = [bytes_sent(interface)]
+        self._start = time.perf_counter()
 
-    def begin(self) -> None:
-        self._begun = time.perf_counter()
+    def start_clock(self) -> None:
+        self._start = time.perf_counter()
 
-    def end(self, loss: Tensor) -> None:
-        """After a step that began when the last one or the validation ended."""
-        now = time.perf_counter()
-        self.steps.append(now - self._begun)
+    def record_step(self, loss: Tensor) -> None:
+        """Record a step that began at the end of the last step or validation."""
+        step_end = time.perf_counter()
+        self.steps.append(step_end - self._start)
         self.losses.append(float(loss).hex())
-        self._begun = now
-        done = len(self.steps)
-        if done == self._job.steps:
-            self._bytes.append(sent(self._interface))
-        if self._job.kind != "pace" and done % self._job.every == 0:
+        self._start = step_end
+        num_steps = len(self.steps)
+        if num_steps == self._job.steps:
+            self._bytes.append(bytes_sent(self._interface))
+        if self._job.kind != "pace" and num_steps % self._job.every == 0:
             if dist.is_initialized():
                 dist.barrier()  # the slowest rank's time counts
-                self.steps[-1] += time.perf_counter() - now
-            self.curve.append((done, sum(self.steps), self._validate()))
-            self._begun = time.perf_counter()
+                self.steps[-1] += time.perf_counter() - step_end
+            self.curve.append((num_steps, sum(self.steps), self._validate()))
+            self._start = time.perf_counter()
 
     @torch.no_grad()
     def _validate(self) -> float:
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         ids = np.array_split(np.arange(len(self._task.held_out)), size)[rank]
-        if self._job.method.startswith("diloco"):  # batch statistics: each rank has its own
+        if self._job.method.startswith("diloco"):  # the ranks have different batch statistics
             for buffer in self._network.buffers():
                 if buffer.is_floating_point() and buffer.isfinite().all():
                     dist.all_reduce(buffer)
                     buffer /= size
         self._network.eval()
         total = torch.zeros(2, dtype=torch.float64)
-        for part in np.array_split(ids, max(1, len(ids) // (2 * self._task.share))):
+        for part in np.array_split(ids, max(1, len(ids) // (2 * self._task.batch_per_rank))):
             *inputs, targets = self._task.held_out.batch(part)
             scores = self._network(*inputs)
             loss = cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum")
@@ -288,15 +297,17 @@ class Notes:
 
     def result(self) -> dict[str, Any]:
         return {
-            "seconds": [round(one, 6) for one in self.steps],
+            "seconds": [round(step_s, 6) for step_s in self.steps],
             "losses": self.losses[:40],
-            "curve": [(step, round(at, 4), round(loss, 6)) for step, at, loss in self.curve],
+            "curve": [
+                (step, round(seconds, 4), round(loss, 6)) for step, seconds, loss in self.curve
+            ],
             "sent": (self._bytes[-1] - self._bytes[0]) / max(1, len(self.steps)),
         }
 
 
-def sent(interface: str) -> int:
-    """Bytes that this network namespace has sent."""
+def bytes_sent(interface: str) -> int:
+    """Bytes that this network namespace has sent through an interface."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == interface:
@@ -305,21 +316,21 @@ def sent(interface: str) -> int:
 
 
 def run(job: Job, task: Task, interface: str, folder: Path) -> dict[str, Any]:
-    """Trains as one rank of the job that the environment describes."""
+    """Train as one rank of the job that the environment variables describe."""
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     network = task.make()
     if job.method.startswith("ours "):
-        return ours(job, task, network, interface, folder)
-    return peers(job, task, network, interface)
+        return train_with_paceline(job, task, network, interface, folder)
+    return train_with_torch(job, task, network, interface)
 
 
 def mean_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
-def peers(job: Job, task: Task, network: nn.Module, interface: str) -> dict[str, Any]:
-    """The loop by hand."""
+def train_with_torch(job: Job, task: Task, network: nn.Module, interface: str) -> dict[str, Any]:
+    """Train with a plain loop and DDP, a hook of torch, DiLoCo, or without communication."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     optimizer = task.optimizer(network.parameters(), job.lr)
@@ -335,25 +346,27 @@ def peers(job: Job, task: Task, network: nn.Module, interface: str) -> dict[str,
         diloco(network, optimizer, job.method)
     elif job.method != "alone":
         raise ValueError(job.method)
-    data = task.train(job.seed, job.steps * task.share * size)
-    notes = Notes(job, task, network, interface)
+    data = task.train(job.seed, job.steps * task.batch_per_rank * size)
+    recorder = Recorder(job, task, network, interface)
     dist.barrier()
-    notes.begin()
+    recorder.start_clock()
     for step in range(job.steps):
-        first = (step * size + rank) * task.share
-        *inputs, targets = data.batch(np.arange(first, first + task.share))
+        first_sample = (step * size + rank) * task.batch_per_rank
+        *inputs, targets = data.batch(np.arange(first_sample, first_sample + task.batch_per_rank))
         loss = mean_loss(model(*inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-        notes.end(loss.detach())
+        recorder.record_step(loss.detach())
     dist.barrier()
-    return notes.result()
+    return recorder.result()
 
 
-def ours(job: Job, task: Task, network: nn.Module, interface: str, folder: Path) -> dict[str, Any]:
-    """The same with this library."""
+def train_with_paceline(
+    job: Job, task: Task, network: nn.Module, interface: str, folder: Path
+) -> dict[str, Any]:
+    """Train with Paceline."""
     from paceline import train
 
     session = train.join(seed=job.seed, device="cpu", run_dir=folder)
@@ -362,79 +375,83 @@ def ours(job: Job, task: Task, network: nn.Module, interface: str, folder: Path)
     name = job.method.removeprefix("ours ")
     model = session.prepare(network, optimizer, scheduler, communication=name, overlap="auto")
     size = session.world.size
-    data = task.train(job.seed, job.steps * task.share * size)
-    loader = session.loader(data, task.share * size, shuffle=False)
-    notes = Notes(job, task, network, interface)
+    data = task.train(job.seed, job.steps * task.batch_per_rank * size)
+    loader = session.loader(data, task.batch_per_rank * size, shuffle=False)
+    recorder = Recorder(job, task, network, interface)
     dist.barrier()
-    notes.begin()
+    recorder.start_clock()
     for _ in session.epochs(loader, steps=job.steps):
         for *inputs, targets in loader:
             scores = model(*inputs)
             flat = cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="none")
             losses = flat.view(len(targets), -1).mean(1)
             session.step(losses)
-            notes.end(losses.detach().mean())
+            recorder.record_step(losses.detach().mean())
     dist.barrier()
-    found = notes.result()
+    result = recorder.result()
     exchange = session.models.first.exchange
-    found["method"] = getattr(exchange and exchange.reducer, "name", "DDP's own")
+    result["method"] = getattr(exchange and exchange.reducer, "name", "DDP's own")
     session.close()
-    return found
+    return result
 
 
 # -- torchft's DiLoCo --------------------------------------------------------------------
 
 
-def diloco(network: nn.Module, inner: torch.optim.Optimizer, method: str) -> None:
-    """torchft's own ``local_sgd.DiLoCo`` around the optimizer, with a stand-in for its manager.
+def diloco(network: nn.Module, inner_optimizer: torch.optim.Optimizer, method: str) -> None:
+    """Attach torchft's ``local_sgd.DiLoCo`` to the optimizer, with a substitute for its manager.
 
-    What torchft's manager does besides averaging (a quorum and a commit, each of them a call to
-    its server) is one exchange of four bytes here, which is less.
+    For each quorum and each commit, torchft's manager calls its server. Here, each costs one
+    all-reduce of four bytes, which is less.
     """
     _, every, lr, momentum = method.split()
-    outer = torch.optim.SGD(
+    outer_optimizer = torch.optim.SGD(
         network.parameters(), lr=float(lr), momentum=float(momentum), nesterov=True
     )
-    made = diloco_class()(Manager(), [network], inner, outer, int(every), use_bucketization=True)
-    made.__enter__()
+    averager = diloco_class()(
+        Manager(), [network], inner_optimizer, outer_optimizer, int(every), use_bucketization=True
+    )
+    averager.__enter__()
 
 
 def diloco_class() -> Any:
-    """torchft's, from its own file."""
-    stand_in = types.ModuleType("torchft.manager")
-    stand_in.Manager = Manager  # type: ignore[attr-defined]
+    """torchft's DiLoCo class, imported without the compiled part of torchft."""
+    manager_module = types.ModuleType("torchft.manager")
+    manager_module.Manager = Manager  # type: ignore[attr-defined]
     package = types.ModuleType("torchft")
     package.__path__ = [str(torchft_folder())]
-    sys.modules.update({"torchft": package, "torchft.manager": stand_in})
+    sys.modules.update({"torchft": package, "torchft.manager": manager_module})
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found]
 
     return DiLoCo
 
 
 def torchft_folder() -> Path:
-    """Where torchft's Python files are; its package itself needs its compiled half."""
-    if given := os.environ.get("BENCH_TORCHFT"):
-        return Path(given)
+    """Folder of torchft's Python files; importing the package would need its compiled part."""
+    if folder_text := os.environ.get("BENCH_TORCHFT"):
+        return Path(folder_text)
     import importlib.util
 
-    found = importlib.util.find_spec("torchft")
-    if found is None or not found.origin:
-        raise FileNotFoundError("torchft is not here: set BENCH_TORCHFT to its package's folder")
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("torchft")
+    if spec is None or not spec.origin:
+        raise FileNotFoundError(
+            "torchft is not installed: set BENCH_TORCHFT to its package's folder"
+        )
+    return Path(spec.origin).parent
 
 
 class Manager:
-    """What ``DiLoCo`` asks of torchft's manager, for ranks that never fail."""
+    """The part of torchft's manager that ``DiLoCo`` uses, for ranks that never fail."""
 
     _use_async_quorum = False
 
     def __init__(self) -> None:
         self._step = 0
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Done:
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> CompletedWork:
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
-        return Done(tensor)
+        return CompletedWork(tensor)
 
     def start_quorum(self) -> None:
         dist.all_reduce(torch.ones(1))
@@ -452,8 +469,8 @@ class Manager:
     def disallow_state_dict_read(self) -> None: ...
 
 
-class Done:
-    """Work that is done."""
+class CompletedWork:
+    """A completed collective."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -467,20 +484,23 @@ class Done:
         return future
 
 
-# -- the line ----------------------------------------------------------------------------
+# -- the link ----------------------------------------------------------------------------
 
 
 def line(elements: int) -> dict[str, Any]:
-    """Seconds of an all-reduce of so many float32, and of one of them alone."""
+    """Seconds of an all-reduce of ``elements`` float32 numbers, and of a single one."""
     dist.init_process_group("gloo")
-    taken = {}
+    seconds_by_name = {}
     for name, count, rounds in (("large", elements, 3), ("small", 1, 20)):
-        given = torch.ones(count)
+        tensor = torch.ones(count)
         times = []
         for _ in range(rounds):
             dist.barrier()
-            begun = time.perf_counter()
-            dist.all_reduce(given)
-            times.append(time.perf_counter() - begun)
-        taken[name] = sorted(times)[len(times) // 2]
-    return {**taken, "mbit_s": elements * 32 / taken["large"] / 1e6 if elements else math.nan}
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - start)
+        seconds_by_name[name] = sorted(times)[len(times) // 2]
+    return {
+        **seconds_by_name,
+        "mbit_s": elements * 32 / seconds_by_name["large"] / 1e6 if elements else math.nan,
+    }

@@ -1,8 +1,8 @@
-"""Little messages among a few hosts: our sum and gloo's beside MPICH's on the same links.
+"""All-reduce of small messages: Paceline and gloo against MPICH on the same links.
 
 ``python bench/broadcast/small.py --mpich PREFIX`` prints Markdown. It needs root, ``ip``, ``tc``
 and ``nsenter``, and MPICH with its compiler (``pip install mpich`` in an environment whose folder
-is PREFIX) or a program that was compiled with it before: ``PREFIX/bin/allreduce``.
+is PREFIX) or the program that an earlier run compiled: ``PREFIX/bin/allreduce``.
 """
 
 # ruff: noqa: E402
@@ -56,60 +56,62 @@ int main(int argc, char **argv) {
 """
 
 
-def median(act: Callable[[], object], repeats: int) -> float:
+def median_s(operation: Callable[[], object], repeats: int) -> float:
     for _ in range(20):
-        act()
+        operation()
     dist.barrier()
-    taken = []
+    seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
-        act()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+        start = time.perf_counter()
+        operation()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
-def by_mpich(prefix: Path, numbers: list[int], count: int, repeats: int) -> float:
-    """The median in MPICH, one process in the network of each of these."""
+def mpich_median_s(prefix: Path, pids: list[int], count: int, repeats: int) -> float:
+    """Median seconds with MPICH, with one process in the network namespace of each of ``pids``."""
     with tempfile.TemporaryDirectory() as folder:
         wrapper = Path(folder) / "inside"
-        nets = " ".join(f"/proc/{one}/ns/net" for one in numbers)
+        nets = " ".join(f"/proc/{pid}/ns/net" for pid in pids)
         wrapper.write_text(
             f'#!/bin/bash\nnets=({nets})\nexec nsenter --net="${{nets[$PMI_RANK]}}" "$@"\n'
         )
         wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
         argv = [prefix / "bin/mpiexec.hydra", "-launcher", "fork", "-hosts", "127.0.0.1"]
-        # Otherwise it sees that all are on one machine, and passes messages in memory.
+        # Without these, MPICH passes messages through shared memory on this machine.
         for name, value in {"MPIR_CVAR_NOLOCAL": 1, "UCX_TLS": "tcp", "FI_PROVIDER": "tcp"}.items():
             argv += ["-genv", name, str(value)]
-        argv += ["-n", str(len(numbers)), wrapper]
+        argv += ["-n", str(len(pids)), wrapper]
         argv += [prefix / "bin/allreduce", str(count), str(repeats)]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         environment["LD_LIBRARY_PATH"] = str(prefix / "lib")
-        words = [str(one) for one in argv]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
-        if done.returncode:
-            raise SystemExit(f"mpiexec: {done.stdout[-500:]} {done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
+        command = [str(argument) for argument in argv]
+        completed = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=60
+        )
+        if completed.returncode:
+            raise SystemExit(f"mpiexec: {completed.stdout[-500:]} {completed.stderr[-2000:]}")
+    return float(completed.stdout.split()[-1])
 
 
 def rank(number: int, ranks: int, prefix: Path | None, counts: list[int], repeats: int) -> Any:
-    """All measurements of one world, in seconds."""
+    """All measurements of one rank, in seconds."""
     torch.set_num_threads(1)
     comms = Comms(World(number, ranks), torch.device("cpu"))
-    numbers = [int(one) for one in comms.rows(torch.tensor([os.getpid()]))[:, 0]]
-    found: dict[int, dict[str, float]] = {}
+    pids = [int(pid) for pid in comms.rows(torch.tensor([os.getpid()]))[:, 0]]
+    seconds: dict[int, dict[str, float]] = {}
     for count in counts:
         flat = torch.ones(count)
-        found[count] = {
-            "gloo": median(lambda flat=flat: dist.all_reduce(flat), repeats),
-            "ours": median(lambda flat=flat: comms.sum(flat), repeats),
+        seconds[count] = {
+            "gloo": median_s(lambda flat=flat: dist.all_reduce(flat), repeats),
+            "ours": median_s(lambda flat=flat: comms.sum(flat), repeats),
         }
         if prefix is not None:
             dist.barrier()
             if number == 0:
-                found[count]["mpich"] = by_mpich(prefix, numbers, count, repeats)
+                seconds[count]["mpich"] = mpich_median_s(prefix, pids, count, repeats)
             dist.barrier()
-    return found
+    return seconds
 
 
 def main() -> int:
@@ -123,18 +125,22 @@ def main() -> int:
     if prefix and not (prefix / "bin/allreduce").exists():
         source = prefix / "allreduce.c"
         source.write_text(PROGRAM)
-        words = [prefix / "bin/mpicc", source, "-O2", "-o", prefix / "bin/allreduce"]
-        subprocess.run([str(one) for one in words], check=True)
+        compile_command = [prefix / "bin/mpicc", source, "-O2", "-o", prefix / "bin/allreduce"]
+        subprocess.run([str(argument) for argument in compile_command], check=True)
     columns = ["link", "hosts", "bytes", "gloo", "ours", "MPICH over TCP", "ours/MPICH"]
-    print(f"# All-reduce of little\n\n{links.machine()}\n\nMedians of {options.repeats}, in ms.\n\n"
+    print(f"# All-reduce of small messages\n\n{links.machine()}\n\n"
+          f"Medians of {options.repeats}, in ms.\n\n"
           f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)  # fmt: skip
     for rate in options.rate or ["", "1gbit"]:
         for size in options.ranks or [2, 4, 8]:
-            found = links.on_hosts(size, rate, rank, prefix, [1, 10_000], options.repeats)[0]
-            for count, one in found.items():
-                mpich = one.get("mpich", float("nan"))
-                print(f"| {rate or 'as it is'} | {size} | {4 * count} | {one['gloo'] * 1e3:.3f} | "
-                      f"{one['ours'] * 1e3:.3f} | {mpich * 1e3:.3f} | {one['ours'] / mpich:.1f} |",
+            seconds_by_count = links.on_hosts(
+                size, rate, rank, prefix, [1, 10_000], options.repeats
+            )[0]
+            for count, seconds in seconds_by_count.items():
+                mpich = seconds.get("mpich", float("nan"))
+                print(f"| {rate or 'unlimited'} | {size} | {4 * count} | "
+                      f"{seconds['gloo'] * 1e3:.3f} | {seconds['ours'] * 1e3:.3f} | "
+                      f"{mpich * 1e3:.3f} | {seconds['ours'] / mpich:.1f} |",
                       flush=True)  # fmt: skip
     print(f"\nLoad at the end {os.getloadavg()[0]:.1f}.")
     return 0

@@ -1,8 +1,8 @@
-"""Step time through ``paceline.train`` against a loop written by hand, Fabric and Accelerate.
+"""Step time of ``paceline.train`` against a hand-written loop, Fabric and Accelerate.
 
-The ways take turns in one process for each rank. Compared are, for each way, the median of all
-chunks, the fastest chunk, and the median of the ratio to the loop by hand in the same round, by
-the wall clock and in CPU time (which other jobs on the machine hardly change).
+The variants take turns in one process for each rank. For each variant, the table has the median of
+all chunks, the fastest chunk, and the median ratio to the hand-written loop in the same round, in
+wall-clock time and in CPU time (which other jobs on the machine hardly change).
 
     python bench/overhead/compare.py [--ranks 1 2] [--rounds 30] [--steps 50] [--batch 64]
                                       [--device cuda, with one rank]
@@ -23,7 +23,7 @@ from pathlib import Path
 WORK = Path(__file__).with_name("work.py")
 
 
-def measured(
+def measure(
     ranks: int, batch: int, steps: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each chunk on rank 0."""
@@ -39,7 +39,7 @@ def measured(
             "BENCH_FOLDER": folder,
         }
         argv = [sys.executable, str(WORK), str(batch), str(steps), str(rounds)]
-        started = [
+        processes = [
             subprocess.Popen(
                 argv,
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -48,8 +48,8 @@ def measured(
             )
             for rank in range(ranks)
         ]
-        said = [process.communicate(timeout=1200)[0] for process in started]
-    (line,) = (line for line in said[0].splitlines() if line.startswith("seconds "))
+        outputs = [process.communicate(timeout=1200)[0] for process in processes]
+    (line,) = (line for line in outputs[0].splitlines() if line.startswith("seconds "))
     return dict(json.loads(line.removeprefix("seconds ")))
 
 
@@ -60,23 +60,26 @@ def free_port() -> str:
 
 
 def table(ranks: int, batch: int, steps: int, rounds: int) -> str:
-    """One row for each way."""
-    seconds = measured(ranks, batch, steps, rounds)
-    hand = seconds["by hand"]
+    """Table in Markdown with a row for each variant."""
+    seconds = measure(ranks, batch, steps, rounds)
+    by_hand = seconds["by hand"]
     rows = []
-    for way, taken in seconds.items():
-        wall = [one[0] for one in taken]
+    for variant, chunks in seconds.items():
+        wall_s = [chunk[0] for chunk in chunks]
         ratios = [
             statistics.median(
-                ours[kind] / theirs[kind] for ours, theirs in zip(taken, hand, strict=True)
+                variant_chunk[kind] / hand_chunk[kind]
+                for variant_chunk, hand_chunk in zip(chunks, by_hand, strict=True)
             )
             for kind in (0, 1)
         ]
-        median, fastest = 1e3 * statistics.median(wall) / steps, 1e3 * min(wall) / steps
-        rows.append(f"| {way} | {median:.3f} | {fastest:.3f} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
-    head = "| way | median ms/step | fastest ms/step | ratio | ratio of CPU time |"
+        median, fastest = 1e3 * statistics.median(wall_s) / steps, 1e3 * min(wall_s) / steps
+        rows.append(
+            f"| {variant} | {median:.3f} | {fastest:.3f} | {ratios[0]:.3f} | {ratios[1]:.3f} |"
+        )
+    table_head = "| variant | median ms/step | fastest ms/step | ratio | ratio of CPU time |"
     title = f"{ranks} rank{'s' * (ranks > 1)}, global batch {batch}"
-    return "\n".join([title, "", head, "|---|---|---|---|---|", *rows])
+    return "\n".join([title, "", table_head, "|---|---|---|---|---|", *rows])
 
 
 def main() -> None:
@@ -86,10 +89,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="cpu")
-    asked = parser.parse_args()
-    os.environ["BENCH_DEVICE"] = asked.device
-    for ranks in asked.ranks:
-        print(table(ranks, asked.batch, asked.steps, asked.rounds), end="\n\n", flush=True)
+    options = parser.parse_args()
+    os.environ["BENCH_DEVICE"] = options.device
+    for ranks in options.ranks:
+        print(table(ranks, options.batch, options.steps, options.rounds), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

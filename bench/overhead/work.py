@@ -1,9 +1,9 @@
-"""One rank's work for the comparison: the same model, data order, optimizer and log, four ways.
+"""One rank of ``compare.py``: the same model, data order, optimizer and log with four libraries.
 
-Every way trains the image recipe's network on the same random images (28×28), with the same
-global batches and AdamW, and takes the mean loss of every 50 steps over all ranks, as a log
-needs it. Only the loop differs. The ways take turns in one process, a chunk of steps each, so
-that a busy machine hurts all of them alike. Prints the seconds of every chunk as JSON.
+Every variant trains the image recipe's network on the same random images (28×28) with the same
+global batches and AdamW, and reduces the mean loss of every 50 steps over all ranks, as for a log.
+Only the loop differs. The variants take turns in one process, a chunk of steps each, so that load
+affects all of them equally. Prints the seconds of every chunk as JSON.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches(batch: int, rank: int, size: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a careful person writes by hand: a shuffled index, sliced for each rank."""
+    """Batches of one rank from a shuffled index, as a hand-written loop has them."""
     pixels, labels = images()
     share = batch // size
-    epoch = done = 0
-    while done < steps:
+    epoch = num_steps = 0
+    while num_steps < steps:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
         for start in range(0, SAMPLES - batch + 1, batch):
             ids = order[start + rank * share : start + (rank + 1) * share]
             yield pixels[ids].to(DEVICE), labels[ids].to(DEVICE)
-            done += 1
-            if done == steps:
+            num_steps += 1
+            if num_steps == steps:
                 return
         epoch += 1
 
 
 class Log:
-    """The mean loss of every so many steps, over all ranks."""
+    """Sums the loss, and reduces it over all ranks every LOG_EVERY steps."""
 
     def __init__(self, size: int) -> None:
         self._size, self._sum, self._count = size, torch.zeros((), device=DEVICE), 0
@@ -74,17 +74,17 @@ class Log:
             self._sum.zero_()
 
 
-def looped(
+def make_loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     backward: Callable[[Tensor], object],
-    place: tuple[int, int, int],
+    batch_rank_size: tuple[int, int, int],
 ) -> Loop:
-    """The loop by hand, with the backward pass of a library; ``place`` is batch, rank, size."""
-    log = Log(place[2])
+    """The hand-written loop with the backward pass of a library."""
+    log = Log(batch_rank_size[2])
 
     def loop(steps: int) -> None:
-        for inputs, targets in batches(*place, steps):
+        for inputs, targets in batches(*batch_rank_size, steps):
             loss = cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
             backward(loss)
@@ -99,32 +99,32 @@ def by_hand(batch: int, rank: int, size: int) -> Loop:
     model: nn.Module = network()
     if size > 1:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return looped(model, adamw(model), Tensor.backward, (batch, rank, size))
+    return make_loop(model, adamw(model), Tensor.backward, (batch, rank, size))
 
 
 def fabric(batch: int, rank: int, size: int) -> Loop:
-    """Lightning Fabric around the same loop."""
+    """The same loop with Lightning Fabric."""
     from lightning_fabric import Fabric
 
-    made = Fabric(accelerator=DEVICE.type, devices=size, num_nodes=1)
-    made.launch()
-    plain = network()
-    model, optimizer = made.setup(plain, adamw(plain))
-    return looped(model, optimizer, made.backward, (batch, rank, size))
+    library = Fabric(accelerator=DEVICE.type, devices=size, num_nodes=1)
+    library.launch()
+    module = network()
+    model, optimizer = library.setup(module, adamw(module))
+    return make_loop(model, optimizer, library.backward, (batch, rank, size))
 
 
 def accelerate(batch: int, rank: int, size: int) -> Loop:
-    """Accelerate around the same loop."""
+    """The same loop with Accelerate."""
     from accelerate import Accelerator
 
-    made = Accelerator(cpu=DEVICE.type == "cpu")
-    plain = network()
-    model, optimizer = made.prepare(plain, adamw(plain))
-    return looped(model, optimizer, made.backward, (batch, rank, size))
+    library = Accelerator(cpu=DEVICE.type == "cpu")
+    module = network()
+    model, optimizer = library.prepare(module, adamw(module))
+    return make_loop(model, optimizer, library.backward, (batch, rank, size))
 
 
 def paceline(batch: int, rank: int, size: int) -> Loop:
-    """This library, with checkpoints, heartbeats, exact log and proof of equality as they are."""
+    """Paceline with its default checkpoints, heartbeats, log and replica checksums."""
     from torch.utils.data import TensorDataset
 
     from paceline import train
@@ -132,9 +132,9 @@ def paceline(batch: int, rank: int, size: int) -> Loop:
     session = train.join(
         run_dir=os.environ["BENCH_FOLDER"], log_every=LOG_EVERY, quiet=True, device=DEVICE.type
     )
-    plain = network()
-    optimizer = adamw(plain)
-    model = session.prepare(plain, optimizer)
+    module = network()
+    optimizer = adamw(module)
+    model = session.prepare(module, optimizer)
     loader = session.loader(TensorDataset(*images()), batch)
     session.checkpoints(every="10m", resume="never")
 
@@ -148,7 +148,7 @@ def paceline(batch: int, rank: int, size: int) -> Loop:
     return loop
 
 
-WAYS = {"by hand": by_hand, "paceline": paceline, "fabric": fabric, "accelerate": accelerate}
+VARIANTS = {"by hand": by_hand, "paceline": paceline, "fabric": fabric, "accelerate": accelerate}
 
 
 def main() -> None:
@@ -157,14 +157,14 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         dist.init_process_group("gloo")
-    loops = {name: way(batch, rank, size) for name, way in WAYS.items()}
+    loops = {name: make_variant(batch, rank, size) for name, make_variant in VARIANTS.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for number in range(rounds + 1):
-        for name in sorted(loops, key=lambda name: hash_of(name, number)):
-            seconds[name].append(timed(loops[name], steps, size))
+        for name in sorted(loops, key=lambda name: order_key(name, number)):
+            seconds[name].append(measure_chunk(loops[name], steps, size))
     if rank == 0:
-        # The first chunk of each way is slower.
-        print("seconds " + json.dumps({name: taken[1:] for name, taken in seconds.items()}))
+        # The first chunk of each variant is slower.
+        print("seconds " + json.dumps({name: chunks[1:] for name, chunks in seconds.items()}))
     sys.stdout.flush()
     if size > 1:
         dist.barrier()
@@ -172,19 +172,19 @@ def main() -> None:
     os._exit(0)
 
 
-def timed(loop: Loop, steps: int, size: int) -> tuple[float, float]:
-    """Seconds by the wall clock, and of CPU time in all threads of this process."""
+def measure_chunk(loop: Loop, steps: int, size: int) -> tuple[float, float]:
+    """Wall-clock seconds of a chunk, and CPU seconds of all threads of this process."""
     if size > 1:
         dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall_start, cpu_start = time.perf_counter(), time.process_time()
     loop(steps)
     if DEVICE.type != "cpu":
         torch.accelerator.synchronize()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return time.perf_counter() - wall_start, time.process_time() - cpu_start
 
 
-def hash_of(name: str, number: int) -> int:
-    """Another order in every round, the same on every rank."""
+def order_key(name: str, number: int) -> int:
+    """Sort key that gives a different order in every round, the same on every rank."""
     return zlib.crc32(f"{name} {number}".encode())
 
 

@@ -1,13 +1,13 @@
-"""What Paceline adds to a step of a plain DDP script that takes about 20 ms.
+"""Overhead of Paceline in a step of about 20 ms of a plain DDP script.
 
 ``python bench/plain_scripts/overhead.py [--rounds 5] [--steps 200]`` runs the same script with two
-ranks on this machine: by torchrun, by ``paceline run``, and by ``paceline run --no-measure
---no-verify``, in turns. Printed as Markdown:
+ranks on this machine with torchrun, ``paceline run`` and ``paceline run --no-measure --no-verify``,
+which take turns. It prints as Markdown:
 
 * the CPU time of a step, as the median over all blocks of 10 steps of both ranks; CPU time, because
   other programs share the machine;
 * the CPU time inside Paceline's own hooks around ``optimizer.step()``, which a timer around each
-  hook measures. It is what Paceline executes in the thread that trains.
+  hook measures. This is the time that Paceline uses in the training thread.
 """
 
 from __future__ import annotations
@@ -86,29 +86,33 @@ def main() -> None:
         job = Path(folder) / "job.py"
         job.write_text(JOB)
         for _ in range(options.rounds):
-            for name, words in VARIANTS.items():
-                for rank, (times, hooks) in enumerate(run(words, job, options.steps)):
+            for name, launcher_arguments in VARIANTS.items():
+                for rank, (block_times, hook_times) in enumerate(
+                    run(launcher_arguments, job, options.steps)
+                ):
                     assert rank < 2
-                    blocks[name] += times
-                    inside[name] += hooks
-    base = statistics.median(blocks["torchrun"])
-    print("| started by | CPU ms of a step, median | to torchrun | in Paceline's hooks, µs a step |"
-          " of a step |\n|---|--:|--:|--:|--:|")  # fmt: skip
-    for name, times in blocks.items():
-        step, hook = statistics.median(times), statistics.mean(inside[name])
-        print(f"| {name} | {step * 1e3:.2f} | {step / base:.3f} | {hook * 1e6:.1f} |"
+                    blocks[name] += block_times
+                    inside[name] += hook_times
+    baseline = statistics.median(blocks["torchrun"])
+    print("| started by | CPU ms of a step, median | to torchrun | in Paceline's hooks, µs/step |"
+          " share of the step |\n|---|--:|--:|--:|--:|")  # fmt: skip
+    for name, block_times in blocks.items():
+        step, hook = statistics.median(block_times), statistics.mean(inside[name])
+        print(f"| {name} | {step * 1e3:.2f} | {step / baseline:.3f} | {hook * 1e6:.1f} |"
               f" {hook / step:.2%} |")  # fmt: skip
 
 
-def run(words: list[str], job: Path, steps: int) -> list[tuple[list[float], list[float]]]:
+def run(
+    launcher_arguments: list[str], job: Path, steps: int
+) -> list[tuple[list[float], list[float]]]:
     """Runs the script once; returns times of blocks and of hooks, by rank."""
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, *words, str(job), str(steps), str(job.parent)]
-    done = subprocess.run(
+    argv = [sys.executable, *launcher_arguments, str(job), str(steps), str(job.parent)]
+    completed = subprocess.run(
         argv, capture_output=True, text=True, env=env, cwd=job.parent, check=False
     )
-    if done.returncode:
-        sys.exit(done.stderr[-3000:])
+    if completed.returncode:
+        sys.exit(completed.stderr[-3000:])
     return [json.loads((job.parent / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

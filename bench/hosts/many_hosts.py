@@ -1,8 +1,8 @@
 """Time and memory of a small job on 1, 2, 16 and 64 hosts of a virtual cluster.
 
-`paceline run --no-python hostname`: log in, find addresses, start one process a host, gather its
-line, leave. Memory is the launcher's own and that of all its ssh clients together. Further rows
-have agents that are simulated within the launcher's process: no host, no ssh, all of the rest.
+The job is `paceline run --no-python hostname`: log in, find addresses, start one process per host,
+collect its output, exit. Memory is that of the launcher and that of all its ssh clients together.
+Further rows simulate the agents within the launcher's process, without hosts and ssh.
 
     python bench/hosts/many_hosts.py [--counts 1 2 16 64] [--simulated 500] [--runs 3] [--out FILE]
 """
@@ -58,51 +58,55 @@ def row(count: int, runs: int) -> str:
     with Lab(LabOptions(hosts=count)) as lab:
         measure(lab, count)
         figures = [measure(lab, count) for _ in range(runs)]
-    seconds, own, clients = (statistics.median(column) for column in zip(*figures, strict=True))
-    return f"| {count} | {seconds:.2f} | {seconds / count:.3f} | {own:.0f} | {clients:.0f} |"
+    seconds, launcher_mib, ssh_mib = (
+        statistics.median(column) for column in zip(*figures, strict=True)
+    )
+    return (
+        f"| {count} | {seconds:.2f} | {seconds / count:.3f} | {launcher_mib:.0f} | {ssh_mib:.0f} |"
+    )
 
 
 def simulated_row(count: int, runs: int) -> str:
     figures = [simulated(count) for _ in range(runs)]
-    seconds, own = (statistics.median(column) for column in zip(*figures, strict=True))
-    return f"| {count} simulated | {seconds:.2f} | {seconds / count:.3f} | {own:.0f} | - |"
+    seconds, launcher_mib = (statistics.median(column) for column in zip(*figures, strict=True))
+    return f"| {count} simulated | {seconds:.2f} | {seconds / count:.3f} | {launcher_mib:.0f} | - |"
 
 
 def simulated(count: int) -> tuple[float, float]:
-    """Seconds, and peak memory of a launcher that speaks to so many agents within itself."""
+    """Seconds and peak memory in MiB of a launcher with ``count`` simulated agents."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, str(SIMULATED), str(count), "1", "20", f"{folder}/run"]
-        said = json.loads(subprocess.check_output(argv, text=True))
-    return said["seconds"], said["mib"]
+        result = json.loads(subprocess.check_output(argv, text=True))
+    return result["seconds"], result["mib"]
 
 
 def measure(lab: Lab, count: int) -> tuple[float, float, float]:
-    """Runs once: seconds, peak memory of the launcher and of its ssh clients in MiB."""
+    """Run once. Returns seconds, and peak memory of the launcher and of its ssh clients in MiB."""
     command = [sys.executable, "-m", "paceline", "run", "--hosts", str(lab.hostfile),
                "--ssh-config", str(lab.ssh_config), "--no-python", "hostname"]  # fmt: skip
-    begun = time.monotonic()
+    start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     peaks = [0.0, 0.0]
-    watching = threading.Thread(target=watch, args=(process, peaks))
-    watching.start()
+    watcher = threading.Thread(target=watch, args=(process, peaks))
+    watcher.start()
     output, errors = process.communicate(timeout=TIMEOUT_S)
-    seconds = time.monotonic() - begun
-    watching.join()
+    seconds = time.monotonic() - start
+    watcher.join()
     assert process.returncode == 0, errors
     assert sorted(line.split()[-1] for line in output.splitlines()) == sorted(lab.names), output
     return seconds, peaks[0], peaks[1]
 
 
 def watch(process: subprocess.Popen[str], peaks: list[float]) -> None:
-    """Keeps the highest proportional memory (PSS) seen."""
+    """Record the peak proportional memory (PSS) of the launcher and of its ssh clients."""
     while process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         try:
-            clients = children.read_text().split()
+            client_pids = children.read_text().split()
         except OSError:
             return
         peaks[0] = max(peaks[0], pss(process.pid))
-        peaks[1] = max(peaks[1], sum(pss(int(pid)) for pid in clients))
+        peaks[1] = max(peaks[1], sum(pss(int(pid)) for pid in client_pids))
         time.sleep(0.1)
 
 

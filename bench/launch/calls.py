@@ -1,10 +1,10 @@
-"""From the call of a function to the first finished all-reduce of its ranks, call after call.
+"""Seconds from the call of a function to the first all-reduce of its ranks, for repeated calls.
 
-``paceline.launch`` on hosts that it keeps ready, torchrunx, and, for the same ranks, the command
-torchrun. Two hosts × two ranks of a virtual cluster, everything typed on the first. The second and
-later calls of one process count; the first is given beside them, which finds nobody ready.
+Compares ``paceline.launch`` on hosts that it keeps warm, torchrunx, and the command torchrun, each
+with two hosts × two ranks of a virtual cluster and started on the first host. The table has the
+first call of a process, which finds no warm ranks, and the median of its later calls.
 
-    pip install --no-deps --target DIR torchrunx fabric paramiko invoke …    # and what they need
+    pip install --no-deps --target DIR torchrunx fabric paramiko invoke …    # all dependencies
     PYTHONPATH=DIR python bench/launch/calls.py [--runs 5] [--out FILE.md]
 """
 
@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch import PYTHON, cluster_torchrun, compiled, figure, measure
+from launch import PYTHON, cluster_torchrun, compile_package, format_times, measure_all_reduce
 
 from paceline.lab import Lab, LabOptions
 
@@ -30,41 +30,41 @@ TIMEOUT_S = 120
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-def all_reduce(own_group: bool) -> float:
-    """The measured function; the moment at which its sum was there."""
+def all_reduce(needs_group: bool) -> float:
+    """The measured function. Returns the time at which its all-reduce finished."""
     import torch
     import torch.distributed as dist
 
-    if own_group:
+    if needs_group:
         dist.init_process_group("gloo")
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == 4
-    moment = time.time()
-    if own_group:
+    finished = time.time()
+    if needs_group:
         dist.destroy_process_group()
-    return moment
+    return finished
 
 
 def calls(launcher: str, count: int) -> list[float]:
-    """Seconds of each of the calls, made by this process."""
+    """Seconds of each call made by this process."""
     if launcher == "paceline":
         import paceline
     else:
         import torchrunx
 
-        launched = torchrunx.Launcher(["n1", "n2"], 2, backend="gloo")
-        launched.set_logging_handlers(None)
+        torchrunx_launcher = torchrunx.Launcher(["n1", "n2"], 2, backend="gloo")
+        torchrunx_launcher.set_logging_handlers(None)
     seconds = []
     for _ in range(count):
-        begun = time.time()
+        start = time.time()
         if launcher == "paceline":
             moments = [*paceline.launch(all_reduce, (True,), hosts="n1,n2", nproc_per_node=2,
                                         torch=True, keep_warm=600.0, show="none")]  # fmt: skip
         else:
-            results = launched.run(all_reduce, False)
+            results = torchrunx_launcher.run(all_reduce, False)
             moments = [results.rank(rank) for rank in range(4)]
-        seconds.append(max(moments) - begun)
+        seconds.append(max(moments) - start)
     return seconds
 
 
@@ -74,14 +74,14 @@ def on_first_host(lab: Lab, launcher: str, count: int, folder: Path) -> list[flo
            "GLOO_SOCKET_IFNAME": "eth0", "XDG_CACHE_HOME": str(folder / "cache")}  # fmt: skip
     argv = [PYTHON, __file__, "--call", launcher, "--runs", str(count)]
     try:
-        done = lab.exec("n1", argv, env=env, cwd=str(folder), timeout=TIMEOUT_S)
+        completed = lab.exec("n1", argv, env=env, cwd=str(folder), timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        print(f"{launcher} did not end within {TIMEOUT_S} s: {error.stderr!r}")
+        print(f"{launcher} did not finish within {TIMEOUT_S} s: {error.stderr!r}")
         return []
-    if done.returncode != 0:
-        print(f"{launcher} failed: {done.stdout}{done.stderr}")
+    if completed.returncode != 0:
+        print(f"{launcher} failed: {completed.stdout}{completed.stderr}")
         return []
-    return [float(one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return [float(value) for value in json.loads(completed.stdout.splitlines()[-1])]
 
 
 def main() -> None:
@@ -93,24 +93,24 @@ def main() -> None:
     if options.call:
         print(json.dumps(calls(options.call, options.runs)))
         return
-    compiled()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    compile_package()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         os.chdir(folder)
-        with Lab(LabOptions(hosts=2, share=(made,))) as lab:
+        with Lab(LabOptions(hosts=2, share=(temporary,))) as lab:
             ssh = lab.home("n1") / ".ssh"
             ssh.mkdir(exist_ok=True, mode=0o700)
             shutil.copy(lab.ssh_config, ssh / "config")
             rows = {
                 "paceline.launch": on_first_host(lab, "paceline", options.runs + 1, folder),
                 "torchrunx": on_first_host(lab, "torchrunx", options.runs + 1, folder),
-                "torchrun (command)": [measure(lambda: cluster_torchrun(lab), 4)
+                "torchrun (command)": [measure_all_reduce(lambda: cluster_torchrun(lab), 4)
                                        for _ in range(options.runs + 1)],
             }  # fmt: skip
             env = {"PYTHONPATH": str(SOURCE), "XDG_CACHE_HOME": str(folder / "cache")}
             lab.exec("n1", [PYTHON, "-m", "paceline", "warm", "down"], env=env)
-    theirs = statistics.median(rows["torchrun (command)"][1:])
-    lines = [row(name, seconds, theirs) for name, seconds in rows.items() if seconds]
+    torchrun_s = statistics.median(rows["torchrun (command)"][1:])
+    lines = [row(name, seconds, torchrun_s) for name, seconds in rows.items() if seconds]
     text = "\n".join([*header(options.runs), *lines]) + "\n"
     print(text)
     if options.out:
@@ -130,10 +130,10 @@ def header(runs: int) -> list[str]:
     ]
 
 
-def row(name: str, seconds: list[float], theirs: float) -> str:
+def row(name: str, seconds: list[float], torchrun_s: float) -> str:
     first, *later = seconds
-    ratio = statistics.median(later) / theirs
-    return f"| {name} | {first:.2f} | {figure(tuple(later))} | **{ratio:.2f}** |"
+    ratio = statistics.median(later) / torchrun_s
+    return f"| {name} | {first:.2f} | {format_times(tuple(later))} | **{ratio:.2f}** |"
 
 
 if __name__ == "__main__":

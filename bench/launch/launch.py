@@ -1,9 +1,9 @@
-"""From Enter to the first finished all-reduce: paceline against torchrun.
+"""Seconds from the start of the command to the first all-reduce: paceline against torchrun.
 
-Two hosts × two ranks: a virtual cluster; torchrun is started on both hosts by parallel ssh with
-the same interpreter, static rendezvous. One host × four ranks: this machine. A warm second start
-follows a command with ``--keep-warm``, which does not count. The two take turns in the same run;
-quoted are medians and the median of the pairwise ratios.
+Measures one host × four ranks on this machine, and two hosts × two ranks on a virtual cluster,
+where parallel ssh starts torchrun on both hosts with the same interpreter and a static rendezvous.
+A warm second start follows a command with ``--keep-warm``, which does not count. The two launchers
+alternate. The table has the medians and the median of the pairwise ratios.
 
     python bench/launch/launch.py [--runs 5] [--out bench/launch/launch_HARDWARE_DATE.md]
 """
@@ -37,20 +37,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    compiled()
+    compile_package()
     lines = header(options.runs)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         lines.append(row("1 host × 4 ranks", 4, options.runs, local_paceline, local_torchrun))
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # nobody else's hosts are ready
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # ignores warm hosts of other jobs
         with Lab(LabOptions(hosts=2)) as lab:
-            theirs = lambda: cluster_torchrun(lab)  # noqa: E731
+            torchrun = lambda: cluster_torchrun(lab)  # noqa: E731
             cold = lambda: cluster_paceline(lab)  # noqa: E731
             warm = lambda: cluster_paceline(lab, "--keep-warm", "10m")  # noqa: E731
-            lines.append(row("2 hosts × 2 ranks", 4, options.runs, cold, theirs))
+            lines.append(row("2 hosts × 2 ranks", 4, options.runs, cold, torchrun))
             try:
                 name = "2 hosts × 2 ranks, warm second start"
-                lines.append(row(name, 4, options.runs, warm, theirs))
+                lines.append(row(name, 4, options.runs, warm, torchrun))
             finally:
                 run([PYTHON, "-m", "paceline", "warm", "down"])
     text = "\n".join(lines) + "\n"
@@ -59,8 +59,8 @@ def main() -> None:
         options.out.write_text(text)
 
 
-def compiled() -> None:
-    """Has the package's bytecode written, as pip does when it installs one: torch has its own."""
+def compile_package() -> None:
+    """Write the package's bytecode, as pip does, so that no start has to compile it."""
     compileall.compile_dir(Path(paceline.__file__).parent, quiet=1)
 
 
@@ -72,7 +72,7 @@ def header(runs: int) -> list[str]:
         f"# Launch time, {today}",
         "",
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
-        f"torch {torch.__version__}; {runs} runs each, in turns, after one that does not count.",
+        f"torch {torch.__version__}; {runs} runs each, alternating, after one that does not count.",
         "Seconds from the start of the command to the end of the last rank's first all-reduce.",
         "",
         "| | paceline median (min–max) | torchrun median (min–max) | ratio, median of pairs |",
@@ -81,36 +81,43 @@ def header(runs: int) -> list[str]:
 
 
 def row(
-    name: str, ranks: int, runs: int, ours: Callable[[], list[str]], theirs: Callable[[], list[str]]
+    name: str,
+    ranks: int,
+    runs: int,
+    run_paceline: Callable[[], list[str]],
+    run_torchrun: Callable[[], list[str]],
 ) -> str:
-    measure(ours, ranks)
-    measure(theirs, ranks)
-    pairs = [(measure(ours, ranks), measure(theirs, ranks)) for _ in range(runs)]
-    first, second = zip(*pairs, strict=True)
+    measure_all_reduce(run_paceline, ranks)
+    measure_all_reduce(run_torchrun, ranks)
+    pairs = [
+        (measure_all_reduce(run_paceline, ranks), measure_all_reduce(run_torchrun, ranks))
+        for _ in range(runs)
+    ]
+    paceline_s, torchrun_s = zip(*pairs, strict=True)
     ratio = statistics.median(a / b for a, b in pairs)
-    return f"| {name} | {figure(first)} | {figure(second)} | **{ratio:.2f}** |"
+    return f"| {name} | {format_times(paceline_s)} | {format_times(torchrun_s)} | **{ratio:.2f}** |"
 
 
-def figure(values: tuple[float, ...]) -> str:
+def format_times(values: tuple[float, ...]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
-def measure(start: Callable[[], list[str]], ranks: int) -> float:
-    """Runs once; seconds until the last rank's all-reduce."""
-    begun = time.time()
-    outputs = start()
-    moments = re.findall(rf"all-reduce {ranks} at ([\d.]+)", "\n".join(outputs))
-    assert len(moments) == ranks, outputs
-    return max(map(float, moments)) - begun
+def measure_all_reduce(launch: Callable[[], list[str]], ranks: int) -> float:
+    """Run once. Returns the seconds until the last rank's all-reduce."""
+    start_time = time.time()
+    outputs = launch()
+    times = re.findall(rf"all-reduce {ranks} at ([\d.]+)", "\n".join(outputs))
+    assert len(times) == ranks, outputs
+    return max(map(float, times)) - start_time
 
 
 def run(*commands: list[str]) -> list[str]:
-    """Starts the commands at the same time; what they printed."""
-    started = [
+    """Run the commands at the same time. Returns their outputs."""
+    processes = [
         subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for c in commands
     ]
-    return [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
+    return [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
 
 
 def local_paceline() -> list[str]:

@@ -1,9 +1,9 @@
-"""Tries users' journeys in every environment of the matrix and writes down which of them fail.
+"""Runs the user journeys in every environment of the matrix and reports which of them fail.
 
     python bench/matrix/matrix.py [--only 17] [--out FILE]
 
-Needs root and the packages of ``tools/system-parts.sh all``. What is tried, and how, is in
-``tests/matrix``.
+Needs root and the packages of ``tools/system-parts.sh all``. The journeys and environments
+are in ``tests/matrix``.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ def main() -> int:
     for number, environment in selection.items():
         print(f"{number:2} {environment}")
     numbers = [options.only] if options.only else list(selection)
-    results = {number: attempt(number, selection[number]) for number in numbers}
+    results = {number: run_journeys(number, selection[number]) for number in numbers}
     if not options.only:
-        options.out.write_text(page(selection, results))
+        options.out.write_text(render_page(selection, results))
         print(f"written: {options.out}")
     return int(any(failed for failed, _ in results.values()))
 
 
-def attempt(number: int, environment: Environment) -> tuple[list[str], float]:
-    """The journeys that failed in an environment, and how many seconds all of them took."""
-    began = time.monotonic()
+def run_journeys(number: int, environment: Environment) -> tuple[list[str], float]:
+    """Run all journeys in an environment. Returns the failed ones, and the seconds of all."""
+    start = time.monotonic()
     argv = [sys.executable, "-m", "pytest", "-n", "1", "-q", str(TESTS / "test_matrix.py")]
-    variables = {**os.environ, "CI": "true", "PACELINE_MATRIX": str(number)}
-    ended = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True)
-    seconds = time.monotonic() - began
-    failed = re.findall(r"^failed journey: (\w+)", ended.stdout, re.MULTILINE)
-    if ended.returncode and not failed:
+    environ = {**os.environ, "CI": "true", "PACELINE_MATRIX": str(number)}
+    completed = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True)
+    seconds = time.monotonic() - start
+    failed = re.findall(r"^failed journey: (\w+)", completed.stdout, re.MULTILINE)
+    if completed.returncode and not failed:
         failed = ["set-up"]
     print(f"{number:2} {', '.join(failed) or 'passed'}, {seconds:.0f} s", flush=True)
     if failed:
-        print(ended.stdout, ended.stderr, sep="\n", flush=True)
+        print(completed.stdout, completed.stderr, sep="\n", flush=True)
     return failed, seconds
 
 
-def page(selection: dict[int, Environment], results: dict[int, tuple[list[str], float]]) -> str:
+def render_page(
+    selection: dict[int, Environment], results: dict[int, tuple[list[str], float]]
+) -> str:
     passed = sum(not failed for failed, _ in results.values())
     lines = [
         "# Users' journeys in different environments",

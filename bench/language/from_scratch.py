@@ -1,4 +1,4 @@
-"""A small model from scratch on two hosts, beside a plain script of equal size on one host.
+"""A small model trained from scratch on two hosts, against a plain script on one host.
 
     python bench/language/from_scratch.py --text kjv.txt [--tokens 400000] [--hosts 2] [--out FILE]
 
@@ -8,8 +8,9 @@ bible-kjv-text (``bible -f Ge1:1-Re22:21``); without it, the docstrings of the s
 Both train about two million parameters on the same tokens, rows and held-out text, with one core
 per host: ``paceline train language`` on two hosts of a lab (no limit of the link), the script on
 one. The script is a decoder like GPT-2 in the manner of nanoGPT: learned positions, LayerNorm,
-GELU, tied embeddings, AdamW with warm-up and cosine. One runs after the other. Beside their bits
-per byte stand ``xz -9e`` and ``zstd -19`` on the held-out text, alone and after the training text.
+GELU, tied embeddings, AdamW with warm-up and cosine. They run one after another. The table
+adds the bits per byte of ``xz -9e`` and ``zstd -19`` on the held-out text, alone and after the
+training text.
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ def train_paceline(folder: Path, text: Path, steps: int, hosts: int) -> Result:
             f"--steps={steps}", f"--evaluate-every={steps}", "--log-every=1",
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(two_hosts.ROOT / "src")}
-        done = subprocess.run(argv, env=environment, cwd=folder, capture_output=True, text=True,
-                              check=False)  # fmt: skip
-    if done.returncode:
-        raise SystemExit(done.stdout[-1500:] + done.stderr[-1500:])
+        completed = subprocess.run(argv, env=environment, cwd=folder, capture_output=True,
+                                   text=True, check=False)  # fmt: skip
+    if completed.returncode:
+        raise SystemExit(completed.stdout[-1500:] + completed.stderr[-1500:])
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [record["time"] for record in records if record["split"] == "train"]
-    held_out = next(record for record in reversed(records) if record["split"] == "val")
+    validation = next(record for record in reversed(records) if record["split"] == "val")
     seconds = (times[-1] - times[0]) * steps / (len(times) - 1)
-    size = int(done.stdout.split(" parameters;")[0].rsplit(" ", 1)[-1].replace(",", ""))
-    return Result(f"paceline, {hosts} hosts", size, held_out["bits_per_byte"], seconds, load)
+    size = int(completed.stdout.split(" parameters;")[0].rsplit(" ", 1)[-1].replace(",", ""))
+    return Result(f"paceline, {hosts} hosts", size, validation["bits_per_byte"], seconds, load)
 
 
 def train_peer(folder: Path, steps: int) -> Result:
     """Runs the plain script on one host."""
     load, argv = os.getloadavg()[0], [sys.executable, __file__, "--peer", str(folder)]
     with Lab(LabOptions(hosts=1, share=(str(folder),))) as lab:
-        done = lab.exec("n1", [*argv, "--steps", str(steps)], env={"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        raise SystemExit(done.stderr[-1500:])
+        completed = lab.exec("n1", [*argv, "--steps", str(steps)], env={"OMP_NUM_THREADS": "1"})
+    if completed.returncode:
+        raise SystemExit(completed.stderr[-1500:])
     content = json.loads((folder / "peer.json").read_text())
     return Result("script like nanoGPT, 1 host", **content, load=load)
 
@@ -92,7 +93,7 @@ def peer(folder: Path, steps: int) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.before, self.after = nn.LayerNorm(PEER_WIDTH), nn.LayerNorm(PEER_WIDTH)
+            self.attention_norm, self.mlp_norm = nn.LayerNorm(PEER_WIDTH), nn.LayerNorm(PEER_WIDTH)
             self.attention = nn.Linear(PEER_WIDTH, 3 * PEER_WIDTH, bias=False)
             self.output = nn.Linear(PEER_WIDTH, PEER_WIDTH, bias=False)
             self.up = nn.Linear(PEER_WIDTH, 4 * PEER_WIDTH, bias=False)
@@ -100,11 +101,11 @@ def peer(folder: Path, steps: int) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             rows, length, width = x.shape
-            parts = self.attention(self.before(x)).view(rows, length, 3, PEER_HEADS, -1)
+            parts = self.attention(self.attention_norm(x)).view(rows, length, 3, PEER_HEADS, -1)
             q, k, v = parts.permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.output(mixed.transpose(1, 2).reshape(rows, length, width))
-            return x + self.down(F.gelu(self.up(self.after(x))))
+            return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -125,9 +126,9 @@ def peer(folder: Path, steps: int) -> None:
 
     model = Model()
     decayed = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    not_decayed = [p for p in model.parameters() if p.ndim < 2]
     groups: list[Any] = [{"params": decayed, "weight_decay": 0.1},
-                         {"params": others, "weight_decay": 0.0}]  # fmt: skip
+                         {"params": not_decayed, "weight_decay": 0.0}]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, PEER_LR, betas=(0.9, 0.99), fused=True)
     warm_up = max(1, steps // 20)
     data = np.fromfile(folder / "train.bin", np.uint16).astype(np.int64)
@@ -145,10 +146,10 @@ def peer(folder: Path, steps: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     seconds, nats = time.perf_counter() - start, 0.0
-    held_out = torch.from_numpy(np.fromfile(folder / "val.bin", np.uint16).astype(np.int64))
+    validation = torch.from_numpy(np.fromfile(folder / "val.bin", np.uint16).astype(np.int64))
     with torch.no_grad():
-        for offset in range(0, len(held_out) - 1, LENGTH):
-            row = held_out[None, offset : offset + LENGTH + 1]
+        for offset in range(0, len(validation) - 1, LENGTH):
+            row = validation[None, offset : offset + LENGTH + 1]
             nats += float(model(row[:, :-1], row[:, 1:], "sum"))
     num_bytes = json.loads((folder / "sizes.json").read_text())["val"]
     result = {
@@ -172,17 +173,22 @@ def make_tokens(text: Path, folder: Path) -> tuple[int, bytes, bytes]:
     return (folder / "train.bin").stat().st_size // 2, parts["train"], parts["val"]
 
 
-def compressed(program: list[str], content: bytes) -> int:
+def compressed_size(program: list[str], content: bytes) -> int:
     return len(subprocess.run(program, input=content, capture_output=True, check=True).stdout)
 
 
-def compare_compressors(training: bytes, held_out: bytes) -> list[str]:
+def compare_compressors(training: bytes, validation: bytes) -> list[str]:
     """Returns rows of bits per byte of the held-out text, alone and after the training text."""
     rows = []
     for program in (["xz", "-9e", "-c"], ["zstd", "-19", "--long=27", "-c"]):
-        alone = compressed(program, held_out)
-        after = compressed(program, training + held_out) - compressed(program, training)
-        name, bits = " ".join(program[:2]), [8 * size / len(held_out) for size in (alone, after)]
+        single_size = compressed_size(program, validation)
+        additional_size = compressed_size(program, training + validation) - compressed_size(
+            program, training
+        )
+        name, bits = (
+            " ".join(program[:2]),
+            [8 * size / len(validation) for size in (single_size, additional_size)],
+        )
         rows.append(f"| {name}, held-out text alone | | {bits[0]:.3f} | |")
         rows.append(f"| {name}, after the training text | | {bits[1]:.3f} | |")
     return rows
@@ -207,7 +213,7 @@ def main() -> None:
             text.write_bytes(options.text.read_bytes())
         else:
             text.write_text("\n\n".join(answer for _, answer in two_hosts.conversations()))
-        count, training, held_out = make_tokens(text, folder)
+        count, training, validation = make_tokens(text, folder)
         steps = options.tokens // (ROWS * LENGTH)
         results = [train_peer(folder, steps)]
         print(results[0], flush=True)  # hours may pass before the table is complete
@@ -217,13 +223,13 @@ def main() -> None:
         seconds = results[0].seconds
         lines = [
             two_hosts.machine(["torch", "tokenizers"]), "",
-            f"{len(training):,} bytes of training text ({count:,} tokens), {len(held_out):,} held"
+            f"{len(training):,} bytes of training text ({count:,} tokens), {len(validation):,} held"
             f" out; {steps} steps of {ROWS} × {LENGTH} tokens.", "",
             "| | parameters | bits per byte | seconds of the steps | to the script | load before |",
             "|---|--:|--:|--:|--:|--:|",
             *(f"| {r.name} | {r.parameters:,} | {r.bits_per_byte:.3f} | {r.seconds:.0f} |"
               f" {r.seconds / seconds:.2f} | {r.load:.1f} |" for r in results),
-            *(f"{row} | |" for row in compare_compressors(training, held_out)),
+            *(f"{row} | |" for row in compare_compressors(training, validation)),
         ]  # fmt: skip
     page = "\n".join(lines) + "\n"
     print(page)

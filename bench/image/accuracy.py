@@ -1,4 +1,4 @@
-"""Accuracy of the image recipe on real images: lab hosts over SSH, one process, a baseline.
+"""Accuracy of the image recipe on real images: lab hosts over SSH, one process, and a baseline.
 
     python bench/image/accuracy.py --data fashion-mnist --model resnet18 --epochs 2 --hosts 2
     python bench/image/accuracy.py --data cifar10 --data-dir DIR --model resnet18 --epochs 2 \\
@@ -6,8 +6,8 @@
     python bench/image/accuracy.py --data fashion-mnist --epochs 3 --hosts 3 --alone
 
 Fashion-MNIST comes with Debian's package dataset-fashion-mnist; CIFAR-10 in its binary form can be
-made by ``bench/originals/cifar10.py``. ``--baseline`` is a linear classifier on the pixels,
-trained here, that says what is easy.
+made by ``bench/originals/cifar10.py``. ``--baseline`` adds a
+linear classifier on the pixels, which shows how difficult the data are.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TRAIN = [sys.executable, "-m", "paceline", "train", "image"]
 
 
 def main() -> None:
-    options, more = parser().parse_known_args()
-    flags = recipe_flags(options, more)
+    options, recipe_arguments = parser().parse_known_args()
+    flags = recipe_flags(options, recipe_arguments)
     lines = [
         f"# {options.data}, {datetime.date.today().isoformat()}",
         "",
@@ -47,11 +47,11 @@ def main() -> None:
         "|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        for name, where in places(options):
-            with where as flags_of_place:
-                lines.append(row(name, Path(folder, name[:2]), [*flags, *flags_of_place]))
+        for name, context in placements(options):
+            with context as placement_flags:
+                lines.append(train_row(name, Path(folder, name[:2]), [*flags, *placement_flags]))
     if options.baseline:
-        lines.append(baseline(options.data, options.data_dir))
+        lines.append(baseline_row(options.data, options.data_dir))
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:
@@ -59,30 +59,32 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    arguments_parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--data", required=True)
-    made.add_argument("--data-dir", default="")
-    made.add_argument("--model", default="cnn")
-    made.add_argument("--epochs", default="2")
-    made.add_argument("--hosts", type=int, default=0)
-    made.add_argument("--alone", action="store_true", help="one process on this machine, too")
-    made.add_argument("--baseline", action="store_true")
-    made.add_argument("--out", type=Path)
-    return made
+    arguments_parser.add_argument("--data", required=True)
+    arguments_parser.add_argument("--data-dir", default="")
+    arguments_parser.add_argument("--model", default="cnn")
+    arguments_parser.add_argument("--epochs", default="2")
+    arguments_parser.add_argument("--hosts", type=int, default=0)
+    arguments_parser.add_argument(
+        "--alone", action="store_true", help="one process on this machine, too"
+    )
+    arguments_parser.add_argument("--baseline", action="store_true")
+    arguments_parser.add_argument("--out", type=Path)
+    return arguments_parser
 
 
-def recipe_flags(options: argparse.Namespace, more: list[str]) -> list[str]:
-    named = ["data", "model", "epochs", *(["data_dir"] if options.data_dir else [])]
-    flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in named]
-    return [*flags, *more]
+def recipe_flags(options: argparse.Namespace, recipe_arguments: list[str]) -> list[str]:
+    option_names = ["data", "model", "epochs", *(["data_dir"] if options.data_dir else [])]
+    flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in option_names]
+    return [*flags, *recipe_arguments]
 
 
-def places(
+def placements(
     options: argparse.Namespace,
 ) -> Iterator[tuple[str, contextlib.AbstractContextManager[list[str]]]]:
-    """Where to train, with the flags that say so."""
+    """Name and context of each placement; the context yields the flags of the recipe."""
     if options.hosts:
         yield f"{options.hosts} hosts × 1 process, SSH", on_hosts(options.hosts)
     if options.alone or not options.hosts:
@@ -97,22 +99,22 @@ def on_hosts(count: int) -> Iterator[list[str]]:
         yield [threads, "--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
 
 
-def row(name: str, run: Path, flags: list[str]) -> str:
-    begun = time.monotonic()
+def train_row(name: str, run: Path, flags: list[str]) -> str:
+    start = time.monotonic()
     subprocess.run([*TRAIN, *flags, "--run-dir", str(run)], check=True, timeout=3600)
     metrics = json.loads((run / "result.json").read_text())["metrics"]
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     return f"| {name} | {metrics['accuracy']:.4f} | {metrics['samples']:.0f} | {seconds:.0f} |"
 
 
-def baseline(data: str, folder: str) -> str:
-    """A linear classifier on standardised pixels, of the same splits, after five epochs."""
+def baseline_row(data: str, folder: str) -> str:
+    """Row of a linear classifier on standardised pixels of the same splits, after five epochs."""
     import torch
 
     from paceline.recipes.data.images import load
     from paceline.recipes.options import ImageOptions
 
-    begun = time.monotonic()
+    start = time.monotonic()
     torch.manual_seed(0)
     splits = load(ImageOptions(data=data, data_dir=folder)).splits
     train, test = (flat(splits[name]) for name in ("train", "test"))
@@ -127,7 +129,7 @@ def baseline(data: str, folder: str) -> str:
             optimizer.step()
             optimizer.zero_grad()
     score = (linear(held_out).argmax(1) == labels[1]).float().mean().item()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     return f"| linear classifier on the pixels | {score:.4f} | {len(held_out)} | {seconds:.0f} |"
 
 

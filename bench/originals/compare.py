@@ -1,16 +1,17 @@
-"""Published scripts beside the recipes: figure at equal epochs, and time to the same figure.
+"""Compares published scripts with the recipes: figure at equal epochs, and time to that figure.
 
     python bench/originals/compare.py CHECKOUTS DATA --python PYTHON [--only NAME] [--out FILE]
 
-CHECKOUTS holds the repositories named in ``scripts.py`` (and ``pytorch_mnist.py`` by itself).
-PYTHON has what the scripts need: torchvision (see ``torchvision_alone.py``), torchmetrics,
-tensorboardX, datasets, wandb. DATA is made here, as far as it is missing: Fashion-MNIST from
-Debian's package, the message catalogues of installed packages; CIFAR-10 by ``cifar10.py``.
+CHECKOUTS has the repositories named in ``scripts.py`` and the file ``pytorch_mnist.py``. PYTHON is
+an interpreter with the scripts' requirements: torchvision (see ``torchvision_alone.py``),
+torchmetrics, tensorboardX, datasets, wandb. The script creates missing data in DATA: Fashion-MNIST
+from Debian's package, and sentence pairs from the message catalogues of installed packages.
+CIFAR-10 is created by ``cifar10.py``.
 
-Script and recipe run one after the other with all CPUs of this machine. The recipe runs twice:
-once for as many epochs, once until its held-out figure is the script's, the evaluations
-that show it within the time. Data, epochs and the sizes of the script's own command are typed;
-everything else is the recipe's default. Times are those of the whole command, from start to end.
+Script and recipe run one after another with all CPUs of this machine. The recipe runs twice: for as
+many epochs as the script, and until its held-out figure reaches the script's, including the time of
+the evaluations. The recipe gets the data, epochs and sizes of the script's command; the other
+options have their defaults. Times are those of the complete command.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from catalogues import corpus
-from scripts import SCRIPTS, Line, Script
+from scripts import SCRIPTS, Script, TimedLine
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 PAIRS = 6000
@@ -41,7 +42,7 @@ PAIRS = 6000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command reached, and the seconds it took."""
+    """Figure that a command reached, and its seconds."""
 
     figure: float
     seconds: float
@@ -52,26 +53,26 @@ def main() -> None:
     make_data(options.data)
     rows = []
     for name in options.only or SCRIPTS:
-        rows.append(compared(name, SCRIPTS[name], options))
+        rows.append(compare_script(name, SCRIPTS[name], options))
         print(rows[-1], flush=True)
-    text = "\n".join([*head(), *rows, ""])
+    text = "\n".join([*table_head(), *rows, ""])
     print(text)
     if options.out:
         options.out.write_text(text)
 
 
 def parser() -> argparse.ArgumentParser:
-    form = argparse.RawTextHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    made.add_argument("checkouts", type=lambda text: Path(text).resolve())
-    made.add_argument("data", type=lambda text: Path(text).resolve())
-    made.add_argument("--python", type=Path, default=Path(sys.executable))
-    made.add_argument("--only", action="append", choices=SCRIPTS)
-    made.add_argument("--out", type=Path)
-    return made
+    formatter = argparse.RawTextHelpFormatter
+    arguments_parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    arguments_parser.add_argument("checkouts", type=lambda text: Path(text).resolve())
+    arguments_parser.add_argument("data", type=lambda text: Path(text).resolve())
+    arguments_parser.add_argument("--python", type=Path, default=Path(sys.executable))
+    arguments_parser.add_argument("--only", action="append", choices=SCRIPTS)
+    arguments_parser.add_argument("--out", type=Path)
+    return arguments_parser
 
 
-def head() -> list[str]:
+def table_head() -> list[str]:
     return [
         f"{platform.machine()}, {os.cpu_count()} CPUs, all for one command at a time.",
         "",
@@ -80,49 +81,49 @@ def head() -> list[str]:
     ]
 
 
-def compared(name: str, script: Script, options: argparse.Namespace) -> str:
-    """A row of the table."""
-    theirs = run_script(script, options)
-    ours = run_ours(script, options.data, ())
-    cells = [name, script.figure, f"{theirs.figure:.4g}", f"{theirs.seconds:.0f}"]
-    cells += [f"{ours.figure:.4g}", f"{ours.seconds:.0f}"]
-    if script.reaches:
-        until = run_ours(script, options.data, (f"--stop-at={theirs.figure}",))
-        assert until.figure >= theirs.figure, until
-        cells += [f"{until.seconds:.0f}", f"{until.seconds / theirs.seconds:.2f}"]
-    else:  # a rate: the time for the same work
-        cells += ["", f"{theirs.figure / ours.figure:.2f}"]
+def compare_script(name: str, script: Script, options: argparse.Namespace) -> str:
+    """Compare a script with the recipe; a row of the table."""
+    original = run_script(script, options)
+    recipe = run_recipe(script, options.data, ())
+    cells = [name, script.figure, f"{original.figure:.4g}", f"{original.seconds:.0f}"]
+    cells += [f"{recipe.figure:.4g}", f"{recipe.seconds:.0f}"]
+    if script.is_quality:
+        same_quality = run_recipe(script, options.data, (f"--stop-at={original.figure}",))
+        assert same_quality.figure >= original.figure, same_quality
+        cells += [f"{same_quality.seconds:.0f}", f"{same_quality.seconds / original.seconds:.2f}"]
+    else:  # a rate: ratio of the times for the same work
+        cells += ["", f"{original.figure / recipe.figure:.2f}"]
     return f"| {' | '.join(cells)} |"
 
 
 def run_script(script: Script, options: argparse.Namespace) -> Outcome:
-    with copied(script, options) as copy:
-        command = [*starter(script, options.python), copy.name, *script.arguments]
-        started = time.monotonic()
-        lines = stamped(command, copy.parent, script)
+    with script_copy(script, options) as copy:
+        command = [*interpreter_command(script, options.python), copy.name, *script.arguments]
+        start = time.monotonic()
+        lines = run_timed(command, copy.parent, script)
         figure = script.read(lines)
         assert figure is not None, "\n".join(line for _, line in lines[-20:])
-        return Outcome(figure, lines[-1][0] if lines else time.monotonic() - started)
+        return Outcome(figure, lines[-1][0] if lines else time.monotonic() - start)
 
 
-def starter(script: Script, python: Path) -> list[str]:
+def interpreter_command(script: Script, python: Path) -> list[str]:
     if script.command[0] == "torchrun":
         return [str(python), "-m", "torch.distributed.run", *script.command[1:]]
     return [str(python)]
 
 
 @contextmanager
-def copied(script: Script, options: argparse.Namespace) -> Iterator[Path]:
-    """The script in a folder of its own, changed as its entry says."""
+def script_copy(script: Script, options: argparse.Namespace) -> Iterator[Path]:
+    """Copy the script to a temporary folder and apply its changes. Yields the copy."""
     with tempfile.TemporaryDirectory() as temporary:
         original = options.checkouts / script.path
         folder = Path(temporary)
-        for beside in original.parent.glob("*.py"):
-            shutil.copy(beside, folder)
+        for module in original.parent.glob("*.py"):
+            shutil.copy(module, folder)
         text = original.read_text()
-        for old, new in script.changes:
-            assert old in text, old
-            text = text.replace(old, new.replace("{data}", str(options.data)))
+        for original_text, replacement in script.changes:
+            assert original_text in text, original_text
+            text = text.replace(original_text, replacement.replace("{data}", str(options.data)))
         copy = folder / original.name
         copy.write_text(text)
         for stub in script.stubs:
@@ -131,8 +132,8 @@ def copied(script: Script, options: argparse.Namespace) -> Iterator[Path]:
         yield copy
 
 
-def stamped(command: Sequence[str], folder: Path, script: Script) -> list[Line]:
-    """What a command printed, each line with its time; a rate is complete before the end."""
+def run_timed(command: Sequence[str], folder: Path, script: Script) -> list[TimedLine]:
+    """Run a command and return its output lines with their times. A rate ends the command early."""
     environment = os.environ | {"WANDB_MODE": "offline", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
@@ -144,32 +145,34 @@ def stamped(command: Sequence[str], folder: Path, script: Script) -> list[Line]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    begun, lines = time.monotonic(), list[Line]()
+    start, lines = time.monotonic(), list[TimedLine]()
     for line in process.stdout:
-        lines.append((time.monotonic() - begun, line.rstrip()))
-        if not script.reaches and script.read(lines) is not None:
+        lines.append((time.monotonic() - start, line.rstrip()))
+        if not script.is_quality and script.read(lines) is not None:
             os.killpg(process.pid, signal.SIGKILL)
             break
     process.wait()
-    lines.append((time.monotonic() - begun, ""))
+    lines.append((time.monotonic() - start, ""))
     return lines
 
 
-def run_ours(script: Script, data: Path, more: Sequence[str]) -> Outcome:
+def run_recipe(script: Script, data: Path, extra_flags: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        flags = [flag.replace("{data}", str(data)) for flag in script.ours]
+        flags = [flag.replace("{data}", str(data)) for flag in script.paceline_arguments]
         run = ["--run-dir", folder + "/run", "--checkpoint-every=never", "--resume=never"]
-        begun = time.monotonic()
-        command = [sys.executable, "-m", "paceline", *flags, *run, *more]
+        start = time.monotonic()
+        command = [sys.executable, "-m", "paceline", *flags, *run, *extra_flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return Outcome(reached(Path(folder, "run"), script), time.monotonic() - begun)
+        return Outcome(recipe_figure(Path(folder, "run"), script), time.monotonic() - start)
 
 
-def reached(run: Path, script: Script) -> float:
-    """The held-out figure of a run of ours, or its samples a second."""
-    if not script.reaches:
+def recipe_figure(run: Path, script: Script) -> float:
+    """Held-out figure of a recipe's run, or its samples per second."""
+    if not script.is_quality:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return float([one for one in records if one["split"] == "train"][-1]["samples_per_s"])
+        return float(
+            [record for record in records if record["split"] == "train"][-1]["samples_per_s"]
+        )
     metrics = json.loads((run / "result.json").read_text())["metrics"]
     return float(metrics[script.figure.lower()])
 
@@ -186,9 +189,9 @@ def make_data(folder: Path) -> None:
 
 
 def make_pairs(folder: Path) -> None:
-    """A part of the catalogues as lines, and in the form of opus_books."""
-    found = corpus("de")
-    pairs = found[:: max(1, len(found) // PAIRS)][:PAIRS]
+    """Write a sample of the catalogues as tab-separated lines and in the format of opus_books."""
+    all_pairs = corpus("de")
+    pairs = all_pairs[:: max(1, len(all_pairs) // PAIRS)][:PAIRS]
     (folder / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
     books = folder / "opus_books"
     books.mkdir(exist_ok=True)
@@ -196,8 +199,8 @@ def make_pairs(folder: Path) -> None:
         json.dumps({"translation": dict(zip(("en", "de"), pair, strict=True))}) for pair in pairs
     )
     (books / "train.jsonl").write_text("\n".join(rows) + "\n")
-    named = "configs:\n- config_name: en-de\n  data_files: train.jsonl\n"
-    (books / "README.md").write_text(f"---\n{named}---\n")
+    metadata = "configs:\n- config_name: en-de\n  data_files: train.jsonl\n"
+    (books / "README.md").write_text(f"---\n{metadata}---\n")
 
 
 if __name__ == "__main__":

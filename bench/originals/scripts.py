@@ -1,7 +1,7 @@
-"""The published scripts that are run beside the recipes, and what is typed for each.
+"""The published scripts that are compared with the recipes, and the commands of both.
 
-Nothing of them is kept here: ``compare.py`` reads them from checkouts. What a script needs to run
-on a CPU at all is changed in its copy, and stands here word by word.
+``compare.py`` reads the scripts from checkouts. It applies the changes listed here to a copy; a
+script needs them to run on a CPU.
 """
 
 from __future__ import annotations
@@ -10,59 +10,59 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Line = tuple[float, str]
-"""Seconds since the start, and a line that was printed."""
+TimedLine = tuple[float, str]
+"""Seconds since the start, and a printed line."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A published script with its counterpart here.
+    """A published script and the corresponding recipe.
 
     Attributes:
         source: Repository and commit.
-        path: Of the script, below the folder of checkouts.
-        command: Before its own arguments: ``python`` or ``torchrun …``.
-        arguments: Its arguments; ``{data}`` stands for the folder of data.
-        changes: What is replaced in the copy, and by what.
-        figure: What is compared.
-        read: The figure from the lines, or ``None`` before the first.
-        ours: Arguments of ``paceline``.
-        reaches: Whether the figure is one that a training reaches, and not a rate.
-        stubs: Modules of vendors' extensions, which are empty here.
+        path: Path of the script in the folder of checkouts.
+        arguments: Arguments of the script; ``{data}`` stands for the data folder.
+        figure: Name of the compared figure.
+        read: Returns the figure from the output lines, or ``None`` if there is none yet.
+        paceline_arguments: Arguments of ``paceline``.
+        is_quality: Whether the figure measures the trained model. Otherwise it is a rate.
+        command: Command before the script: ``python`` or ``torchrun …``.
+        changes: Replacements in the copy, as pairs of old and new text.
+        stubs: Modules of vendors' extensions, which are replaced by empty ones.
     """
 
     source: str
     path: str
     arguments: tuple[str, ...]
     figure: str
-    read: Callable[[Sequence[Line]], float | None]
-    ours: tuple[str, ...]
-    reaches: bool = True
+    read: Callable[[Sequence[TimedLine]], float | None]
+    paceline_arguments: tuple[str, ...]
+    is_quality: bool = True
     command: tuple[str, ...] = ("python",)
     changes: tuple[tuple[str, str], ...] = ()
     stubs: tuple[str, ...] = ()
 
 
-def last_number(pattern: str) -> Callable[[Sequence[Line]], float | None]:
-    """Reads the first group of the last line that matches."""
+def find_last_number(pattern: str) -> Callable[[Sequence[TimedLine]], float | None]:
+    """A function that reads the first group of the last matching line as a number."""
     compiled = re.compile(pattern)
 
-    def read(lines: Sequence[Line]) -> float | None:
-        found = [match[1] for _, line in lines if (match := compiled.search(line))]
-        return float(found[-1]) if found else None
+    def read(lines: Sequence[TimedLine]) -> float | None:
+        matches = [match[1] for _, line in lines if (match := compiled.search(line))]
+        return float(matches[-1]) if matches else None
 
     return read
 
 
-def bleu(lines: Sequence[Line]) -> float | None:
-    """BLEU of the last translations that were printed, as many as in one validation."""
+def bleu(lines: Sequence[TimedLine]) -> float | None:
+    """BLEU of the last printed translations, as many as in one validation."""
     import sacrebleu
 
-    said = {
-        word: [line.partition(f"{word}: ")[2] for _, line in lines if f" {word}: " in f" {line}"]
-        for word in ("TARGET", "PREDICTED")
+    texts = {
+        label: [line.partition(f"{label}: ")[2] for _, line in lines if f" {label}: " in f" {line}"]
+        for label in ("TARGET", "PREDICTED")
     }
-    outputs, expected = said["PREDICTED"][-SENTENCES:], said["TARGET"][-SENTENCES:]
+    outputs, expected = texts["PREDICTED"][-SENTENCES:], texts["TARGET"][-SENTENCES:]
     return float(sacrebleu.corpus_bleu(outputs, [expected]).score) if outputs else None
 
 
@@ -74,8 +74,8 @@ SCRIPTS = {
         path="pytorch_mnist.py",
         arguments=("--epochs", "1"),
         figure="accuracy",
-        read=last_number(r"accuracy=([\d.]+)"),
-        ours=("train", "image", "--data=fashion-mnist", "--epochs=1"),
+        read=find_last_number(r"accuracy=([\d.]+)"),
+        paceline_arguments=("train", "image", "--data=fashion-mnist", "--epochs=1"),
         stubs=("oneccl_bindings_for_pytorch",),
     ),
     "slurm-cifar10": Script(
@@ -83,8 +83,8 @@ SCRIPTS = {
         path="palmetto-examples/PyTorch/Slurm/distributed_data_parallel/train.py",
         arguments=("--epochs", "1"),
         figure="accuracy",
-        read=last_number(r"accuracy +([\d.]+)"),
-        ours=(
+        read=find_last_number(r"accuracy +([\d.]+)"),
+        paceline_arguments=(
             *("train", "image", "--data=cifar10", "--data-dir={data}/cifar-10-batches-bin"),
             "--epochs=1",
         ),
@@ -105,7 +105,7 @@ SCRIPTS = {
         ),
         figure="BLEU",
         read=bleu,
-        ours=(
+        paceline_arguments=(
             *("train", "translation", "--data={data}/pairs.tsv", "--epochs=3", *SIZES),
             *("--nproc-per-node=2", "--samples=0"),
         ),
@@ -125,8 +125,8 @@ SCRIPTS = {
         arguments=("-a", "resnet50", "--dummy", "-b", "32", "-p", "1", "-j", "0"),
         figure="images/s",
         read=lambda lines: per_second(lines, 32, 16),
-        reaches=False,
-        ours=(
+        is_quality=False,
+        paceline_arguments=(
             *("train", "image", "--data=dummy", "--preset=imagenet-example"),
             *("--model=resnet50", "--global-batch=32", "--steps=16", "--log-every=8"),
         ),
@@ -134,8 +134,10 @@ SCRIPTS = {
 }
 
 
-def per_second(lines: Sequence[Line], batch: int, steps: int) -> float | None:
-    """Images a second of the second half of so many steps, by the times of the lines."""
-    at = [seconds for seconds, line in lines if line.startswith("Epoch: [0]")][: steps + 1]
-    half = len(at) // 2
-    return batch * (len(at) - 1 - half) / (at[-1] - at[half]) if len(at) > steps else None
+def per_second(lines: Sequence[TimedLine], batch: int, steps: int) -> float | None:
+    """Images per second in the second half of ``steps`` steps, from the times of the lines."""
+    times = [seconds for seconds, line in lines if line.startswith("Epoch: [0]")][: steps + 1]
+    half = len(times) // 2
+    return (
+        batch * (len(times) - 1 - half) / (times[-1] - times[half]) if len(times) > steps else None
+    )

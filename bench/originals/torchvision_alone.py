@@ -1,8 +1,9 @@
-"""Lets torchvision be imported beside a CPU build of torch, where its operators do not load.
+"""Makes torchvision importable with a CPU build of torch, which cannot load its operators.
 
-A folder that holds torchvision (``pip install --no-deps --target FOLDER torchvision``) and this
-file as ``sitecustomize.py`` goes into ``PYTHONPATH``. The operators (detection only) are named, so
-that models, data sets and transforms can be used; CIFAR-10 that was packed anew is accepted.
+Add a folder with torchvision (``pip install --no-deps --target FOLDER torchvision``) and this file
+as ``sitecustomize.py`` to ``PYTHONPATH``. The operators, which are for detection only, are defined
+without an implementation, so that models, data sets and transforms can be used. The checksum of
+CIFAR-10 is not verified, because ``cifar10.py`` packs it again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ REGIONS = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Acts before the first import of torchvision."""
+    """Defines the operators before the first import of torchvision."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -26,15 +27,15 @@ class Finder(importlib.abc.MetaPathFinder):
         if name != "torchvision":
             return
         sys.meta_path.remove(self)
-        kept.append(operators())
+        libraries.append(define_operators())
         from torchvision.datasets import CIFAR10
 
         CIFAR10._check_integrity = lambda self: True  # type: ignore[method-assign]
         CIFAR10.meta = {**CIFAR10.meta, "md5": None}
 
 
-def operators() -> Any:
-    """Names them all; none computes anything."""
+def define_operators() -> Any:
+    """Define all operators without an implementation."""
     import torch
 
     library = torch.library.Library("torchvision", "DEF")
@@ -46,5 +47,5 @@ def operators() -> Any:
     return library
 
 
-kept: list[Any] = []
+libraries: list[Any] = []
 sys.meta_path.insert(0, Finder())

@@ -1,8 +1,8 @@
-"""Small data and models under the names that the public scripts ask for, since there is no network.
+"""Creates small data sets and models under the names that the public scripts use.
 
-``python bench/scripts/local_data.py FOLDER``, with the environment in which the scripts run. They
-are given relative names (``bert-base-cased``, ``nyu-mll/glue``), which a folder of that name below
-the working folder answers to.
+Run ``python bench/scripts/local_data.py FOLDER`` in the environment of the scripts. It replaces
+downloads: the scripts' names (``bert-base-cased``, ``nyu-mll/glue``) are relative paths of folders
+in the working folder.
 """
 
 from __future__ import annotations
@@ -36,64 +36,66 @@ class Glue(evaluate.Metric):
 
 
 def main(folder: Path) -> None:
-    draw = np.random.default_rng(1)
-    pictures(folder, draw)
-    sentence_pairs(folder / "nyu-mll" / "glue", draw)
-    plain_text(folder / "wikitext", draw)
-    instructions(folder, draw)
+    rng = np.random.default_rng(1)
+    write_images(folder, rng)
+    write_sentence_pairs(folder / "nyu-mll" / "glue", rng)
+    write_text(folder / "wikitext", rng)
+    write_instructions(folder, rng)
     (folder / "glue").mkdir()
     (folder / "glue" / "glue.py").write_text(METRIC)
     models(folder)
-    for name in ("Datasets", "data"):  # the scripts themselves, and what they import
-        mnist(folder / name / "MNIST" / "raw")
+    for name in ("Datasets", "data"):  # read by the scripts and by modules that they import
+        write_mnist(folder / name / "MNIST" / "raw")
 
 
-def sentence(draw: np.random.Generator, words: int = 12) -> str:
-    return " ".join(draw.choice(WORDS, words)) + " ."
+def sentence(rng: np.random.Generator, words: int = 12) -> str:
+    return " ".join(rng.choice(WORDS, words)) + " ."
 
 
-def pictures(folder: Path, draw: np.random.Generator) -> None:
-    """An image folder: two parts, two classes, sixteen images each."""
+def write_images(folder: Path, rng: np.random.Generator) -> None:
+    """Write an image folder with two parts and two classes of 16 images each."""
     for part in ("train", "val"):
         for label in ("cat", "dog"):
-            where = folder / "images" / part / label
-            where.mkdir(parents=True)
+            class_folder = folder / "images" / part / label
+            class_folder.mkdir(parents=True)
             for number in range(16):
-                pixels = draw.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(where / f"{number}.jpg")
+                pixels = rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(class_folder / f"{number}.jpg")
 
 
-def sentence_pairs(folder: Path, draw: np.random.Generator) -> None:
-    """A data set with the configuration ``mrpc``."""
+def write_sentence_pairs(folder: Path, rng: np.random.Generator) -> None:
+    """Write a data set with the configuration ``mrpc``."""
     folder.mkdir(parents=True)
     for part, count in (("train", 64), ("validation", 24)):
         with (folder / f"{part}.csv").open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["sentence1", "sentence2", "label", "idx"])
             for number in range(count):
-                table.writerow([sentence(draw), sentence(draw), number % 2, number])
+                table.writerow([sentence(rng), sentence(rng), number % 2, number])
     describe(folder, "mrpc", ["train.csv", "validation.csv"])
 
 
-def plain_text(folder: Path, draw: np.random.Generator) -> None:
+def write_text(folder: Path, rng: np.random.Generator) -> None:
     folder.mkdir()
     for part in ("train", "validation", "test"):
-        lines = "\n".join(sentence(draw, 60) for _ in range(400))
+        lines = "\n".join(sentence(rng, 60) for _ in range(400))
         (folder / f"{part}.txt").write_text(lines + "\n")
     describe(folder, "wikitext-2-v1", [f"{part}.txt" for part in ("train", "validation", "test")])
 
 
 def describe(folder: Path, name: str, files: list[str]) -> None:
-    """Makes a folder a data set with one configuration."""
+    """Write the README that makes a folder a data set with one configuration."""
     parts = [{"split": Path(file).stem, "path": file} for file in files]
     configs = json.dumps([{"config_name": name, "data_files": parts}])
     (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
 
 
-def instructions(folder: Path, draw: np.random.Generator) -> None:
-    """For instruction tuning, in the two forms in use."""
-    pairs = [(sentence(draw), sentence(draw)) for _ in range(32)]
-    rows = [{"instruction": one, "input": "", "output": other} for one, other in pairs]
+def write_instructions(folder: Path, rng: np.random.Generator) -> None:
+    """Write data for instruction tuning in both common formats."""
+    pairs = [(sentence(rng), sentence(rng)) for _ in range(32)]
+    rows = [
+        {"instruction": instruction, "input": "", "output": output} for instruction, output in pairs
+    ]
     (folder / "instructions.json").write_text(json.dumps(rows))
     chats = folder / "chats"
     chats.mkdir()
@@ -102,7 +104,7 @@ def instructions(folder: Path, draw: np.random.Generator) -> None:
 
 
 def models(folder: Path) -> None:
-    """Untrained and tiny, with a tokenizer for the words above."""
+    """Save tiny untrained models with a tokenizer for WORDS."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import (
         BertConfig,
@@ -115,24 +117,24 @@ def models(folder: Path) -> None:
     special = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]",
                "cls_token": "[CLS]", "mask_token": "[MASK]", "eos_token": "[SEP]",
                "bos_token": "[CLS]"}  # fmt: skip
-    known = [*dict.fromkeys(special.values()), *WORDS, "."]
-    level = models.WordLevel({word: number for number, word in enumerate(known)}, "[UNK]")
-    raw = Tokenizer(level)
+    vocabulary = [*dict.fromkeys(special.values()), *WORDS, "."]
+    word_level = models.WordLevel({word: number for number, word in enumerate(vocabulary)}, "[UNK]")
+    raw = Tokenizer(word_level)
     raw.normalizer, raw.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, model_max_length=128, **special)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "intermediate_size": 64}  # fmt: skip
     bert = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes))
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    small = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, **ends)
+    special_ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    small = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, **special_ids)
     gpt = GPT2LMHeadModel(small)
     for name, model in (("bert-base-cased", bert), ("roberta-base", bert), ("gpt2", gpt)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
 
-def mnist(folder: Path) -> None:
-    """Fashion-MNIST's files have MNIST's names and form."""
+def write_mnist(folder: Path) -> None:
+    """Unpack Fashion-MNIST, whose files have MNIST's names and format."""
     folder.mkdir(parents=True)
     for packed in FASHION.glob("*.gz"):
         (folder / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))

@@ -1,8 +1,9 @@
-"""Scripts that nobody here wrote, unmodified, over two lab hosts by ``paceline run``.
+"""Runs unmodified public scripts on two lab hosts with ``paceline run``.
 
 ``python bench/scripts/public_scripts.py CHECKOUTS --python PYTHON`` prints Markdown. CHECKOUTS has
-clones named ``OWNER+NAME``; PYTHON has what the scripts need (torch, torchvision, lightning,
-transformers, datasets, evaluate, accelerate, timm, deepspeed). Some need a CUDA device and say so.
+clones named ``OWNER+NAME``; PYTHON has the scripts' requirements (torch, torchvision,
+lightning, transformers, datasets, evaluate, accelerate, timm, deepspeed). Scripts that need a CUDA
+device are reported as such.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NEEDS_GPU = re.compile(
 )
 LIGHTNING = {"PL_TRAINER_NUM_NODES": "2", "PL_TRAINER_DEVICES": "2", "PL_TRAINER_STRATEGY": "ddp",
              "PL_TRAINER_ACCELERATOR": "cpu"}  # fmt: skip
-# what `fabric run` sets
+# variables that `fabric run` sets
 FABRIC = {"LT_CLI_USED": "1", "LT_NUM_NODES": "2", "LT_DEVICES": "2", "LT_STRATEGY": "ddp",
           "LT_ACCELERATOR": "cpu"}  # fmt: skip
 CPU = {"ACCELERATE_USE_CPU": "true"}
@@ -38,38 +39,38 @@ CPU = {"ACCELERATE_USE_CPU": "true"}
 
 @dataclass(frozen=True)
 class Trial:
-    """One script.
+    """One script with its arguments.
 
     Attributes:
         repository: ``OWNER+NAME``.
-        script: Path there.
-        words: Its arguments.
+        script: Path in the repository.
+        arguments: Arguments of the script.
         processes: Ranks on each of the two hosts.
-        env: Variables, by which frameworks take what others take from arguments.
-        beside: Run in the script's own folder.
-        spawns: What joins is its own processes, which nobody counts.
+        env: Variables that configure the framework.
+        in_script_folder: Whether to run in the folder of the script.
+        spawns_ranks: Whether the script starts the ranks itself, so that they are not counted.
     """
 
     repository: str
     script: str
-    words: str = ""
+    arguments: str = ""
     processes: int = 2
     env: dict[str, str] = field(default_factory=dict)
-    beside: bool = False
-    spawns: bool = False
+    in_script_folder: bool = False
+    spawns_ranks: bool = False
 
 
 def _accelerate(names: str) -> list[Trial]:
     return [
-        Trial("huggingface+accelerate", f"examples/{name}.py", words.strip(), env=CPU)
-        for name, _, words in (entry.partition(" ") for entry in names.split("|"))
+        Trial("huggingface+accelerate", f"examples/{name}.py", arguments.strip(), env=CPU)
+        for name, _, arguments in (entry.partition(" ") for entry in names.split("|"))
     ]
 
 
 TRIALS = [
     Trial("pytorch+examples", "imagenet/main.py",
           "-a resnet18 --no-accel --dist-backend gloo --dist-url env:// --world-size 2"
-          " --multiprocessing-distributed --epochs 1 -b 8 -j 1 images", 1, spawns=True),
+          " --multiprocessing-distributed --epochs 1 -b 8 -j 1 images", 1, spawns_ranks=True),
     Trial("pytorch+examples", "distributed/ddp/example.py"),
     Trial("pytorch+examples", "distributed/ddp-tutorial-series/multinode.py", "2 1"),
     Trial("pytorch+examples", "distributed/FSDP2/example.py"),
@@ -115,19 +116,19 @@ TRIALS = [
           "--checkpoint_dir deepspeed --num_layers 2 --num_heads 2 --ff_dim 32 --h_dim 32"
           " --num_iterations 4 --log_every 1 --batch_size 4 --dtype bf16"),
     Trial("microsoft+DeepSpeedExamples", "training/gan/gan_deepspeed_train.py",
-          "--dataset fake --backend gloo", beside=True),
+          "--dataset fake --backend gloo", in_script_folder=True),
     Trial("karpathy+nanoGPT", "train.py", "--backend=gloo --device=cpu --compile=False",
-          beside=True),
+          in_script_folder=True),
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Found:
-    """How it went."""
+class Result:
+    """Result of a trial."""
 
     trial: Trial
     verdict: str
-    joined: int
+    num_joined: int
     seconds: float
 
 
@@ -135,11 +136,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--pythonpath", default="", help="for the scripts, on top of PYTHON's own")
+    parser.add_argument("--pythonpath", default="", help="additional path for the scripts")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the scripts")
-    parser.add_argument("--communication", default="exact", help="how gradients are sent")
-    parser.add_argument("--only", default="", help="scripts whose path holds this word")
-    parser.add_argument("--keep", action="store_true", help="leave the outputs for a look")
+    parser.add_argument("--communication", default="exact", help="communication method")
+    parser.add_argument("--only", default="", help="scripts whose path contains this text")
+    parser.add_argument("--keep", action="store_true", help="keep the outputs")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="public-scripts-", dir="/var/tmp"))
     try:
@@ -150,7 +151,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, folder: Path) -> None:
-    """Runs them all and prints as they end."""
+    """Run the selected scripts and print a row for each."""
     env = {**os.environ, "PYTHONPATH": options.pythonpath}
     data = [options.python, str(Path(__file__).with_name("local_data.py")), str(folder / "work")]
     (folder / "work").mkdir()
@@ -158,89 +159,89 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     print(
         "| repository | commit | script | ranks joined | s | verdict |\n|---|---|---|--:|--:|---|"
     )
-    wanted = [t for t in TRIALS if options.only in f"{t.repository}/{t.script}"]
+    selected = [t for t in TRIALS if options.only in f"{t.repository}/{t.script}"]
     prefix = Path(options.python).absolute().parents[1]
-    shared = {str(one) for one in (folder, options.checkouts.resolve(), prefix)}
+    shared = {str(path) for path in (folder, options.checkouts.resolve(), prefix)}
     with Lab(LabOptions(hosts=2, share=tuple(shared))) as lab:
-        for trial in wanted:
-            found = tried(trial, options, folder, lab)
+        for trial in selected:
+            result = run_trial(trial, options, folder, lab)
             commit = commit_of(options.checkouts / trial.repository)
             print(
                 f"| {trial.repository.replace('+', '/')} | {commit} | `{trial.script}` |"
-                f" {found.joined} | {found.seconds:.0f} | {found.verdict} |",
+                f" {result.num_joined} | {result.seconds:.0f} | {result.verdict} |",
                 flush=True,
             )
 
 
-def tried(trial: Trial, options: argparse.Namespace, folder: Path, lab: Lab) -> Found:
-    """One script, once."""
-    place = link_data(options.checkouts / trial.repository, folder / "work")
+def run_trial(trial: Trial, options: argparse.Namespace, folder: Path, lab: Lab) -> Result:
+    """Run one script."""
+    links = link_data(options.checkouts / trial.repository, folder / "work")
     script = options.checkouts.resolve() / trial.repository / trial.script
     run_dir = folder / re.sub(r"\W+", "-", f"{trial.repository}-{trial.script}")
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "PYTHONPATH": options.pythonpath,
            "TOKENIZERS_PARALLELISM": "false", **trial.env,
-           **dict(one.split("=", 1) for one in options.env)}  # fmt: skip
+           **dict(variable.split("=", 1) for variable in options.env)}  # fmt: skip
     argv = [sys.executable, "-m", "paceline", "run", "-H", str(lab.hostfile), "--ssh-config",
             str(lab.ssh_config), "--python", options.python, "--run-dir", str(run_dir),
             "-p", str(trial.processes), "--communication", options.communication,
-            *(word for name, value in env.items() for word in ("--env", f"{name}={value}")),
-            str(script), *trial.words.split()]  # fmt: skip
-    began = time.monotonic()
-    done = subprocess.run(
+            *(argument for name, value in env.items() for argument in ("--env", f"{name}={value}")),
+            str(script), *trial.arguments.split()]  # fmt: skip
+    start = time.monotonic()
+    completed = subprocess.run(
         ["timeout", "--signal=INT", str(LIMIT_S), *argv], capture_output=True, text=True,
-        check=False, cwd=script.parent if trial.beside else folder / "work",
+        check=False, cwd=script.parent if trial.in_script_folder else folder / "work",
         env={**os.environ, "PYTHONPATH": str(SOURCE)}, errors="replace",
     )  # fmt: skip
-    seconds = time.monotonic() - began
-    (folder / f"{run_dir.name}.txt").write_text(done.stdout + done.stderr)
-    for link in place:
+    seconds = time.monotonic() - start
+    (folder / f"{run_dir.name}.txt").write_text(completed.stdout + completed.stderr)
+    for link in links:
         link.unlink()
-    joined = ranks_joined(run_dir / "events.jsonl")
-    complete = trial.spawns or joined == len(lab.names) * trial.processes
-    words = verdict(done, complete)
-    if words == "runs" and options.communication != "exact":
-        words += gradients_of(run_dir / "events.jsonl", done.stderr)
-    return Found(trial, words, joined, seconds)
+    num_joined = ranks_joined(run_dir / "events.jsonl")
+    is_complete = trial.spawns_ranks or num_joined == len(lab.names) * trial.processes
+    outcome = describe_result(completed, is_complete)
+    if outcome == "runs" and options.communication != "exact":
+        outcome += describe_gradients(run_dir / "events.jsonl", completed.stderr)
+    return Result(trial, outcome, num_joined, seconds)
 
 
 def link_data(repository: Path, work: Path) -> list[Path]:
-    """Lightning's examples look for their data inside the checkout; undone after the run."""
-    wanted = [repository / "examples" / "Datasets", repository / "Datasets"]
+    """Link the data into Lightning's checkout, where its examples expect it. Returns the links."""
+    candidates = [repository / "examples" / "Datasets", repository / "Datasets"]
     if "lightning" not in repository.name:
         return []
-    made = [link for link in wanted if not link.exists()]
-    for link in made:
+    created = [link for link in candidates if not link.exists()]
+    for link in created:
         link.symlink_to(work / "Datasets")
-    return made
+    return created
 
 
 def ranks_joined(events: Path) -> int:
-    """Ranks that made the planned world."""
+    """Number of ranks that joined the planned world."""
     lines = events.read_text().splitlines() if events.exists() else []
     return len({e["rank"] for e in map(json.loads, lines) if e["event"] == "world joined"})
 
 
-def gradients_of(events: Path, err: str) -> str:
-    """Whether gradients were compressed, in words that follow a verdict."""
+def describe_gradients(events: Path, err: str) -> str:
+    """Text after a verdict that describes the compression of gradients."""
     texts = {event["text"] for event in map(json.loads, events.read_text().splitlines())
              if event["event"] == "communication"}  # fmt: skip
     notes = re.findall(r"^paceline: (.*--communication.* did nothing.*)", err, re.MULTILINE)
     return f", {min(texts)[:60]}" if texts else f", {notes[0][:100]}" if notes else ", exact"
 
 
-def verdict(done: subprocess.CompletedProcess[str], complete: bool) -> str:
-    """In words; ``complete`` when all ranks made the planned world."""
-    said = done.stdout + done.stderr
-    if done.returncode == 0 and complete:
+def describe_result(completed: subprocess.CompletedProcess[str], is_complete: bool) -> str:
+    """Verdict on a run; ``is_complete``: whether all ranks joined the planned world."""
+    output = completed.stdout + completed.stderr
+    if completed.returncode == 0 and is_complete:
         return "runs"
-    if refusal := re.search(r"SettingError: (--communication .*)", said):
+    if refusal := re.search(r"SettingError: (--communication .*)", output):
         return f"refused: {refusal[1]}"
-    if NEEDS_GPU.search(said):
+    if NEEDS_GPU.search(output):
         return "needs a GPU"
-    own = re.findall(r"^paceline: (.*)", done.stderr, re.MULTILINE)
-    first = re.findall(r"failed first: (.*)", done.stderr) or own[-1:]
-    words = first[0] if first else "not all ranks joined"
-    return f"status {done.returncode}: {words[:140].replace('|', '/')}"
+    messages = re.findall(r"^paceline: (.*)", completed.stderr, re.MULTILINE)
+    failures = re.findall(r"failed first: (.*)", completed.stderr) or messages[-1:]
+    reason = failures[0] if failures else "not all ranks joined"
+    return f"status {completed.returncode}: {reason[:140].replace('|', '/')}"
 
 
 def commit_of(repository: Path) -> str:

@@ -1,8 +1,8 @@
-"""Our code on real shares of SMB and NFS, mounted twice by one kernel: trials, and a training.
+"""Trials and a training of Paceline on real SMB and NFS shares that one kernel mounts twice.
 
-The kernel is user-mode Linux (Debian's), for this machine's own may know no such mounts; the
-servers are Samba's and the kernel's own. Needs the packages user-mode-linux, samba, cifs-utils and
-nfs-kernel-server, and a C compiler.
+The kernel is Debian's user-mode Linux, because this machine's kernel may not support these mounts.
+The servers are Samba and the kernel's NFS server. Needs the packages user-mode-linux, samba,
+cifs-utils and nfs-kernel-server, and a C compiler.
 
     python bench/shares/shares.py [--out FILE]
 """
@@ -20,7 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "lab"))
 import uml
 
-NEEDS = {"cifs": ["smbd", "smbpasswd", "mount.cifs"], "nfs": ["exportfs", "rpc.nfsd", "rpc.mountd"]}
+PROGRAMS = {
+    "cifs": ["smbd", "smbpasswd", "mount.cifs"],
+    "nfs": ["exportfs", "rpc.nfsd", "rpc.mountd"],
+}
 
 
 def main() -> None:
@@ -29,16 +32,16 @@ def main() -> None:
     out = parser.parse_args().out
     machine = platform.processor() or platform.machine()
     lines = [f"# Shares, {datetime.date.today()}", "", machine, ""]
-    lines += ["| share | trial | what it said | seconds |", "|---|---|---|---|"]
-    for kind, programs in NEEDS.items():
+    lines += ["| share | trial | output | seconds |", "|---|---|---|---|"]
+    for kind, programs in PROGRAMS.items():
         if reason := uml.missing(programs):
             lines.append(f"| {kind} | not tried | {reason} | |")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            said = uml.boot(Path(folder), kind, timeout=400)
-        took = dict(re.findall(r"^(\w+): ([0-9.]+) s\r?$", said.pop("all"), re.MULTILINE))
-        for trial, found in said.items():
-            lines.append(f"| {kind} | {trial} | `{found}` | {took.get(trial, '')} |")
+            outputs = uml.boot(Path(folder), kind, timeout=400)
+        seconds = dict(re.findall(r"^(\w+): ([0-9.]+) s\r?$", outputs.pop("all"), re.MULTILINE))
+        for trial, output in outputs.items():
+            lines.append(f"| {kind} | {trial} | `{output}` | {seconds.get(trial, '')} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if out is not None:

@@ -1,9 +1,9 @@
-"""Shipping a folder to a host of a virtual cluster, beside `rsync` over the same ssh.
+"""Sending a folder to a host of a virtual cluster: Paceline against `rsync` over the same ssh.
 
-What a start pays for a folder that the hosts do not have: hashing it here, logging in, comparing,
-sending what is missing, building the copy. `rsync -a` logs in, compares sizes and times, and sends.
-Once with nothing there, once with everything there unchanged. Our copy of the job's is built from
-the host's cache each time, so it is written twice when it is new, and once when it is not.
+Paceline hashes the folder, logs in, compares, sends what is missing, and builds the copy. `rsync
+-a` logs in, compares sizes and times, and sends. Each is measured with nothing on the host, and
+with an unchanged copy on the host. Paceline builds the job's copy from the host's cache each time,
+so new data are written twice, and unchanged data once.
 
     python bench/shipping/shipping.py [--large-mib 2048] [--small 100000] [--folder D] [--out FILE]
 """
@@ -46,9 +46,9 @@ def main() -> None:
         f"# Shipping a folder, {datetime.date.today().isoformat()}",
         "",
         f"{platform.machine()}, {os.cpu_count()} CPUs for the launcher, ssh, sshd and the host "
-        f"together; load average {load:.1f} when this began. Memory is the highest resident.",
+        f"together; load average {load:.1f} at the start. Memory is the peak resident set.",
         "",
-        "| folder | there | rsync s | Paceline s | ratio | of that hashing here s "
+        "| folder | on the host | rsync s | Paceline s | ratio | hashing s "
         "| launcher MiB | agent MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -80,53 +80,53 @@ def make_small(folder: Path, count: int) -> None:
     for number in range(count):
         path = folder / f"{number // 1000:04d}" / f"{number:07d}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
-        at = number % 1000
-        path.write_bytes(number.to_bytes(8, "big") + BLOCK[at : at + 1016])
+        offset = number % 1000
+        path.write_bytes(number.to_bytes(8, "big") + BLOCK[offset : offset + 1016])
 
 
 def rows(name: str, folder: Path, work: Path) -> list[str]:
-    """One line with nothing there, one with everything there."""
-    there = work / "there"
+    """Rows of the table: without data on the host, and with an unchanged copy."""
+    remote = work / "there"
     for part in ("cache", "rsync"):
-        (there / part).mkdir(parents=True)
+        (remote / part).mkdir(parents=True)
     lines = []
-    with Lab(LabOptions(hosts=1, share=(str(there),))) as lab:
-        link = f"mkdir -p ~/.cache && ln -sfn {there}/cache ~/.cache/paceline"
+    with Lab(LabOptions(hosts=1, share=(str(remote),))) as lab:
+        link = f"mkdir -p ~/.cache && ln -sfn {remote}/cache ~/.cache/paceline"
         assert lab.popen(lab.names[0], ["sh", "-c", link]).wait() == 0
-        for state in ("nothing", "all of it"):
-            plain = rsync(lab, folder, there / "rsync")
-            ours = shipped(folder, lab)
+        for state in ("nothing", "unchanged copy"):
+            rsync_s = rsync_seconds(lab, folder, remote / "rsync")
+            paceline_result = ship_with_paceline(folder, lab)
             lines.append(
-                f"| {name} | {state} | {plain:.1f} | {ours['seconds']:.1f} "
-                f"| {ours['seconds'] / plain:.2f} | {ours['hashing']:.1f} "
-                f"| {ours['launcher']:.0f} | {ours['agent']:.0f} |"
+                f"| {name} | {state} | {rsync_s:.1f} | {paceline_result['seconds']:.1f} "
+                f"| {paceline_result['seconds'] / rsync_s:.2f} | {paceline_result['hashing']:.1f} "
+                f"| {paceline_result['launcher']:.0f} | {paceline_result['agent']:.0f} |"
             )
             print(lines[-1], flush=True)
-    shutil.rmtree(there)
+    shutil.rmtree(remote)
     return lines
 
 
-def rsync(lab: Lab, folder: Path, target: Path) -> float:
-    """Seconds of one call."""
-    begun = time.monotonic()
+def rsync_seconds(lab: Lab, folder: Path, target: Path) -> float:
+    """Seconds of one call of rsync."""
+    start = time.monotonic()
     shell = f"ssh -F {lab.ssh_config}"
     subprocess.run(["rsync", "-a", "-e", shell, f"{folder}/", f"{lab.names[0]}:{target}"],
                    check=True)  # fmt: skip
     os.sync()
-    return time.monotonic() - begun
+    return time.monotonic() - start
 
 
-def shipped(folder: Path, lab: Lab) -> dict[str, float]:
-    """The same by Paceline, in a process of its own: seconds, and MiB of memory."""
+def ship_with_paceline(folder: Path, lab: Lab) -> dict[str, float]:
+    """Send the folder with Paceline in its own process: seconds, and MiB of memory."""
     argv = [sys.executable, __file__, "--ship", str(folder), str(lab.hostfile.parent)]
-    begun = time.monotonic()
-    said = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
+    start = time.monotonic()
+    output = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
     os.sync()
-    return {**json.loads(said), "seconds": time.monotonic() - begun}
+    return {**json.loads(output), "seconds": time.monotonic() - start}
 
 
 async def ship(folder: Path, lab: str) -> dict[str, float]:
-    """What a launcher does with a folder that its job needs."""
+    """Send a folder as a launcher does. Returns seconds of hashing and peak memory."""
     from paceline.hosts import read_hosts
     from paceline.launch.nodes.fleet import Node
     from paceline.launch.nodes.provisioner import send_folder
@@ -134,34 +134,36 @@ async def ship(folder: Path, lab: str) -> dict[str, float]:
     from paceline.remote.openssh import SshOptions
     from paceline.transfer.tree import read_parts
 
-    begun = time.monotonic()
+    start = time.monotonic()
     tree = read_parts(folder, ())
-    hashing = time.monotonic() - begun
+    hashing = time.monotonic() - start
     hostfile, config = sorted(Path(lab).glob("hostfile*"))[0], Path(lab) / "ssh_config"
     hosts = read_hosts(str(hostfile), environ={}, cwd=Path.cwd()).hosts
     (channel,) = await connect_hosts(hosts, [sys.executable], SshOptions(config))
     try:
         node = Node(channel.host, channel)
         await send_folder(node, tree, "input0", "bench")
-        return {"hashing": hashing, "launcher": own_peak(), "agent": agent_peak()}
+        return {"hashing": hashing, "launcher": launcher_peak_mib(), "agent": agent_peak_mib()}
     finally:
         await channel.request("bye")
         await channel.close(60)
 
 
-def own_peak() -> float:
+def launcher_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def agent_peak() -> float:
-    """Of the largest agent that runs on this machine, its hosts included."""
-    return max(map(peak_of, (p for p in Path("/proc").iterdir() if p.name.isdigit())), default=0.0)
+def agent_peak_mib() -> float:
+    """Peak memory of the largest agent on this machine, including its lab hosts."""
+    return max(
+        map(process_peak_mib, (p for p in Path("/proc").iterdir() if p.name.isdigit())), default=0.0
+    )
 
 
-def peak_of(process: Path) -> float:
+def process_peak_mib(process: Path) -> float:
     try:
-        words: Any = (process / "cmdline").read_bytes()
-        if b"sys.stdin.buffer.raw.readline" not in words:
+        command_line: Any = (process / "cmdline").read_bytes()
+        if b"sys.stdin.buffer.raw.readline" not in command_line:
             return 0.0
         lines = (process / "status").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""What a narrow line does to a job: how long its start takes, how late a word is, how Ctrl-C ends.
+"""Jobs over slow links: duration of start and transfers, delay of lease renewals, time of Ctrl-C.
 
-Hosts of virtual clusters whose links are slow, or far away: one column for each kind. A word is a
-renewal of the lease: how long it took, at worst, while the line was full.
+The hosts are those of virtual clusters with a low rate or a high latency; the table has a column
+for each link. "renewal" is the longest time of a lease renewal during the transfer.
 
-    python bench/shipping/slow_lines.py [--lines 1mbit 4mbit …] [--only WORDS] [--out FILE]
+    python bench/shipping/slow_lines.py [--lines 1mbit 4mbit …] [--only TEXT …] [--out FILE]
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ from paceline.remote.openssh import SshOptions
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import read_parts
 
-LINES = {"1mbit": "0ms", "4mbit": "0ms", "20mbit": "0ms", "20mbit, 200 ms": "100ms"}
+LINK_LATENCIES = {"1mbit": "0ms", "4mbit": "0ms", "20mbit": "0ms", "20mbit, 200 ms": "100ms"}
 LEASE_S = 10.0
-SECONDS = 30.0  # of the line's time that large things take
-LONGEST_S = 180.0
+TRANSFER_S = 30.0  # duration of large transfers at the rate of the link
+MAX_S = 180.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lines", nargs="*", default=list(LINES))
-    parser.add_argument("--only", nargs="*", default=[], help="words of the rows to measure")
+    parser.add_argument("--lines", nargs="*", default=list(LINK_LATENCIES))
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="parts of the names of rows to measure"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     table: dict[str, dict[str, str]] = {}
     for line in options.lines:
-        for name, value in measured(line, options.only):
+        for name, value in measure_rows(line, options.only):
             table.setdefault(name, {})[line] = value
             print(f"{line}: {name}: {value}", flush=True)
     lines = [
-        f"# Slow lines, {datetime.date.today().isoformat()}",
+        f"# Slow links, {datetime.date.today().isoformat()}",
         "",
         f"{platform.machine()}, {os.cpu_count()} CPUs for launcher, ssh, sshd and hosts together; "
-        f"load average {load:.1f} when this began. Seconds.",
+        f"load average {load:.1f} at the start. Values in seconds.",
         "",
         f"| | {' | '.join(options.lines)} |",
         "|---" * (len(options.lines) + 1) + "|",
@@ -70,48 +72,48 @@ def main() -> None:
         options.out.write_text(text)
 
 
-def measured(line: str, only: list[str]) -> Iterator[tuple[str, str]]:
+def measure_rows(line: str, filters: list[str]) -> Iterator[tuple[str, str]]:
     rate = line.split(",")[0]
-    latency = LINES.get(line, "0ms")
-    bytes_a_second = int(rate.removesuffix("mbit")) * 125_000
+    latency = LINK_LATENCIES.get(line, "0ms")
+    bytes_per_s = int(rate.removesuffix("mbit")) * 125_000
     rows: dict[str, Callable[[Lab, Path, int], str]] = {
-        "recipes' package to a fresh host": package,
-        f"project of {SECONDS:.0f} s of the line": project,
-        f"results of {SECONDS:.0f} s of the line": results,
-        "small job on 2 fresh hosts": small_job,
-        "Ctrl-C beside a rank that writes all the time": chatty,
-        "Ctrl-C while the project is sent": interrupted,
+        "recipes' package to a new host": package_row,
+        f"project of {TRANSFER_S:.0f} s of the link's rate": project_row,
+        f"results of {TRANSFER_S:.0f} s of the link's rate": results_row,
+        "small job on 2 new hosts": small_job,
+        "Ctrl-C with a rank that prints continuously": interrupt_noisy_job,
+        "Ctrl-C while the project is sent": interrupt_transfer,
     }
     for name, measure in rows.items():
-        if only and not any(word in name for word in only):
+        if filters and not any(text in name for text in filters):
             continue
         with tempfile.TemporaryDirectory(prefix="paceline-slow-", dir="/var/tmp") as work:
             options = LabOptions(hosts=2, rate=rate, latency=latency, share=(work,))
             with Lab(options) as lab:
                 try:
-                    yield name, measure(lab, Path(work), int(bytes_a_second * SECONDS))
+                    yield name, measure(lab, Path(work), int(bytes_per_s * TRANSFER_S))
                 except Exception as error:
                     yield name, f"{type(error).__name__}: {str(error)[:60]}"
 
 
-def package(lab: Lab, work: Path, size: int) -> str:
+def package_row(lab: Lab, work: Path, size: int) -> str:
     async def send(node: Node) -> None:
         await send_folder(node, package_tree(OF_RECIPES), "paceline", "bench")
 
-    return beside_renewals(lab, send)
+    return transfer_with_renewals(lab, send)
 
 
-def project(lab: Lab, work: Path, size: int) -> str:
+def project_row(lab: Lab, work: Path, size: int) -> str:
     (work / "code").mkdir()
     (work / "code" / "weights.bin").write_bytes(os.urandom(size))
 
     async def send(node: Node) -> None:
         await send_folder(node, read_parts(work / "code", ()), "code", "bench")
 
-    return beside_renewals(lab, send)
+    return transfer_with_renewals(lab, send)
 
 
-def results(lab: Lab, work: Path, size: int) -> str:
+def results_row(lab: Lab, work: Path, size: int) -> str:
     (work / "there").mkdir()
     (work / "here").mkdir()
     (work / "there" / "weights.bin").write_bytes(os.urandom(size))
@@ -120,70 +122,70 @@ def results(lab: Lab, work: Path, size: int) -> str:
         fetcher = Fetcher(work / "here")
         await fetcher.fetch(node.channel, str(work / "there"), None, work / "here")
 
-    return beside_renewals(lab, fetch)
+    return transfer_with_renewals(lab, fetch)
 
 
-def beside_renewals(lab: Lab, transfer: Callable[[Node], Awaitable[None]]) -> str:
-    """How long a transfer to one host took, and the latest answer to a renewal meanwhile."""
-    return asyncio.run(_beside_renewals(lab, transfer))
+def transfer_with_renewals(lab: Lab, transfer: Callable[[Node], Awaitable[None]]) -> str:
+    """Duration of a transfer to one host, and of the slowest lease renewal during it."""
+    return asyncio.run(_transfer_with_renewals(lab, transfer))
 
 
-async def _beside_renewals(lab: Lab, transfer: Callable[[Node], Awaitable[None]]) -> str:
+async def _transfer_with_renewals(lab: Lab, transfer: Callable[[Node], Awaitable[None]]) -> str:
     hosts = read_hosts(str(lab.hostfile), environ={}, cwd=Path.cwd()).hosts[:1]
     channels = await connect_hosts(hosts, [sys.executable], SshOptions(lab.ssh_config))
-    fleet = Fleet(channels, LEASE_S, lambda node, event: None, lambda node, why: None)
-    node, latest = fleet.first, 0.0
+    fleet = Fleet(channels, LEASE_S, lambda node, event: None, lambda node, reason: None)
+    node, slowest = fleet.first, 0.0
 
-    async def ask() -> None:
-        nonlocal latest
+    async def renew() -> None:
+        nonlocal slowest
         while True:
-            begun = time.monotonic()
-            asked = asyncio.ensure_future(node.channel.request("lease", seconds=LEASE_S))
-            while not asked.done():
-                await asyncio.wait([asked], timeout=0.1)
-                latest = max(latest, time.monotonic() - begun)
-            await asked
+            start = time.monotonic()
+            renewal = asyncio.ensure_future(node.channel.request("lease", seconds=LEASE_S))
+            while not renewal.done():
+                await asyncio.wait([renewal], timeout=0.1)
+                slowest = max(slowest, time.monotonic() - start)
+            await renewal
             await asyncio.sleep(0.2)
 
-    begun, asking = time.monotonic(), asyncio.create_task(ask())
+    start, renewals = time.monotonic(), asyncio.create_task(renew())
     try:
-        await asyncio.wait_for(transfer(node), LONGEST_S)
-        took = f"{time.monotonic() - begun:.1f}"
+        await asyncio.wait_for(transfer(node), MAX_S)
+        duration = f"{time.monotonic() - start:.1f}"
     except ConnectionError:
-        took = f"lost after {time.monotonic() - begun:.1f}"
+        duration = f"lost after {time.monotonic() - start:.1f}"
     finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        renewals.cancel()
+        await asyncio.gather(renewals, return_exceptions=True)
         await fleet.close()
-    return f"{took}, a word {latest:.2f}"
+    return f"{duration}, renewal {slowest:.2f}"
 
 
 @contextlib.contextmanager
-def run(lab: Lab, folder: Path, script: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """``paceline run`` of a script on both hosts, from a fresh folder."""
+def run(lab: Lab, folder: Path, script: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """``paceline run`` of a script on both hosts, from a new folder."""
     folder.mkdir(exist_ok=True)
     (folder / "job.py").write_text(script)
     argv = [sys.executable, "-m", "paceline", "run", "--hosts", str(lab.hostfile), "--ssh-config",
-            str(lab.ssh_config), "--no-torch", "--check", "none", *words, "job.py"]  # fmt: skip
-    child = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            str(lab.ssh_config), "--no-torch", "--check", "none", *options, "job.py"]  # fmt: skip
+    process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              text=True)  # fmt: skip
     try:
-        yield child
+        yield process
     finally:
-        if child.poll() is None:
-            child.kill()
-        child.communicate()
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 def small_job(lab: Lab, work: Path, size: int) -> str:
-    begun = time.monotonic()
-    with run(lab, work / "small", "print('begun')") as child:
-        out, _ = child.communicate(timeout=LONGEST_S)
-    assert child.returncode == 0, out
-    return f"{time.monotonic() - begun:.1f}"
+    start = time.monotonic()
+    with run(lab, work / "small", "print('begun')") as process:
+        output, _ = process.communicate(timeout=MAX_S)
+    assert process.returncode == 0, output
+    return f"{time.monotonic() - start:.1f}"
 
 
-CHATTY = """
+NOISY_SCRIPT = """
 import os
 print("begun", flush=True)
 while True:
@@ -191,39 +193,39 @@ while True:
 """
 
 
-def chatty(lab: Lab, work: Path, size: int) -> str:
-    with run(lab, work / "chatty", CHATTY, "--grace", "1") as child:
-        seen = 0
-        assert child.stdout is not None
-        while seen < 200:
-            seen += "begun" not in child.stdout.readline()
-        drain = subprocess.Popen(["cat"], stdin=child.stdout, stdout=subprocess.DEVNULL)
+def interrupt_noisy_job(lab: Lab, work: Path, size: int) -> str:
+    with run(lab, work / "chatty", NOISY_SCRIPT, "--grace", "1") as process:
+        num_lines = 0
+        assert process.stdout is not None
+        while num_lines < 200:
+            num_lines += "begun" not in process.stdout.readline()
+        drain = subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL)
         time.sleep(8)
-        return ended(child, drain)
+        return interrupt(process, drain)
 
 
-def interrupted(lab: Lab, work: Path, size: int) -> str:
+def interrupt_transfer(lab: Lab, work: Path, size: int) -> str:
     folder = work / "large"
     folder.mkdir()
     (folder / "weights.bin").write_bytes(os.urandom(size))
-    with run(lab, folder, "print('begun')", "--ship", "always") as child:
+    with run(lab, folder, "print('begun')", "--ship", "always") as process:
         time.sleep(10)
-        return ended(child)
+        return interrupt(process)
 
 
-def ended(child: subprocess.Popen[str], drain: Any = None) -> str:
+def interrupt(process: subprocess.Popen[str], drain: Any = None) -> str:
     """Seconds from Ctrl-C to the end."""
-    if child.poll() is not None:
-        return f"ended before, status {child.returncode}"
-    begun = time.monotonic()
-    child.send_signal(signal.SIGINT)
+    if process.poll() is not None:
+        return f"ended earlier, status {process.returncode}"
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=LONGEST_S / 3)
-    took = time.monotonic() - begun
+        process.wait(timeout=MAX_S / 3)
+    duration = time.monotonic() - start
     if drain is not None:
         drain.kill()
         drain.wait()
-    return f"{took:.1f}"
+    return f"{duration:.1f}"
 
 
 if __name__ == "__main__":

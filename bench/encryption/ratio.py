@@ -1,10 +1,10 @@
-"""Step and all-reduce times of two hosts of a lab with ``--encrypt``, to those without.
+"""Step and all-reduce times of two lab hosts with ``--encrypt``, relative to those without it.
 
     sudo python bench/encryption/ratio.py [--repeats 3] [--only busy]     # about 5 minutes
 
-Both ways take turns, and a ratio is that of the medians. The hosts share this machine's CPUs. Steps
-compute by sleeping, so that encryption finds a free core; the all-reduces leave none, and neither
-do the steps of "busy".
+Runs with and without encryption alternate; the ratio is that of the medians. The hosts share this
+machine's CPUs. Steps of "train" sleep in place of computing, which leaves a core free for
+encryption. The all-reduces and the steps of "busy" use all cores.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ CASES = (("reduce", 12, 0.0), ("train", 20, 0.1), ("train", 20, 0.5), ("busy", 2
 RATES = ("100mbit", "1gbit")
 
 
-def seconds(lab: Lab, folder: Path, words: list[str], *, encrypts: bool) -> list[float]:
+def measure(lab: Lab, folder: Path, arguments: list[str], *, encrypts: bool) -> list[float]:
+    """Seconds of each repetition in one job."""
     argv = [
         sys.executable, "-m", "paceline", "run", "-H", str(lab.hostfile),
         "--ssh-config", str(lab.ssh_config), "--run-dir", str(folder / str(os.urandom(4).hex())),
         "--check", "none", "--no-report", "--no-measure", *["--encrypt"] * encrypts,
-        str(SCRIPT), *words,
+        str(SCRIPT), *arguments,
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, cwd=folder)
-    found = re.search(r"/0\] (\[.*\])", ended.stdout)
-    if found is None:
-        raise SystemExit(ended.stdout + ended.stderr)
-    return [float(value) for value in json.loads(found[1])]
+    completed = subprocess.run(
+        argv, env=env, capture_output=True, text=True, check=False, cwd=folder
+    )
+    match = re.search(r"/0\] (\[.*\])", completed.stdout)
+    if match is None:
+        raise SystemExit(completed.stdout + completed.stderr)
+    return [float(value) for value in json.loads(match[1])]
 
 
 def main() -> None:
@@ -54,20 +57,20 @@ def main() -> None:
     print("| link | | clear | encrypted | ratio |\n|---|---|--:|--:|--:|")
     for rate in RATES:
         with tempfile.TemporaryDirectory() as name, Lab(LabOptions(hosts=2, rate=rate)) as lab:
-            for what, count, computing_s in CASES:
-                if options.only not in (None, what):
+            for workload, count, computing_s in CASES:
+                if options.only not in (None, workload):
                     continue
-                words = [what, str(count if rate == "1gbit" or what == "train" else 5),
+                arguments = [workload, str(count if rate == "1gbit" or workload == "train" else 5),
                          str(computing_s)]  # fmt: skip
-                found: dict[bool, list[float]] = {False: [], True: []}
+                seconds: dict[bool, list[float]] = {False: [], True: []}
                 for _ in range(options.repeats):
-                    for encrypts, values in found.items():
-                        values += seconds(lab, Path(name), words, encrypts=encrypts)
-                clear, encrypted = (statistics.median(values) for values in found.values())
+                    for encrypts, values in seconds.items():
+                        values += measure(lab, Path(name), arguments, encrypts=encrypts)
+                clear, encrypted = (statistics.median(values) for values in seconds.values())
                 label = {"reduce": "all-reduce of 50 MB"}.get(
-                    what,
+                    workload,
                     f"step with 4 MB of gradients, computing {computing_s * 1000:.0f} ms"
-                    f"{' on all CPUs' * (what == 'busy')}",
+                    f"{' on all CPUs' * (workload == 'busy')}",
                 )
                 print(
                     f"| {rate} | {label} | {clear:.3f} s | {encrypted:.3f} s |"

@@ -1,9 +1,9 @@
-"""What a rank of ``ratio.py`` does: all-reduces of 50 MB, or steps of DDP with 4 MB of gradients.
+"""One rank of ``ratio.py``: all-reduces of 50 MB, or DDP steps with 4 MB of gradients.
 
     steps.py reduce|train|busy COUNT COMPUTING
 
-Rank 0 prints seconds of each. COMPUTING: about so many seconds a step computes besides; in "train"
-it sleeps, so that encryption finds a free core, in "busy" it multiplies matrices.
+Rank 0 prints the seconds of each repetition. COMPUTING is the approximate computing time of a step
+in seconds: "train" sleeps, which leaves a core free for encryption; "busy" multiplies matrices.
 """
 
 import json
@@ -16,9 +16,9 @@ from torch import nn
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-what, count, computing_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+workload, count, computing_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 seconds, matrix = [], torch.ones(400, 400)
-if what == "reduce":
+if workload == "reduce":
     tensor = torch.ones(12_500_000)
     for _ in range(count):
         dist.barrier()
@@ -31,7 +31,7 @@ else:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     for _ in range(count):
         start = time.perf_counter()
-        if what == "train":
+        if workload == "train":
             time.sleep(computing_s)
         else:
             for _ in range(round(computing_s * 500)):  # 2 ms each

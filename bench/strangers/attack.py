@@ -1,7 +1,7 @@
-"""Sends hostile frames and half-open connections to each ``HOST:PORT`` until it is ended.
+"""Sends hostile frames and half-open connections to each ``HOST:PORT`` until it is terminated.
 
-Prints how many of each it has made when it gets SIGTERM. It is slowed down to about a thousand
-connections a second, so that it does not take the CPUs from those whom it attacks.
+Prints the counts on SIGTERM. It opens at most about a thousand connections a second, which leaves
+the CPUs to the processes under attack.
 """
 
 import contextlib
@@ -13,40 +13,42 @@ import socket
 import sys
 import time
 
-HELD, PAUSE_S = 60, 0.001
+MAX_OPEN_PER_ADDRESS, PAUSE_S = 60, 0.001
 counts = {"frames sent": 0, "frames refused": 0, "half open": 0}
 
 
-def end(*_: object) -> None:
+def report_and_exit(*_: object) -> None:
     print(json.dumps(counts), flush=True)
     os._exit(0)
 
 
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, report_and_exit)
 os.nice(19)
-if sys.argv[1] == "user":  # any but the job's
+if sys.argv[1] == "user":  # run as a user who does not own the job
     os.setgroups([])
     os.setuid(65534)
-places = [(place.rpartition(":")[0], int(place.rpartition(":")[2])) for place in sys.argv[2:]]
-held: list[socket.socket] = []
+addresses = [
+    (address.rpartition(":")[0], int(address.rpartition(":")[2])) for address in sys.argv[2:]
+]
+connections: list[socket.socket] = []
 while True:
     pending: dict[socket.socket, bytes] = {}
-    for place in places:
+    for address in addresses:
         for frame in (b"", os.urandom(2000), b"\0" * 2000, b"\x16\x03\x01" + os.urandom(300)):
-            calling = socket.socket()
-            calling.setblocking(False)
-            calling.connect_ex(place)
-            held.append(calling)
+            connection = socket.socket()
+            connection.setblocking(False)
+            connection.connect_ex(address)
+            connections.append(connection)
             if frame:
-                pending[calling] = frame
+                pending[connection] = frame
             else:
                 counts["half open"] += 1
             time.sleep(PAUSE_S)
-    for calling in select.select([], list(pending), [], 0)[1]:
+    for connection in select.select([], list(pending), [], 0)[1]:
         with contextlib.suppress(OSError):
-            calling.send(pending[calling])
-            del pending[calling]
+            connection.send(pending[connection])
+            del pending[connection]
             counts["frames sent"] += 1
-    counts["frames refused"] += len(pending)  # not connected, or closed before it could be sent
-    while len(held) > HELD * len(places):
-        held.pop(0).close()
+    counts["frames refused"] += len(pending)  # not connected, or closed before the frame was sent
+    while len(connections) > MAX_OPEN_PER_ADDRESS * len(addresses):
+        connections.pop(0).close()

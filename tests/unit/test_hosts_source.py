@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -291,3 +292,15 @@ def test_a_file_that_another_names_and_that_is_not_there(tmp_path: Path) -> None
     (tmp_path / "c.yaml").write_text("num_machines: 2\ndeepspeed_hostfile: /nowhere/hosts\n")
     with pytest.raises(HostsError, match=r"c\.yaml .* names the host file /nowhere/hosts"):
         read("c.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["\n", "Host a " + " " * 300_000 + "b\n", "a,", "[", "{" + "," * 300_000, "a = ,"]
+)
+def test_a_file_of_one_repeated_sign_is_answered_in_linear_time(text: str, tmp_path: Path) -> None:
+    """With quadratic time, each takes a minute or longer."""
+    (tmp_path / "hosts").write_text("n1 x y\n" + text * (300_000 // len(text) or 1))
+    began = time.process_time()
+    with pytest.raises(HostsError):
+        read("hosts", tmp_path)
+    assert time.process_time() - began < 10

@@ -31,7 +31,14 @@ from paceline.hosts.address import (
     parse_integer,
     parse_ip,
 )
-from paceline.hosts.dialect import ColonMeaning, Parsed, Reading, UnreadableError, line_error
+from paceline.hosts.dialect import (
+    MAX_LINE_CHARS,
+    ColonMeaning,
+    Parsed,
+    Reading,
+    UnreadableError,
+    line_error,
+)
 from paceline.hosts.nodelist import MAX_HOSTS, collect, split_list
 from paceline.spec.errors import HostsError
 from paceline.spec.formatting import pluralize, suggest
@@ -144,6 +151,8 @@ def split_lines(text: str) -> list[str]:
 
 def strip_comment(line: str) -> str:
     """Returns the line without comment, quotes, invisible characters and surrounding blanks."""
+    if not line or line.isspace():
+        return ""
     body = "" if line.lstrip().startswith((";", "//")) else line.split("#", 1)[0]
     for pattern, replacement in _PASTED_CHARACTERS:
         body = pattern.sub(replacement, body)
@@ -152,6 +161,7 @@ def strip_comment(line: str) -> str:
 
 def read_line(text: str) -> list[Mention]:
     """Returns the mentions of one line without comment. Raises UnreadableError."""
+    text = " ".join(text.split())  # long runs of blanks would take quadratic time below
     normalized = re.sub(r"\s*[,;]\s*", ",", re.sub(r"\s*=\s*", "=", text))
     head, *options = normalized.split()
     has_flags = any(re.match(r"-[A-Za-z46]", option) for option in options)
@@ -206,7 +216,9 @@ def _read_numbered_line(label: str, number: int, line: str) -> list[Mention]:
     try:
         return read_line(body) if body else []
     except UnreadableError as problem:
-        forms = (advice for pattern, advice in _FOREIGN_SYNTAX if pattern.match(body))
+        forms = (
+            advice for pattern, advice in _FOREIGN_SYNTAX if pattern.match(body[:MAX_LINE_CHARS])
+        )
         raise line_error(label, number, line, next(forms, problem.expected)) from None
 
 

@@ -28,18 +28,17 @@ _NUMBERED = re.compile(r"([^:\[\]]*?)([0-9]{1,18})")
 
 def split_list(text: str) -> list[str]:
     """Splits at commas outside brackets."""
-    parts, depth = [""], 0
-    for char in text:
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(text):
         depth += (char == "[") - (char == "]")
         if depth not in (0, 1):
             raise UnreadableError("every `[` closed by one `]`, not nested: node[01-04]")
         if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
+            parts.append(text[start:index])
+            start = index + 1
     if depth:
         raise UnreadableError("a `]` for every `[`: node[01-04]")
-    return parts
+    return [*parts, text[start:]]
 
 
 def expand(text: str) -> list[str]:

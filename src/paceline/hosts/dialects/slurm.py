@@ -18,7 +18,7 @@ NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
 GPUS_PER_NODE, GPUS, GPUS_ON_NODE = "SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE"
-_BRACKET = re.compile(r"\[[^\]:]*\]")  # with a colon inside it is an IPv6 address
+_BRACKET = re.compile(r"\[[^\[\]:]*\]")  # with a colon inside it is an IPv6 address
 T = TypeVar("T")
 
 

@@ -14,7 +14,7 @@ from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError, li
 from paceline.hosts.lines import split_lines
 from paceline.spec.hosts import Cluster, Host
 
-_KEYWORD = re.compile(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*?)\s*")
+_KEYWORD = re.compile(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*)")
 _HOST_LINE = re.compile(r"^[ \t]*host[ \t=]+\S", re.I | re.M)
 _OPTION_LINE = re.compile(
     r"^[ \t]*(hostname|user|port|identityfile|proxyjump)[ \t=]+\S", re.I | re.M
@@ -43,7 +43,7 @@ def write(cluster: Cluster) -> str:
 
 def keyword(line: str) -> tuple[str, str]:
     """Returns keyword in lower case and arguments of a line; empty for blanks and comments."""
-    match = _KEYWORD.fullmatch(line)
+    match = _KEYWORD.fullmatch(line.strip())
     return (match[1].lower(), match[2]) if match else ("", "")
 
 

@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLE = re.compile(r"^\s*(\[\s*hosts\s*[.\]]|hosts\s*[.=])", re.M)
+_TABLE = re.compile(r"^[ \t]*(\[[ \t]*hosts[ \t]*[.\]]|hosts[ \t]*[.=])", re.M)
 _POSITION = re.compile(r"at line ([0-9]+)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -70,8 +69,8 @@ def describe(fields: Mapping[str, Any], compact: bool = False) -> str:
         of = f"/{fields['steps']}" if fields.get("steps") else ""
         parts.append(f"step {fields['step']}{of}")
     loss, rate = fields.get("loss"), fields.get("samples_per_s")
-    if isinstance(loss, (int, float)) and math.isfinite(loss):
+    if isinstance(loss, (int, float)) and abs(loss) < 1e300:
         parts.append(f"loss {loss:.4f}")
-    if isinstance(rate, (int, float)):
+    if isinstance(rate, (int, float)) and abs(rate) < 1e300:
         parts.append(f"{rate:,.0f} samples/s")
     return "  ".join(parts)

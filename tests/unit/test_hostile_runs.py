@@ -11,8 +11,10 @@ import pytest
 import hostile
 from paceline.explain.evidence import MAX_LINE_CHARS, MAX_LINES, lines_of
 from paceline.explain.evidence_reader import from_run, read_named
+from paceline.progress import describe
 from paceline.rundir.records import open_regular, read_object, read_records
 from paceline.spec import rundir as names
+from paceline.spec import schema
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +86,20 @@ def test_a_log_may_come_through_a_pipe_or_never_end(tmp_path: Path) -> None:
     assert read_named(Path(f"/dev/fd/{read}")) == "one\ntwo\n"
     os.close(read)
     assert len(read_named(Path("/dev/zero"))) < 5 << 20
+
+
+def test_integers_beyond_floats_are_no_numbers(tmp_path: Path) -> None:
+    huge = "1" + "0" * 400
+    (tmp_path / names.RESULT).write_text(f'{{"exit_code": 0, "seconds": {huge}}}')
+    (tmp_path / names.EVENTS).write_text(
+        f'{{"time": {huge}, "event": "connected", "hosts": ["n1"]}}\n'
+        f'{{"time": 1, "event": "checkpoint", "step": 1, "seconds": {huge}}}\n'
+    )
+    (tmp_path / names.METRICS).write_text(
+        f'{{"step": 1, "split": "train", "loss": {huge}, "samples_per_s": {huge}}}\n'
+    )
+    for verb in ("status", "explain", "report", "logs"):
+        assert hostile.call(verb, str(tmp_path))[1] == ""
+    assert describe({"step": 1, "loss": int(huge), "samples_per_s": int(huge)}) == "step 1"
+    assert not schema.matches(schema.number, int(huge))
+    assert not schema.matches(schema.number, float("nan"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +86,7 @@ def make_curves(records: Sequence[_Record], started_at: float) -> list[Curve]:
             if name in NOT_METRICS or isinstance(value, bool):
                 continue
             key = (name[:100], split[:50])
-            if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 1e300:
+            if isinstance(value, (int, float)) and abs(value) < 1e300:
                 if key in points or len(points) < MAX_CURVES:
                     point = Point(step, _seconds(record, started_at), float(value))
                     points.setdefault(key, []).append(point)

@@ -6,7 +6,6 @@ processes build the same state from that file, ``events.jsonl`` and ``metrics.js
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -512,7 +511,7 @@ def _curve_metrics(split: str, fields: Mapping[str, Any]) -> list[str]:
     return [
         name for name, value in fields.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
-        and math.isfinite(value) and name not in _NOT_METRICS
+        and abs(value) < 1e300 and name not in _NOT_METRICS
         and (split != "train" or "loss" in name)
     ]  # fmt: skip
 

@@ -37,7 +37,7 @@ demo: env system
 	@$(BIN)/python tools/demo.py
 
 # What a change can break most easily, with the parts that `make demo` needs.
-SMOKE := tests/lab/test_check.py tests/lab/test_losses.py tests/lab/test_run_endings.py tests/lab/test_run_words.py
+SMOKE := tests/lab/test_check.py tests/lab/test_lost_ranks.py tests/lab/test_run_endings.py tests/lab/test_run_arguments.py
 PYTEST := $(BIN)/python -m pytest -q
 # Labs wait more than they work, so more go at once than there are CPUs; each has a network of its
 # own (tests/conftest.py).

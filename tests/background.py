@@ -1,4 +1,4 @@
-"""A command in the background of a test, with its output in files."""
+"""Runs a command in the background of a test, with its output in files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TypeVar
 
 C = TypeVar("C", bound="BackgroundCommand")
-TIMEOUT_S = 120.0  # for what a quiet machine does in seconds; only a failing test waits so long
+TIMEOUT_S = 120.0  # takes seconds on an idle machine; only failing tests wait so long
 
 
 class BackgroundCommand:
-    """A command under way; leaving the ``with`` ends it, whatever happened.
+    """A running command, which is ended on leaving the ``with`` block.
 
     Args:
-        base: Path of its output, to which ``.out`` and ``.err`` are added.
+        base: Path of its output files, without the suffixes ``.out`` and ``.err``.
         popen: Starts it with the given ``stdin``, ``stdout`` and ``stderr``.
     """
 
@@ -43,11 +43,11 @@ class BackgroundCommand:
         return self._err.read_text(errors="replace")
 
     def wait_for(self: C, text: str, times: int = 1, patience: float = TIMEOUT_S) -> C:
-        """Waits until ``text`` was written so many times on standard output."""
+        """Waits until ``text`` was written ``times`` times on standard output."""
         return self.until(lambda: self.out.count(text) >= times, repr(text), patience)
 
     def until(self: C, true: Callable[[], bool], what: str = "", patience: float = TIMEOUT_S) -> C:
-        """Waits until it comes true; ends the command if it does not in time, or before its end."""
+        """Waits for a condition; fails and ends the command on a timeout or an earlier end."""
         try:
             ready = eventually(lambda: true() or self.process.poll() is not None, patience)
             assert ready, f"waited in vain: {what}\n{self.out}\n{self.err}"
@@ -62,7 +62,7 @@ class BackgroundCommand:
 
 
 def eventually(condition: Callable[[], bool], patience: float = TIMEOUT_S) -> bool:
-    """Whether the condition became true in time."""
+    """Returns whether the condition becomes true in time."""
     deadline = time.monotonic() + patience
     while not condition():
         if time.monotonic() > deadline:

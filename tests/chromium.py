@@ -1,4 +1,4 @@
-"""A headless Chromium that tests speak to over two pipes, in its own debugging protocol."""
+"""Controls a headless Chromium over two pipes with the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 def _high(pair: tuple[int, int]) -> tuple[int, int]:
-    """Both ends under numbers that are nobody's."""
+    """Moves both ends to descriptors from 40 on, which nothing else uses."""
     first, second = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 40) for end in pair)
     for end in pair:
         os.close(end)
@@ -25,13 +25,13 @@ def _high(pair: tuple[int, int]) -> tuple[int, int]:
 
 
 class Chromium:
-    """One page of it.
+    """A Chromium process with one page.
 
     Args:
-        folder: For its profile; it writes nowhere else.
+        folder: Folder for its profile; it writes nowhere else.
 
     Attributes:
-        complaints: Errors that pages logged or threw, and what they asked the network for.
+        complaints: Errors that pages logged or raised, and their network requests.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class Chromium:
         environment = {**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder),
                        "XDG_CACHE_HOME": str(folder)}  # fmt: skip
 
-        line = f'exec "$@" 3<&{theirs} 4>&{ours}'  # the numbers that its protocol wants
+        line = f'exec "$@" 3<&{theirs} 4>&{ours}'  # descriptors of the protocol
         self._process = subprocess.Popen(
             ["bash", "-c", line, "bash", *words], pass_fds=(theirs, ours), env=environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ class Chromium:
         os.close(theirs)
         os.close(ours)
         self._left = b""
-        self._timer = threading.Timer(TIMEOUT_S, self._process.kill)  # ends every wait for it
+        self._timer = threading.Timer(TIMEOUT_S, self._process.kill)  # limits every wait
         self._timer.start()
         self._session = ""
         target = self.do("Target.createTarget", url="about:blank")["targetId"]
@@ -81,7 +81,7 @@ class Chromium:
             os.close(self._write)
 
     def do(self, method: str, **given: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result."""
+        """Sends a command of the protocol, and returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": given}
         if self._session:
@@ -118,7 +118,7 @@ class Chromium:
                 self.complaints.append(f"it asked for {url}")
 
     def show(self, file: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Opens a file as a phone or a desktop of that width would."""
+        """Opens a file in a window of this width, as on a phone or a desktop."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.do("Emulation.setEmulatedMedia", features=[scheme])
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=height,
@@ -128,22 +128,22 @@ class Chromium:
             pass
 
     def ask(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Returns the value of an expression in the page."""
         found = self.do("Runtime.evaluate", expression=expression, returnByValue=True)
         return found["result"].get("value")
 
     def press(self, key: str) -> None:
-        """A key, as a person presses it."""
+        """Presses and releases a key."""
         for kind in ("keyDown", "keyUp"):
             self.do("Input.dispatchKeyEvent", type=kind, key=key, code=key,
                     **({"text": key} if len(key) == 1 and kind == "keyDown" else {}))  # fmt: skip
 
     def picture(self, file: Path, whole: bool = True) -> None:
-        """A PNG of the page."""
+        """Writes a PNG of the page."""
         data = self.do("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
         file.write_bytes(base64.b64decode(data))
 
     def printed(self, file: Path) -> None:
-        """A PDF of the page, as it is printed."""
+        """Writes a PDF of the page."""
         data = self.do("Page.printToPDF", printBackground=False)["data"]
         file.write_bytes(base64.b64decode(data))

@@ -1,4 +1,4 @@
-"""What every test shares: nothing may be left behind, and labs that skip with their own reason."""
+"""Fixtures and hooks of all tests: detection of leaks, order of files, and labs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from paceline.lab import Lab, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "tests/train"
-MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
-LONGEST = (  # files of labs, by the seconds that they take
+MARK = "PACELINE_TEST_SESSION"  # inherited by every process that a test starts
+LONGEST = (  # files of tests with labs, the slowest first
     "test_slurm", "test_matrix", "test_documents_run", "test_hangs", "test_elastic",
     "test_reference_runs", "test_coming_from", "test_attribution", "test_detach", "test_mpi",
-    "test_losses", "test_check", "test_explain", "test_by_hand", "test_docker", "test_recovery",
-    "test_interrupts", "test_come_back", "test_minimal_recipes", "test_soak", "test_joining",
-    "test_resume", "test_queued", "test_run_words", "test_run_places", "test_run_endings",
-    "test_outlive", "test_run_refusals", "test_warm", "test_attach", "test_launch_function",
+    "test_lost_ranks", "test_check", "test_explain", "test_by_hand", "test_docker", "test_recovery",
+    "test_interrupts", "test_reattach", "test_minimal_recipes", "test_soak", "test_joining",
+    "test_resume", "test_device_recovery", "test_run_arguments", "test_run_places",
+    "test_run_endings", "test_recovery_in_place", "test_run_refusals", "test_warm", "test_attach",
+    "test_launch_function",
     "test_connections", "test_run_network", "test_setup", "test_checkpoint_copies",
-    "test_run_masters", "test_recipes_on_hosts", "test_train_image", "test_forecast",
+    "test_run_own_rendezvous", "test_recipes_on_hosts", "test_train_image", "test_forecast",
     "test_tutorial", "test_lab", "test_full_disk", "test_collectives", "test_communication",
-    "test_sizes", "test_trackers_read_back", "test_trackers_online", "test_wheel",
-    "test_recipes", "test_run_wire", "test_live",
+    "test_scale", "test_trackers_read_back", "test_trackers_online", "test_wheel",
+    "test_recipes", "test_run_broken_links", "test_live",
 )  # fmt: skip
 TIMEOUT_S = 120.0  # an ssh client notices after 15 s that its host is gone
 
 _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
 
-# what is slow on a busy machine is not wrong; the rest stays as hypothesis has it, in CI too
+# slow examples on a busy machine are not failures; other settings are Hypothesis's, also in CI
 settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -52,24 +53,24 @@ settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives each parallel worker mounts and a network of its own, where that is allowed.
+    """Gives each parallel worker private mounts and a private network, if allowed.
 
-    Two labs at once then share neither ports nor the names of namespaces, and what one test
-    leaves is not counted against its neighbour.
+    Two labs at once then share neither ports nor names of namespaces, and leaks of one test are not
+    attributed to another.
     """
-    # ssh has it run a lab's ProxyCommand. bash would read the start-up files of whoever runs the
-    # tests, as its input is a socket, and pyenv's leaves a lock behind when a test kills it.
+    # ssh uses this shell for a lab's ProxyCommand. As its input is a socket, bash would read the
+    # user's start-up files, and pyenv's leave a lock behind when a test kills it.
     os.environ["SHELL"] = "/bin/sh"
-    # nohup ignores SIGHUP, a script's background SIGINT and SIGQUIT, and what is started inherits
-    # that: tests that send them would wait
+    # nohup ignores SIGHUP, and background jobs of scripts ignore SIGINT and SIGQUIT. Children
+    # inherit this, and tests that send these signals would wait.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("PACELINE_OPT_REPORT", "no")  # only its own tests are worth its time
+    os.environ.setdefault("PACELINE_OPT_REPORT", "no")  # only tests of the report need it
     if not hasattr(config, "workerinput"):
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more on busy CPUs wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads on busy CPUs wait for each other
     if Lab.available() is not None:
         return
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS | _CLONE_NEWNET) == 0:
@@ -79,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collects without looking for garbage: modules and tests stay until the end."""
+    """Disables garbage collection during collection, as modules and tests stay until the end."""
     gc.disable()
     try:
         return (yield)
@@ -89,9 +90,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, and then those with most tests.
+    """Sorts the slowest files to the front, then those with the most tests.
 
-    Parallel workers take whole files in this order; a long one, begun last, would run alone.
+    Parallel workers take whole files in this order; a slow file at the end would run alone.
     """
     tests = Counter(item.path for item in items)
     places = {name: number for number, name in enumerate(LONGEST)}
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _marked_session(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """A mark for what tests start, and a place of our own for what the user trusts."""
+    """Marks the processes that tests start, and sets a private folder for user settings."""
     mine = {MARK: f"{os.getpid()}", "XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("config"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in mine.items():
@@ -110,18 +111,18 @@ def _marked_session(
         if (ranks := sys.modules.get("ranks")) and any(
             item.path.parent == TRAIN for item in request.session.items
         ):
-            ranks.start_fork_server()  # before a test, which would seem to leave it behind
+            ranks.start_fork_server()  # or the first test seems to leak it
         yield
 
 
 @dataclass(frozen=True)
 class Belongings:
-    """What this process has; a test must leave it as it was."""
+    """State of this process that a test must leave unchanged."""
 
     environment: frozenset[tuple[str, str]]
     folder: str
     threads: frozenset[str]
-    processes: frozenset[str]  # everybody's: whose a new one is, is looked up then
+    processes: frozenset[str]  # of all users; new ones are checked for our mark
     descriptors: frozenset[str]
     files: frozenset[str]
     mounts: frozenset[str]
@@ -143,7 +144,7 @@ class Belongings:
         )
 
     def leaked_since(self, before: Belongings) -> list[str]:
-        """What is here now and was not before, in words."""
+        """Returns a description of each change since ``before``."""
         found = []
         for field in fields(self):
             was, now = getattr(before, field.name), getattr(self, field.name)
@@ -156,27 +157,27 @@ class Belongings:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    # pytest's own, and what a library's first import sets for good
+    # set by pytest, or permanently by the first import of a library
     ignored = (
         "PYTEST_",
         "KMP_",
         "COLUMNS",
         "LINES",
         "PYTHONHASHSEED",
-        "TORCHINDUCTOR_CACHE_DIR",  # set by its compiler
+        "TORCHINDUCTOR_CACHE_DIR",  # set by torch's compiler
     )
     return ((k, v) for k, v in os.environ.items() if not k.startswith(ignored))
 
 
 def _ours(processes: Iterable[str]) -> Iterator[str]:
-    """Those that carry our mark, orphans of a test too."""
+    """Yields the processes with our mark, including orphans of tests."""
     entry = f"{MARK}={os.getpid()}".encode()
     for name in processes:
         with contextlib.suppress(OSError):
             folder = Path("/proc") / name
             if entry in (folder / "environ").read_bytes().split(b"\0"):
                 words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                if words:  # a zombie has none
+                if words:  # empty for a zombie
                     yield f"{name} {words.decode(errors='replace').strip()}"
 
 
@@ -189,7 +190,7 @@ def _descriptors() -> Iterator[str]:
 
 
 def _files() -> Iterator[str]:
-    """Plain files and folders at the top of the repository and of the working folder."""
+    """Yields files and folders at the top of the repository and of the working directory."""
     for folder in {REPOSITORY, Path.cwd()}:
         for entry in os.scandir(folder):
             if entry.name not in _OWN_FILES and not entry.name.startswith("."):
@@ -225,7 +226,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Names the tests that lacked a part: what is skipped otherwise passes unseen."""
+    """Lists tests that were skipped because something is missing."""
     for report in terminalreporter.stats.get("skipped", ()):
         if isinstance(report.longrepr, tuple) and "not run: " in report.longrepr[2]:
             reason = report.longrepr[2].partition("not run: ")[2]
@@ -233,13 +234,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 class LabFactory(Protocol):
-    """Brings a lab up that lives as long as the module's tests."""
+    """Starts a lab that lasts for the tests of a module."""
 
     def __call__(self, **options: Any) -> Lab: ...
 
 
 def require_lab(reason: str | None) -> None:
-    """Skips without a lab; where CI runs, a missing lab is a failure."""
+    """Skips a test without a lab; in CI, a missing lab is a failure."""
     if reason is None:
         return
     if os.environ.get("CI"):
@@ -249,7 +250,7 @@ def require_lab(reason: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def new_lab() -> Iterator[LabFactory]:
-    """``new_lab(hosts=2, …)`` takes the fields of LabOptions."""
+    """Returns ``new_lab(hosts=2, …)``, which takes the fields of ``LabOptions``."""
     require_lab(Lab.available())
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(Lab(LabOptions(**options)))

@@ -1,4 +1,4 @@
-"""The commands that the documentation shows."""
+"""Finds the commands in the documentation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(paceline [^`]+)`")
-# what a reader fills in: capitals, or dots
+# placeholders: capitals, or dots
 _PLACEHOLDER = re.compile(r"…|\b[A-Z]{3,}\b|\[")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One command as a page shows it.
+    """One command on a page.
 
     Attributes:
         page: File name.
-        text: The line, continuations joined.
-        output: The lines below it in a block of ``console``; none elsewhere.
-        inline: It stands in running text or in a table.
+        text: The command line, with continuation lines joined.
+        output: The lines below it in a ``console`` block, otherwise empty.
+        inline: Whether it is in running text or in a table.
     """
 
     page: str
@@ -36,7 +36,7 @@ class Shown:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Split as a shell does, without the comment."""
+        """The words of the command as a shell splits them, without the comment."""
         try:
             return tuple(shlex.split(self.text, comments=True))
         except ValueError:  # an apostrophe in a placeholder
@@ -44,12 +44,12 @@ class Shown:
 
     @property
     def ours(self) -> bool:
-        """Whether it is a command of paceline alone."""
+        """Whether it is a ``paceline`` command without a pipe."""
         return self.words[:1] == ("paceline",) and "|" not in self.words
 
     @property
     def template(self) -> bool:
-        """Whether a reader has to fill something in."""
+        """Whether it has a placeholder."""
         return _PLACEHOLDER.search(self.text.partition(" #")[0]) is not None
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Shown:
 
 
 def in_blocks(page: Path) -> list[Shown]:
-    """Every command in a fenced block of shell: all lines of ``sh``, the prompts of the others."""
+    """Returns the commands in shell blocks: all lines of ``sh``, otherwise lines with a prompt."""
     found = []
     for language, text in _FENCE.findall(page.read_text(encoding="utf-8")):
         lines = text.replace("\\\n", " ").splitlines()
@@ -75,7 +75,7 @@ def _prompts(page: str, lines: list[str]) -> Iterator[Shown]:
 
 
 def inline(page: Path) -> list[Shown]:
-    """Commands in running text."""
+    """Returns the commands in running text."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     commands = [" ".join(command.split()) for command in _INLINE.findall(text)]
     return [Shown(page.name, command, inline=True) for command in commands]

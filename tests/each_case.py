@@ -1,4 +1,4 @@
-"""Cases of one rule as one test: it tries them all and reports every one that fails."""
+"""Runs many cases of one rule as one test, which reports every case that fails."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 def each_case(
     names: str | tuple[str, ...], values: Iterable[Any], ids: Callable[[Any], str] = repr
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs a test once for each value, as ``pytest.mark.parametrize`` does, but as one test.
+    """Runs a test function for each value like ``pytest.mark.parametrize``, but as one test.
 
-    Use it where hundreds of small cases obey one rule. The cases share the test's fixtures, so a
-    test that changes a folder or the environment needs ``parametrize``.
+    Use it if hundreds of small cases obey one rule. All cases share the test's fixtures, so a test
+    that changes a folder or the environment needs ``parametrize``.
 
     Args:
-        names: Of the arguments: one, or several for values that are tuples.
-        values: Of the arguments, a case each.
-        ids: Says which case failed.
+        names: Name of the argument, or a tuple of names if values are tuples.
+        values: One value for each case.
+        ids: Returns the description of a value for the report.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -49,14 +49,14 @@ def each_case(
         signature = inspect.signature(test)
         fixtures = [p for name, p in signature.parameters.items() if name not in own]
         run.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
-        del run.__wrapped__  # or pytest looks through
+        del run.__wrapped__  # otherwise pytest reads the original signature
         return run
 
     return decorate
 
 
 def _plain(value: Any) -> Any:
-    """The value of a ``pytest.param``, or the value itself."""
+    """Returns the value of a ``pytest.param``, or the value itself."""
     if not isinstance(value, type(pytest.param())):
         return value
     return value.values[0] if len(value.values) == 1 else value.values

@@ -1,4 +1,4 @@
-"""Programs on terminals of their own."""
+"""Runs programs on pseudo-terminals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
+ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
 
 
 @dataclass
 class Terminal:
-    """A terminal with the program in its foreground."""
+    """A pseudo-terminal with a program in its foreground."""
 
     descriptor: int
     line: int
@@ -29,7 +29,7 @@ class Terminal:
     before: list[object] = field(default_factory=list)
 
     def reads(self, wanted: bytes, seconds: float = 60.0) -> bool:
-        """Whether it says so in time."""
+        """Returns whether the program prints a text in time."""
         until = time.monotonic() + seconds
         while wanted not in self.said and time.monotonic() < until:
             if select.select([self.descriptor], [], [], 0.1)[0]:
@@ -50,14 +50,14 @@ class Terminal:
 
     @property
     def restored(self) -> bool:
-        """Whether its settings are those of before."""
+        """Whether the terminal has its original settings."""
         return termios.tcgetattr(self.line) == self.before
 
 
 @contextlib.contextmanager
 def on_terminal(argv: Sequence[str], cwd: Path | None = None, columns: int = 80, lines: int = 24,
                 term: str = "xterm", **env: str) -> Iterator[Terminal]:  # fmt: skip
-    """Runs a program in the foreground of a terminal, and ends it."""
+    """Runs a program in the foreground of a pseudo-terminal, and ends it."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     settings = termios.tcgetattr(theirs)

@@ -1,4 +1,4 @@
-"""Build the package's distributions, and wheels of its dependencies to install it offline."""
+"""Builds the package's distributions, and wheels of its dependencies for offline installation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Distributions:
-    """What is published on PyPI.
+    """The files that are published on PyPI.
 
     Attributes:
         sdist: Source archive.
@@ -30,7 +30,7 @@ class Distributions:
 
 
 def build_distributions(folder: Path) -> Distributions:
-    """Builds the source archive and, from it, the wheel. The build backend is the installed one."""
+    """Builds the source archive, and from it the wheel, with the installed build backend."""
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), "."],
         cwd=REPOSITORY, check=True, capture_output=True,
@@ -44,10 +44,10 @@ def write_wheelhouse(wheel: Path, folder: Path) -> None:
     """Writes a wheel of every dependency of ``wheel``, packed from this environment.
 
     ``pip install --no-index --find-links FOLDER`` then resolves the dependencies from the metadata
-    as it does from PyPI.
+    as with PyPI.
 
     Args:
-        wheel: Its requirements are packed, without extras, and theirs in turn.
+        wheel: Its requirements without extras, and theirs in turn, are packed.
         folder: An existing folder.
     """
     with zipfile.ZipFile(wheel) as archive:
@@ -72,7 +72,7 @@ def _requirements(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _pack(distribution: metadata.Distribution, folder: Path) -> None:
-    """Writes an installed distribution as a wheel again, without scripts and compiled modules."""
+    """Packs an installed distribution as a wheel, without scripts and compiled modules."""
     tags = [
         tag
         for line in (distribution.read_text("WHEEL") or "").splitlines()

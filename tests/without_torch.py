@@ -1,7 +1,7 @@
-"""A pytest plug-in for Pythons that have no torch: leaves out what needs it, and says how much.
+"""A pytest plug-in for Pythons without torch: skips what needs torch, and reports how much.
 
-``python -m pytest -p without_torch tests/unit`` with ``tests`` on PYTHONPATH; see
-``tools/pythons.py``. Where torch is, this plug-in is not used: nothing is ever left out there.
+Run ``python -m pytest -p without_torch tests/unit`` with ``tests`` on PYTHONPATH; see
+``tools/pythons.py``. Where torch is installed, this plug-in is not used and nothing is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _left_out: set[str] = set()
 
 
 def _needed(error: BaseException | None) -> bool:
-    """Whether somewhere behind an error one of those was to be imported."""
+    """Returns whether a failed import of one of these packages caused the error."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in NEEDING:
             return True

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", default=[])
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests" / "train"))
-    import forking
+    import forked_worlds
 
     files = [Path(item) for item in options.text] or [*ROOT.glob("docs/*.md"), ROOT / "README.md"]
     text = load_text(files)
@@ -114,11 +114,11 @@ def main() -> None:
             for method in options.ways.split(","):
                 with tempfile.TemporaryDirectory() as temporary:
                     folder = Path(temporary)
-                    processes = forking.start(
+                    processes = forked_worlds.start(
                         options.ranks,
                         lambda: train_rank(folder, method, rate, seed, options.steps, text),  # noqa: B023
                     )
-                    statuses = forking.finish(processes, timeout=3600)
+                    statuses = forked_worlds.finish(processes, timeout=3600)
                     assert not any(statuses), statuses
                     loss = json.loads((folder / "loss.json").read_text())
                 losses_by_case.setdefault((method, rate), []).append(loss)

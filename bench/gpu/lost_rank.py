@@ -111,9 +111,9 @@ def main() -> None:
         DeviceGroup._error_of = lambda *_: ""
     handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     if options.dry and not options.shard and handling == "1":
-        import standin
+        import device_stand_in
 
-        standin.use()
+        device_stand_in.use()
     connect = DeviceGroup.connect
 
     def connect_or_end(group: DeviceGroup) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from paceline.lab import Lab, LabOptions
 
 TIMEOUT_S = 300
-SIMULATED = Path(__file__).parents[2] / "tests" / "simulated.py"
+SIMULATED = Path(__file__).parents[2] / "tests" / "simulated_agents.py"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""The recorded descriptions of hosts: what stands there, and what is to be understood.
+"""The recorded descriptions of hosts, and what Paceline must read from them.
 
 ``fixtures/dialects/DIALECT/CASE.txt`` is a text, ``CASE.env`` a set of variables, one
-``KEY=VALUE`` a line; ``CASE.json`` beside it is what they must give.
+``KEY=VALUE`` per line; ``CASE.json`` next to it has the expected result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def expected_of(path: Path) -> Any:
 
 
 def outcome(parsed: Parsed) -> dict[str, Any]:
-    """What was understood, as it stands in the expected JSON."""
+    """Returns what was read in the form of the expected JSON."""
     found: dict[str, Any] = {"hosts": [said(host) for host in parsed.hosts]}
     if parsed.notes:
         found["notes"] = list(parsed.notes)
@@ -52,6 +52,6 @@ def refusal(error: HostsError) -> dict[str, Any]:
 
 
 def said(host: Host) -> dict[str, Any]:
-    """The fields in which the host says something."""
+    """Returns the fields of a host that are not defaults."""
     silent = {"address": host.name, "local": False, "slots_yield": False, "env": {}}
     return {k: v for k, v in asdict(host).items() if v is not None and silent.get(k) != v}

@@ -1,4 +1,4 @@
-"""Scripts that are sourced before the ranks start: what they set arrives, what fails is told."""
+"""Tests scripts that are sourced before the ranks start: their variables, and their failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def script(folder: Path, text: str, name: str = "set vars.sh") -> str:
     return str(path)
 
 
-def test_what_a_script_exports_arrives(tmp_path: Path) -> None:
+def test_applies_script_exports(tmp_path: Path) -> None:
     text = """
     echo "this is for nobody"
     here=$(dirname "${BASH_SOURCE[0]}")
@@ -27,23 +27,23 @@ b" ARGUMENTS=$#
     unset KEPT
     cd /
     """
-    found = activation.activate([script(tmp_path, text)], BASE)
-    assert found == {
+    environment = activation.activate([script(tmp_path, text)], BASE)
+    assert environment == {
         "PATH": f"{tmp_path}/bin:{os.defpath}", "HOME": "/root", "ROOT": str(tmp_path),
         "LINES_OF": "a\nb", "ARGUMENTS": "0", "PWD": "/before",
     }  # fmt: skip
-    assert activation.changed_names(BASE, found) == ["ARGUMENTS", "LINES_OF", "PATH", "ROOT"]
+    assert activation.changed_names(BASE, environment) == ["ARGUMENTS", "LINES_OF", "PATH", "ROOT"]
 
 
-def test_one_script_after_the_other(tmp_path: Path) -> None:
+def test_runs_scripts_in_order(tmp_path: Path) -> None:
     first = script(tmp_path, "set -e -u; export A=1", "first")
-    second = script(tmp_path, 'export B="$A$NOWHERE"2', "second")  # the first's options are gone
+    second = script(tmp_path, 'export B="$A$NOWHERE"2', "second")  # the first's options are off
     assert activation.activate([first, second], BASE)["B"] == "12"
     assert activation.activate([], BASE) == BASE
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("echo first >&2; echo no such card; return 3", ["status 3", "first", "no such card"]),
         ("exit 0", ["ended before"]),
@@ -52,32 +52,32 @@ def test_one_script_after_the_other(tmp_path: Path) -> None:
         ("kill -9 $$", ["signal 9"]),
     ],
 )
-def test_a_script_that_fails(text: str, said: list[str], tmp_path: Path) -> None:
+def test_reports_failing_script(text: str, expected: list[str], tmp_path: Path) -> None:
     path = script(tmp_path, text)
     with pytest.raises(activation.ActivationError) as caught:
         activation.activate([path], BASE)
-    for word in (path, *said):
-        assert word in str(caught.value)
+    for part in (path, *expected):
+        assert part in str(caught.value)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_rejects_missing_file() -> None:
     with pytest.raises(activation.ActivationError, match="there is no file /no/such"):
         activation.activate(["/no/such"], BASE)
 
 
-def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "SCRIPT_TIMEOUT_S", 0.3)
     with pytest.raises(activation.ActivationError, match=r"did not end within 0.3 s"):
         activation.activate([script(tmp_path, "sleep 60")], BASE)
 
 
-def test_what_it_leaves_running_keeps_nobody_waiting(tmp_path: Path) -> None:
-    found = activation.activate([script(tmp_path, "sleep 5 & export A=1 LEFT=$!")], BASE)
-    assert found["A"] == "1"
-    os.kill(int(found["LEFT"]), 9)
+def test_does_not_wait_for_background_processes(tmp_path: Path) -> None:
+    environment = activation.activate([script(tmp_path, "sleep 5 & export A=1 LEFT=$!")], BASE)
+    assert environment["A"] == "1"
+    os.kill(int(environment["LEFT"]), 9)
 
 
-def test_a_script_goes_before_our_defaults_and_behind_the_users(
+def test_script_overrides_defaults_but_not_user_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

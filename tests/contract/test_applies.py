@@ -1,6 +1,6 @@
-"""Every option of the launching verbs, with every scheduler, now and later.
+"""Tests every option of the launching commands, with every scheduler, started now and submitted.
 
-Each is either shown to act, by what would be started or written, or refused with exit status 2.
+Each option must either change what would be started or written, or be refused with exit status 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from overriding import overridden
+from command_lines import overridden
 from paceline.checks import runner
 from paceline.cli import applicability, launch, program, trust
 from paceline.cli.measure import forecasts, probes
@@ -40,8 +40,8 @@ from paceline.spec.rundir import MODEL_CONFIG
 
 HOSTS = (Host("n1"), Host("n2", "10.0.0.2"))
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-# manner → options that lead to it
-LEADING: dict[str, tuple[str, ...]] = {
+# launch mode → options that select it
+MODE_OPTIONS: dict[str, tuple[str, ...]] = {
     "ssh": ("--via", "ssh", "-H", "n1,n2"),
     "local": ("--via", "local"),
     "mpi": ("--via", "mpi", "-H", "n1,n2"),
@@ -58,7 +58,7 @@ LEADING: dict[str, tuple[str, ...]] = {
         *("--mount", "r:/r", "--run-dir", "/r/0"),
     ),
 }
-# verb → the words before and after the options
+# command → words before and after the options
 VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "run": (("run",), ("job.py",)),
     "train": (("train",), ("image", "--steps", "1")),
@@ -67,7 +67,7 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "collectives": (("bench", "collectives", "--no-links"), ()),
     "forecast": (("forecast",), ("image",)),
 }
-# option → one value that is not its default; "" for a switch
+# option → a value other than its default; "" for a switch
 VALUES = {
     "hosts": "n1", "ssh_config": "config", "accept_new_host_keys": "", "nnodes": "1", "fastest": "",
     "nproc_per_node": "2", "env": "T_A=1", "unset": "T_B", "iface": "eth7", "python": "/other/py",
@@ -87,81 +87,81 @@ VALUES = {
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "", "keep": "",
     "supervisor": "n1", "keep_results": "30d", "follow_links": "", "encrypt": "",
 }  # fmt: skip
-# where that would be refused: a manifest has no directives, and Kubernetes knows labels only
-OTHERWISE = {
+# if that is refused: a manifest has no directives, and Kubernetes knows only labels
+VALUE_OVERRIDES = {
     ("kubernetes script", "sbatch_arg"): "kind=JobSet",
     ("kubernetes script", "constraint"): "zone=a",
 }
-LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
+MODE_SELECTORS = {"via", "rdzv", "node_rank"}  # the options that select launch modes
 COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",), "supervisor": ("--detach",),
               "keep_results": ("--detach",)}  # fmt: skip
 
 
 def launch_modes() -> dict[str, applicability.LaunchMode]:
-    """By the words of this file."""
+    """Returns the launch modes by the names that this file uses."""
     return {
-        f"{one.scheduler.name}{' script' if one.submits else ''}": one
-        for one in applicability.launch_modes()
+        f"{mode.scheduler.name}{' script' if mode.submits else ''}": mode
+        for mode in applicability.launch_modes()
     }
 
 
-class Acted(Exception):
-    """What would have been done."""
+class Intercepted(Exception):
+    """Ends a command just before it would act."""
 
 
 @dataclass
-class Deed:
-    """What the command was about to do, as text."""
+class Action:
+    """Records as text what the command was about to do."""
 
     text: str = ""
     layouts: tuple[object, ...] = ()
 
     def is_done(self, *parts: object) -> NoReturn:
         self.text = "\n".join(map(str, [*parts, *self.layouts]))
-        raise Acted
+        raise Intercepted
 
 
 @pytest.fixture
-def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
-    """Everything up to the first connection is real; what follows is written down."""
-    done = Deed()
+def action(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Action:
+    """Runs everything up to the first connection, and records what would follow."""
+    result = Action()
     monkeypatch.delenv("PACELINE_OPT_REPORT", raising=False)
 
-    def started(job: Any, cluster: Any, transport: Any, screen: Any, **more: Any) -> NoReturn:
-        places = {name: more.get(name) for name in ("run_dir", "parent")}
-        places = {k: v for k, v in places.items() if not more.get("run_dir") or k == "run_dir"}
-        chosen = [host.name for host in cluster.hosts]
+    def record_run(job: Any, cluster: Any, transport: Any, screen: Any, **kwargs: Any) -> NoReturn:
+        places = {name: kwargs.get(name) for name in ("run_dir", "parent")}
+        places = {k: v for k, v in places.items() if not kwargs.get("run_dir") or k == "run_dir"}
+        host_names = [host.name for host in cluster.hosts]
         seen = [vars(screen).get(name) for name in ("_show", "_display")]
-        done.is_done("run", job, chosen, rendered(transport), seen,
-                     sorted(places.items()), more.get("inspect") is None,
-                     more.get("keep_warm_s"))  # fmt: skip
+        result.is_done("run", job, host_names, render_commands(transport), seen,
+                     sorted(places.items()), kwargs.get("inspect") is None,
+                     kwargs.get("keep_warm_s"))  # fmt: skip
 
-    def planned(ctx: Any, *_: Any) -> NoReturn:
-        done.is_done("plan", ctx.params["as_json"], ctx.params["verbose"])
+    def record_plan(ctx: Any, *_: Any) -> NoReturn:
+        result.is_done("plan", ctx.params["as_json"], ctx.params["verbose"])
 
-    async def examined(*_: Any, **__: Any) -> NoReturn:
-        done.is_done("examined")
+    async def record_check(*_: Any, **__: Any) -> NoReturn:
+        result.is_done("examined")
 
-    def written(scheduler: Any, text: str, *_: object) -> NoReturn:
-        done.is_done("submitted", text)
+    def record_submission(scheduler: Any, text: str, *_: object) -> NoReturn:
+        result.is_done("submitted", text)
 
     real_ladder = scaling_verb.scaling.ladder
 
     def ladder(nodes: int, processes: int) -> Any:
-        done.layouts = (nodes, processes)
+        result.layouts = (nodes, processes)
         return real_ladder(nodes, processes)
 
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
-    monkeypatch.setattr(launcher, "run_job", started)
-    monkeypatch.setattr(launch, "show_plan", planned)
+    monkeypatch.setattr(launcher, "run_job", record_run)
+    monkeypatch.setattr(launch, "show_plan", record_plan)
     monkeypatch.setattr(forecasts, "choose_fastest",
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
-    monkeypatch.setattr(runner, "survey_hosts", examined)
-    monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, {}))  # what it tries follows
-    monkeypatch.setattr(leave, "detach", lambda leaving, _: done.is_done(
+    monkeypatch.setattr(runner, "survey_hosts", record_check)
+    monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, {}))  # it tests links later
+    monkeypatch.setattr(leave, "detach", lambda leaving, _: result.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
-    monkeypatch.setattr(evaluate, "run_script", lambda *words: done.is_done("here", words))
-    monkeypatch.setattr(submission, "submit_job", written)
+    monkeypatch.setattr(evaluate, "run_script", lambda *args: result.is_done("here", args))
+    monkeypatch.setattr(submission, "submit_job", record_submission)
     monkeypatch.setattr(this_machine, "local_names", lambda: set[str]())
     monkeypatch.setattr(
         mpi, "find_mpi", lambda requested: mpi.Mpi("mpich", "4", requested or "mpiexec")
@@ -178,11 +178,11 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     (tmp_path / "key").chmod(0o600)
     (tmp_path / "trained").joinpath(MODEL_CONFIG).parent.mkdir(parents=True)
     (tmp_path / "trained" / MODEL_CONFIG).write_text("{}")
-    return done
+    return result
 
 
-def rendered(transport: Any) -> object:
-    """The commands by which a transport starts its agents."""
+def render_commands(transport: Any) -> object:
+    """Returns the commands with which a transport starts its agents."""
     if isinstance(transport, ManualTransport):
         endpoint = transport._endpoint
         return endpoint, "made up" if endpoint.token else endpoint.key
@@ -202,137 +202,143 @@ def rendered(transport: Any) -> object:
     return type(transport).__name__
 
 
-def call(deed: Deed, verb: str, manner: str, options: Sequence[str]) -> tuple[int, str, str]:
-    """Exit status, what was said, and what was done."""
+def call(action: Action, verb: str, mode_name: str, options: Sequence[str]) -> tuple[int, str, str]:
+    """Returns the exit status, the output, and the recorded action."""
     before, after = VERBS[verb]
-    deed.text, deed.layouts = "", ()
+    action.text, action.layouts = "", ()
     env: dict[str, str | None] = dict.fromkeys(ALLOCATION)
-    env |= ALLOCATION if manner == "slurm" else {}
-    done = CliRunner(env=env).invoke(
-        program, [*before, *overridden(LEADING[manner], options), *after]
+    env |= ALLOCATION if mode_name == "slurm" else {}
+    result = CliRunner(env=env).invoke(
+        program, [*before, *overridden(MODE_OPTIONS[mode_name], options), *after]
     )
-    if isinstance(done.exception, Acted):
-        return 0, done.output, deed.text
-    status = getattr(done.exception, "exit_code", done.exit_code)
-    said = done.exception.render() if hasattr(done.exception, "render") else done.output
-    assert done.exception is None or hasattr(done.exception, "render") or status == 2, said
-    return status, said, done.output
+    if isinstance(result.exception, Intercepted):
+        return 0, result.output, action.text
+    status = getattr(result.exception, "exit_code", result.exit_code)
+    printed = result.exception.render() if hasattr(result.exception, "render") else result.output
+    assert result.exception is None or hasattr(result.exception, "render") or status == 2, printed
+    return status, printed, result.output
 
 
 def options_of(verb: str) -> list[click.Option]:
-    words, _ = VERBS[verb]
-    found: Any = program
-    for word in words:
+    args, _ = VERBS[verb]
+    group: Any = program
+    for word in args:
         if not word.startswith("-"):
-            found = found.get_command(click.Context(found), word)
+            group = group.get_command(click.Context(group), word)
     return [
-        p for p in found.params if isinstance(p, click.Option) and p.name in applicability.OPTIONS
+        p for p in group.params if isinstance(p, click.Option) and p.name in applicability.OPTIONS
     ]
 
 
-def test_every_option_is_in_the_table() -> None:
-    """And nothing else."""
+def test_options_table_is_complete() -> None:
+    """The tables contain no other entries."""
     assert {option.name for option in options_of("run")} == set(applicability.OPTIONS)
-    assert set(VALUES) | LEADS == set(applicability.OPTIONS)
-    assert set(LEADING) == set(launch_modes())
+    assert set(VALUES) | MODE_SELECTORS == set(applicability.OPTIONS)
+    assert set(MODE_OPTIONS) == set(launch_modes())
     assert set(VERBS) == set(applicability.VERBS)
 
 
-@pytest.mark.parametrize("manner", LEADING)
+@pytest.mark.parametrize("mode_name", MODE_OPTIONS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -> None:
-    plain = call(deed, verb, manner, ())
+def test_options_take_effect_or_are_rejected(action: Action, verb: str, mode_name: str) -> None:
+    baseline = call(action, verb, mode_name, ())
     several = verb in ("scaling", "forecast")
-    alone: tuple[str, ...] = ("rdzv", "kubernetes script") if several else ()
-    if verb == "collectives" and (manner == "rdzv" or manner.endswith(" script")):
-        alone = (manner,)
-    if manner in alone:
-        assert plain[0] == 2, plain  # many runs, started from one place, or not at all
+    unsupported_modes: tuple[str, ...] = ("rdzv", "kubernetes script") if several else ()
+    if verb == "collectives" and (mode_name == "rdzv" or mode_name.endswith(" script")):
+        unsupported_modes = (mode_name,)
+    if mode_name in unsupported_modes:
+        assert baseline[0] == 2, (
+            baseline
+        )  # it needs several runs from one place, or cannot start here
         return
-    assert plain[0] == 0, plain[1]
+    assert baseline[0] == 0, baseline[1]
     for option in options_of(verb):
         name = option.name or ""
-        if name in LEADS:
+        if name in MODE_SELECTORS:
             continue
         flag = max(option.opts, key=len)
-        if option.default is True and verb not in applicability.MEASURING:  # on as it is
+        if option.default is True and verb not in applicability.MEASURING:  # the default is on
             flag = option.secondary_opts[0]
-        beside = () if verb in applicability.MEASURING else COMPANIONS.get(name, ())
+        companions = () if verb in applicability.MEASURING else COMPANIONS.get(name, ())
         if name in ("supervisor", "keep_results") and (verb not in applicability.OPTIONS[name].verbs
-                                     or not launch_modes()[manner].accepts(name)):  # fmt: skip
-            beside = ()
-        value = OTHERWISE.get((manner, name), VALUES[name])
-        words = [*beside, flag, *([value] if value else [])]
-        if name == "detach" and manner == "slurm script":
-            continue  # shown below: it has to do with what follows the submission
-        if name == "plan_only" and (manner.endswith(" script") or several):
-            continue  # what these do at all, but for Slurm's, is to print; a ladder has no plan
+                                     or not launch_modes()[mode_name].accepts(name)):  # fmt: skip
+            companions = ()
+        value = VALUE_OVERRIDES.get((mode_name, name), VALUES[name])
+        args = [*companions, flag, *([value] if value else [])]
+        if name == "detach" and mode_name == "slurm script":
+            continue  # tested below: it takes effect after the submission
+        if name == "plan_only" and (mode_name.endswith(" script") or several):
+            continue  # these modes only print, except for Slurm's; and a series of runs has no plan
         if name == "as_json" and verb in applicability.MEASURING:
-            continue  # it has to do with how the figures are printed
-        if manner == "local" and name == "hosts":
-            words = [flag, "localhost"]
-        if manner == "local" and name == "supervisor":
-            words = [*beside, flag, socket.gethostname()]
-        if manner == "local" and name == "nnodes":
-            words = [flag, "2"]
-        before = call(deed, verb, manner, beside) if beside else plain
-        status, said, did = call(deed, verb, manner, words)
-        if (verb, manner, name) == ("forecast", "local", "nnodes"):
-            assert "2 nodes were asked for" in said  # its value is: there is one host
+            continue  # it takes effect on the printed results
+        if mode_name == "local" and name == "hosts":
+            args = [flag, "localhost"]
+        if mode_name == "local" and name == "supervisor":
+            args = [*companions, flag, socket.gethostname()]
+        if mode_name == "local" and name == "nnodes":
+            args = [flag, "2"]
+        before = call(action, verb, mode_name, companions) if companions else baseline
+        status, printed, did = call(action, verb, mode_name, args)
+        if (verb, mode_name, name) == ("forecast", "local", "nnodes"):
+            assert "2 nodes were asked for" in printed  # the value is used: there is only one host
             continue
-        refused = status == 2 and flag in said
-        where = applicability.OPTIONS[name]
-        how = launch_modes()[manner]
-        fits = verb in where.verbs_in(how) and (not where.by_scheduler or how.accepts(name))
-        assert refused or (status == 0 and did != before[2]), (verb, manner, words, said, did)
-        assert refused is not fits, (verb, manner, words, said)
+        refused = status == 2 and flag in printed
+        option_rule = applicability.OPTIONS[name]
+        launch_mode = launch_modes()[mode_name]
+        is_supported = verb in option_rule.verbs_in(launch_mode) and (
+            not option_rule.by_scheduler or launch_mode.accepts(name)
+        )
+        assert refused or (status == 0 and did != before[2]), (verb, mode_name, args, printed, did)
+        assert refused is not is_supported, (verb, mode_name, args, printed)
 
 
-def test_flux_is_refused_with_what_to_type_instead(deed: Deed) -> None:
-    status, said, _ = call(deed, "run", "ssh", ("--via", "flux"))
+def test_flux_error_suggests_host_list(action: Action) -> None:
+    status, printed, _ = call(action, "run", "ssh", ("--via", "flux"))
     assert status == 2
-    assert '-H "$(flux getattr hostlist)"' in said
+    assert '-H "$(flux getattr hostlist)"' in printed
 
 
-@pytest.mark.parametrize("manner", LEADING)
+@pytest.mark.parametrize("mode_name", MODE_OPTIONS)
 @pytest.mark.parametrize("verb", ["run", "scaling", "forecast", "collectives"])
-def test_a_range_of_nodes_where_their_number_can_change(deed: Deed, verb: str,
-                                                        manner: str) -> None:  # fmt: skip
-    status, said, _ = call(deed, verb, manner, ("--nnodes", "1:2"))
-    fixed = launch_modes()[manner].scheduler.fixed_size_reason
-    fits = verb == "run" and not fixed and "script" not in manner
-    assert (status == 0) is fits, said
-    if not fits and "range" in said:
-        assert "--nnodes 1:2 is a range, which cannot be combined with" in said
-        assert "remedy: --nnodes 2" in said
-    # what leaves no choice means the same with torchrun's colon
-    assert call(deed, verb, manner, ("--nnodes", "2:2"))[0] == call(
-        deed, verb, manner, ("--nnodes", "2"))[0]  # fmt: skip
+def test_accepts_node_range_only_if_size_can_change(action: Action, verb: str,
+                                                        mode_name: str) -> None:  # fmt: skip
+    status, printed, _ = call(action, verb, mode_name, ("--nnodes", "1:2"))
+    fixed = launch_modes()[mode_name].scheduler.fixed_size_reason
+    is_supported = verb == "run" and not fixed and "script" not in mode_name
+    assert (status == 0) is is_supported, printed
+    if not is_supported and "range" in printed:
+        assert "--nnodes 1:2 is a range, which cannot be combined with" in printed
+        assert "remedy: --nnodes 2" in printed
+    # a fixed range means the same with torchrun's colon
+    assert call(action, verb, mode_name, ("--nnodes", "2:2"))[0] == call(
+        action, verb, mode_name, ("--nnodes", "2"))[0]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["mem", "array", "via_arg", "shm_size", "ssh_config"])
-def test_wherever_it_was_given(deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_error_names_source(action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                name: str) -> None:  # fmt: skip
-    """In the environment and in paceline.toml, too; the error says where it stands."""
+    """Covers the environment and paceline.toml; the error names the place of the option."""
     (option,) = [option for option in options_of("run") if option.name == name]
     flag, value = max(option.opts, key=len), VALUES[name]
     variable = f"PACELINE_OPT_{flag[2:].replace('-', '_').upper()}"
     with monkeypatch.context() as patched:
         patched.setenv(variable, value or "1")
-        status, said, _ = call(deed, "run", "local", ())
+        status, printed, _ = call(action, "run", "local", ())
     assert status == 2
-    assert f"{flag} ({variable}) does not apply to --via local" in said
+    assert f"{flag} ({variable}) does not apply to --via local" in printed
     text = "true" if not value else json.dumps([value] if option.multiple else value)
     path = tmp_path / "paceline.toml"
     path.write_text(f"[run]\n{flag[2:]} = {text}\n")
     trust.remember(path, read_settings_file(tmp_path))
-    status, said, _ = call(deed, "run", "local", ())
+    status, printed, _ = call(action, "run", "local", ())
     assert status == 2
-    assert f"{flag} ([run] of paceline.toml) does not apply to --via local" in said
+    assert f"{flag} ([run] of paceline.toml) does not apply to --via local" in printed
 
 
-def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Submitted and left; without the option it is followed."""
+def test_detach_does_not_follow_submitted_job(
+    action: Action, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the option the command returns after the submission, without it the job is followed."""
     followed: list[str] = []
 
     async def follow(job: submission.SubmittedJob, *_: object) -> int:
@@ -342,15 +348,15 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "submit_job",
                         lambda scheduler, *_: submission.SubmittedJob(scheduler, "7"))  # fmt: skip
     monkeypatch.setattr(submission, "follow", follow)
-    words = ["run", "--via", "slurm", "--nnodes", "2"]
-    assert CliRunner().invoke(program, [*words, "--detach", "job.py"]).exit_code == 0
+    args = ["run", "--via", "slurm", "--nnodes", "2"]
+    assert CliRunner().invoke(program, [*args, "--detach", "job.py"]).exit_code == 0
     assert followed == []
-    assert CliRunner().invoke(program, [*words, "job.py"]).exit_code == 0
+    assert CliRunner().invoke(program, [*args, "job.py"]).exit_code == 0
     assert followed == ["7"]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("run", "--no-torch", "--any-world", "job.py"), "--any-world needs"),
         (("run", "--no-torch", "--backend", "gloo", "job.py"), "--backend needs"),
@@ -385,15 +391,15 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_options_that_make_each_other_void(deed: Deed, words: list[str], message: str) -> None:
-    done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, words)
-    assert isinstance(done.exception, SettingError), done.output
-    assert done.exception.exit_code == 2
-    assert message in done.exception.message
+def test_rejects_conflicting_options(action: Action, args: list[str], message: str) -> None:
+    result = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, args)
+    assert isinstance(result.exception, SettingError), result.output
+    assert result.exception.exit_code == 2
+    assert message in result.exception.message
 
 
 @pytest.mark.parametrize(
-    ("settings", "words", "kept"),
+    ("settings", "args", "stays_attached"),
     [
         ("detach = true", ("--keep",), True),
         ("keep = true", ("--detach",), False),
@@ -401,80 +407,82 @@ def test_options_that_make_each_other_void(deed: Deed, words: list[str], message
         ('detach = true\nkeep-warm = "10m"', ("--keep-warm", "0"), False),
     ],
 )
-def test_what_is_typed_goes_before_the_file_where_a_run_is_left(
-    settings: str, words: tuple[str, ...], kept: bool, deed: Deed, tmp_path: Path,
+def test_command_line_overrides_file_for_detach(
+    settings: str, args: tuple[str, ...], stays_attached: bool, action: Action, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     (tmp_path / "paceline.toml").write_text(f"[run]\n{settings}\n")
-    shown: list[str] = []
+    attached_runs: list[str] = []
     outcome = leave.DetachOutcome(None, Host("n1", local=True), run_id="1")
     monkeypatch.setattr(leave, "detach", lambda *_: outcome)
-    monkeypatch.setattr(attached, "attach_to_run", lambda run, **_: shown.append(str(run)) or 0)
-    done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, ["run", *words, "job.py"])
-    assert done.exit_code == 0, done.output
-    assert bool(shown) is kept
-    assert ("attach: " in done.stderr) is not kept
+    monkeypatch.setattr(
+        attached, "attach_to_run", lambda run, **_: attached_runs.append(str(run)) or 0
+    )
+    result = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, ["run", *args, "job.py"])
+    assert result.exit_code == 0, result.output
+    assert bool(attached_runs) is stays_attached
+    assert ("attach: " in result.stderr) is not stays_attached
 
 
 @pytest.mark.parametrize("hosts", ["lab", "lab:mine"])
-def test_hosts_of_a_lab_cannot_call_back(deed: Deed, hosts: str) -> None:
-    """As MPI's have to: said at once, not after a minute of waiting."""
-    done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(
+def test_rejects_lab_hosts_with_mpi(action: Action, hosts: str) -> None:
+    """MPI requires this: the error comes at once, not after waiting for a minute."""
+    result = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(
         program, ["run", "-H", hosts, "--ssh-config", "config", "--via", "mpi", "job.py"]
     )
-    assert isinstance(done.exception, SettingError), done.output
-    assert "the lab's cannot" in done.exception.message
-    assert "paceline lab shell n1" in str(done.exception.remedy)
+    assert isinstance(result.exception, SettingError), result.output
+    assert "the lab's cannot" in result.exception.message
+    assert "paceline lab shell n1" in str(result.exception.remedy)
 
 
-@pytest.mark.parametrize("place", ["0", "1"])
-def test_a_place_among_nodes_is_for_those_that_meet(deed: Deed, place: str) -> None:
-    """The first place is no less given than the others."""
-    status, said, _ = call(deed, "run", "local", ["--node-rank", place])
+@pytest.mark.parametrize("node_rank", ["0", "1"])
+def test_rejects_node_rank_without_rendezvous(action: Action, node_rank: str) -> None:
+    """The value 0 is refused, too."""
+    status, printed, _ = call(action, "run", "local", ["--node-rank", node_rank])
     assert status == 2
-    assert "--node-rank does not apply to --via local" in said
+    assert "--node-rank does not apply to --via local" in printed
 
 
-def test_json_is_for_a_plan(deed: Deed) -> None:
-    status, said, _ = call(deed, "run", "local", ["--json"])
+def test_rejects_json_without_plan(action: Action) -> None:
+    status, printed, _ = call(action, "run", "local", ["--json"])
     assert status == 2
-    assert "--json does not apply to a run" in said
+    assert "--json does not apply to a run" in printed
 
 
-def test_a_batch_does_not_stumble_over_its_own_submission(
-    deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_submitted_job_ignores_submission_settings(
+    action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the file and the variables say of the submission has had its effect before."""
+    """Options of the submission in the file and in variables have already taken effect."""
     (tmp_path / "paceline.toml").write_text('[run]\nmem = "5G"\nvia = "slurm"\n')
     monkeypatch.setenv("PACELINE_OPT_TIME", "1:00")
-    assert call(deed, "run", "slurm", ())[0] == 2
+    assert call(action, "run", "slurm", ())[0] == 2
     monkeypatch.setenv("PACELINE_SUBMITTED", "1")
-    assert call(deed, "run", "slurm", ())[0] == 0
-    assert call(deed, "run", "slurm", ("--mem", "5G"))[0] == 2
+    assert call(action, "run", "slurm", ())[0] == 0
+    assert call(action, "run", "slurm", ("--mem", "5G"))[0] == 2
 
 
-def test_a_recipe_in_a_batch_is_told_what_the_file_says(deed: Deed, tmp_path: Path) -> None:
+def test_batch_recipe_gets_settings_from_file(action: Action, tmp_path: Path) -> None:
     (tmp_path / "paceline.toml").write_text("[train.image]\nlr = 0.5\n")
-    words = ["train", *LEADING["kubernetes script"], "image", "--steps", "3"]
-    whole = CliRunner().invoke(program, words).stdout.split("---\n")[-1]
-    pod = json.loads(whole)["spec"]["template"]["spec"]
-    told = pod["containers"][0]["command"]
-    assert told[told.index("image") :] == ["image", "--lr=0.5", "--steps", "3"]
+    args = ["train", *MODE_OPTIONS["kubernetes script"], "image", "--steps", "3"]
+    manifest = CliRunner().invoke(program, args).stdout.split("---\n")[-1]
+    pod = json.loads(manifest)["spec"]["template"]["spec"]
+    job_command = pod["containers"][0]["command"]
+    assert job_command[job_command.index("image") :] == ["image", "--lr=0.5", "--steps", "3"]
 
 
-def test_the_job_in_a_batch_is_told_all_that_is_its_own(
-    deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_batch_command_keeps_job_options(
+    action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the command line, the environment and the file; nothing of the submission."""
+    """Covers command line, environment and file; options of the submission are left out."""
     (tmp_path / "paceline.toml").write_text('[run]\nlease = 7.0\npartition = "debug"\n')
     monkeypatch.setenv("PACELINE_OPT_GRACE", "3")
-    words = ["--time", "1:00", "--name=--mem", "-p", "2", "--env", "A=x y", "--no-torch", "job.py",
+    args = ["--time", "1:00", "--name=--mem", "-p", "2", "--env", "A=x y", "--no-torch", "job.py",
              "--time", "3", "--detach"]  # fmt: skip
-    before = ["run", *LEADING["slurm script"]]
-    script = CliRunner().invoke(program, [*before, *words]).output.splitlines()
+    before = ["run", *MODE_OPTIONS["slurm script"]]
+    script = CliRunner().invoke(program, [*before, *args]).output.splitlines()
     (line,) = [line for line in script if line.startswith("exec ")]
-    _, told = line.split("--run-dir ", 1)
-    assert told.split(" ", 1)[1] == (
+    _, job_command = line.split("--run-dir ", 1)
+    assert job_command.split(" ", 1)[1] == (
         "--via slurm --nproc-per-node=2 '--env=A=x y' --name=--mem --lease=7.0 --grace=3.0 "
         "--no-torch job.py --time 3 --detach"
     )
@@ -482,7 +490,7 @@ def test_the_job_in_a_batch_is_told_all_that_is_its_own(
 
 @pytest.mark.parametrize("via", ["mpi", "pbs"])
 @pytest.mark.parametrize("flag", ["--detach", "--keep"])
-def test_who_cannot_be_left_is_told_why(via: str, flag: str) -> None:
+def test_rejects_detach_and_keep_for_mpi_and_pbs(via: str, flag: str) -> None:
     refused = CliRunner().invoke(program, ["run", "--via", via, flag, "job.py"])
     assert isinstance(refused.exception, SettingError)
     assert refused.exception.exit_code == 2

@@ -1,9 +1,8 @@
-"""What every check must do, over the registry and recorded cases.
+"""Tests what every check must do, on all registered checks and recorded cases.
 
-``fixtures/checks/healthy.json`` is the recorded survey of three well hosts. A case
-``fixtures/checks/CHECK/OUTCOME_NAME.json`` says what is changed in it (``path.to.value``; a
-``-`` in front removes) and what the check must find: outcome, hosts, words of the message and of
-the remedy.
+``fixtures/checks/healthy.json`` is the recorded survey of three healthy hosts. A case
+``fixtures/checks/CHECK/OUTCOME_NAME.json`` has changes to it (``path.to.value``; a prefix ``-``
+removes) and what the check must find: outcome, hosts, words of the message and of the remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from paceline.spec.finding import Finding
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checks"
 SOURCE = Path(__file__).parents[2] / "src" / "paceline" / "checks"
 CASES = sorted(FOLDER.glob("*/*.json"))
-BLAMED = [
+FAILING_CASES = [
     path
     for path in CASES
     if json.loads(path.read_text())["expect"][0]["outcome"] not in ("pass", "unknown")
@@ -39,16 +38,16 @@ def healthy() -> dict[str, Any]:
     return survey
 
 
-def changed(survey: dict[str, Any], change: dict[str, Any]) -> Survey:
+def apply_change(survey: dict[str, Any], change: dict[str, Any]) -> Survey:
     for path, value in change.items():
-        *parents, last = path.removeprefix("-").split(".")
-        place = survey
+        *parents, key = path.removeprefix("-").split(".")
+        node = survey
         for name in parents:
-            place = place[name]
+            node = node[name]
         if path.startswith("-"):
-            del place[last]
+            del node[key]
         else:
-            place[last] = value
+            node[key] = value
     return Survey.from_json(survey)
 
 
@@ -57,25 +56,25 @@ def case_id(path: Path) -> str:
 
 
 @each_case("path", CASES, ids=case_id)
-def test_judges_as_recorded(path: Path) -> None:
+def test_evaluates_recorded_cases(path: Path) -> None:
     case = json.loads(path.read_text())
     check = load(path.parent.name)
-    found = check.evaluate(changed(healthy(), case["change"]))
-    assert [(f.outcome, list(f.hosts)) for f in found] == [
-        (one["outcome"], one["hosts"]) for one in case["expect"]
-    ], found
-    for finding, wanted in zip(found, case["expect"], strict=True):
-        for words in wanted["says"]:
-            assert words in finding.message
-        for words in wanted["remedy"]:
-            assert words in finding.remedy
+    result = check.evaluate(apply_change(healthy(), case["change"]))
+    assert [(f.outcome, list(f.hosts)) for f in result] == [
+        (expectation["outcome"], expectation["hosts"]) for expectation in case["expect"]
+    ], result
+    for finding, expected in zip(result, case["expect"], strict=True):
+        for phrase in expected["says"]:
+            assert phrase in finding.message
+        for phrase in expected["remedy"]:
+            assert phrase in finding.remedy
 
 
-@each_case("path", BLAMED, ids=case_id)
-def test_the_conclusion_is_that_of_the_case(path: Path) -> None:
-    """Nothing else in the registry blames somebody for what the case changed."""
+@each_case("path", FAILING_CASES, ids=case_id)
+def test_failing_check_ranks_first(path: Path) -> None:
+    """No other check in the registry ranks higher for the changed value."""
     case = json.loads(path.read_text())
-    survey = changed(healthy(), case["change"])
+    survey = apply_change(healthy(), case["change"])
     first = runner.ranked(evaluate(survey, "full"))[0]
     assert first.check == path.parent.name, first
 
@@ -88,7 +87,7 @@ def test_has_recorded_cases(name: str) -> None:
 
 
 @each_case("name", CHECKS)
-def test_is_what_it_is_called(name: str) -> None:
+def test_has_id_and_documentation(name: str) -> None:
     check = load(name)
     assert check.id == name
     assert check.title
@@ -99,61 +98,63 @@ def test_is_what_it_is_called(name: str) -> None:
 
 
 @each_case("name", [name for name in CHECKS if load(name).probe is not None])
-def test_says_unknown_when_its_probe_fails(name: str) -> None:
-    survey = replace(changed(healthy(), {}), failures={name: "no answer in time"})
-    (found,) = [finding for finding in evaluate(survey, "full") if finding.check == name]
-    assert found.outcome == "unknown"
-    assert "no answer in time" in found.message
+def test_failed_probe_gives_unknown(name: str) -> None:
+    survey = replace(apply_change(healthy(), {}), failures={name: "no answer in time"})
+    (result,) = [finding for finding in evaluate(survey, "full") if finding.check == name]
+    assert result.outcome == "unknown"
+    assert "no answer in time" in result.message
 
 
-def test_every_file_is_registered() -> None:
+def test_files_match_registry() -> None:
     files = {path.stem for path in SOURCE.glob("*.py")} - NOT_CHECKS
     assert files == set(CHECKS)
 
 
-def test_healthy_hosts_are_called_healthy() -> None:
-    found = evaluate(changed(healthy(), {}), "full")
-    assert {finding.outcome for finding in found} == {"pass"}
-    assert runner.exit_status(found) == 0
-    assert runner.conclusion(found).startswith("all is well")
+def test_healthy_hosts_pass() -> None:
+    result = evaluate(apply_change(healthy(), {}), "full")
+    assert {finding.outcome for finding in result} == {"pass"}
+    assert runner.exit_status(result) == 0
+    assert runner.conclusion(result).startswith("all is well")
 
 
-def test_a_lone_host_needs_no_network() -> None:
-    survey = changed(healthy(), {})
-    alone = replace(
+def test_single_host_needs_no_network() -> None:
+    survey = apply_change(healthy(), {})
+    single_host = replace(
         survey, hosts=survey.hosts[:1], facts={"n1": survey.facts["n1"]}, evidence={}, networks={}
     )
-    assert {f.outcome for f in evaluate(alone, "facts")} == {"pass"}
-    assert not applies(load("ports"), alone)
+    assert {f.outcome for f in evaluate(single_host, "facts")} == {"pass"}
+    assert not applies(load("ports"), single_host)
 
 
-def test_refused_hosts_do_not_silence_the_others() -> None:
+def test_unreachable_host_does_not_hide_results() -> None:
     change = {"refusals": {"n2": {"cause": "refused", "found": "x", "remedy": "y"}}}
-    found = evaluate(changed(healthy(), {**change, "-facts.n2": None, "evidence": {}}), "facts")
-    assert found[0].outcome == "fail"
-    assert [f for f in found if f.check == "torch" and f.outcome == "pass"]
+    result = evaluate(
+        apply_change(healthy(), {**change, "-facts.n2": None, "evidence": {}}), "facts"
+    )
+    assert result[0].outcome == "fail"
+    assert [f for f in result if f.check == "torch" and f.outcome == "pass"]
 
 
-def test_one_machine_under_two_names_is_not_told_to_take_another_name() -> None:
-    survey = changed(healthy(), {})
-    twins = replace(survey, facts={**survey.facts, "n2": survey.facts["n1"]})
-    assert [f.outcome for f in load("names").evaluate(twins)] == ["pass"]
+def test_names_check_accepts_aliases_of_machine() -> None:
+    survey = apply_change(healthy(), {})
+    same_machine = replace(survey, facts={**survey.facts, "n2": survey.facts["n1"]})
+    assert [f.outcome for f in load("names").evaluate(same_machine)] == ["pass"]
 
 
-def test_a_scene_survives_json() -> None:
-    survey = changed(healthy(), {})
+def test_survey_json_round_trip() -> None:
+    survey = apply_change(healthy(), {})
     assert Survey.from_json(json.loads(json.dumps(survey.to_json()))) == survey
 
 
-def test_a_failure_needs_a_remedy() -> None:
+def test_failed_finding_requires_remedy() -> None:
     with pytest.raises(ValueError, match="without a remedy"):
         Finding("x", "fail", (), "bad")
 
 
 @each_case("path", CASES, ids=case_id)
-def test_remedies_that_are_commands_can_be_read_by_a_shell(path: Path) -> None:
+def test_command_remedies_are_valid_shell(path: Path) -> None:
     case = json.loads(path.read_text())
-    for finding in load(path.parent.name).evaluate(changed(healthy(), case["change"])):
+    for finding in load(path.parent.name).evaluate(apply_change(healthy(), case["change"])):
         for line in finding.remedy.splitlines():
             if ": sudo " in line or ": sed " in line:
                 shlex.split(line.partition(": ")[2])

@@ -1,4 +1,4 @@
-"""What bash, zsh and fish complete at TAB: the answers, and real shells that ask for them."""
+"""Tests completion with TAB in bash, zsh and fish: the answers, and real shells that use them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from paceline.cli.completion.shells import SHELLS, VARIABLE
 from paceline.cli.completion.suggestions import VALUES
 
 TIMEOUT_S = 90.0
-# parameters that take any text or number, which nobody can guess
-FREE = {
+# parameters that take any text or number, without suggestions
+FREE_TEXT = {
     "account", "address", "array", "arguments", "at", "colon", "constraint", "folder", "gpus",
     "gpus_per_node", "gres", "hide", "image", "interface_names", "latency", "launcher",
     "master_addr", "maxbytes", "mem", "minbytes", "mount", "mounts", "name", "no_sshd",
@@ -38,8 +38,8 @@ FREE = {
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what there is to be suggested."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Creates a folder with names to suggest."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -56,17 +56,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(shell: str, line: str, **more: str) -> list[list[str]]:
-    """What a shell is answered: kind, text and what stands beside it."""
+def completions(shell: str, line: str, **variables: str) -> list[list[str]]:
+    """Returns the answer for a shell: kind, text and description of each suggestion."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"COMP_LINE": line, **more}.items():
+        for name, value in {"COMP_LINE": line, **variables}.items():
             patch.setenv(name, value)
-        said = SHELLS[shell](program, {}, "paceline", VARIABLE).complete()
-    return [one.split("\t") for one in said.splitlines()]
+        reply = SHELLS[shell](program, {}, "paceline", VARIABLE).complete()
+    return [entry.split("\t") for entry in reply.splitlines()]
 
 
 def values(line: str) -> list[str]:
-    return [one[1] for one in asked("zsh", line) if one[0] == "plain"]
+    return [entry[1] for entry in completions("zsh", line) if entry[0] == "plain"]
 
 
 @each_case(
@@ -83,12 +83,12 @@ def values(line: str) -> list[str]:
         ("paceline run -H 'n1,", ["n1,special", "n1,node7", "n1,far"]),
         ("paceline hosts n", ["n1", "node7"]),
         ("paceline run -p ", ["auto", "gpu", "cpu"]),
-        ("paceline run script.py --n", []),  # the script's own
+        ("paceline run script.py --n", []),  # options of the script
         ("paceline run script.py --via ", []),
         ("paceline train i", ["image"]),
         ("paceline train image --schedule ",
          ["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau", "stable"]),
-        ("paceline train --schedule=i", []),  # of which recipe is not known yet
+        ("paceline train --schedule=i", []),  # the recipe is not known yet
         ("paceline train -H n1 image --schedule=i", ["inverse-sqrt"]),
         ("paceline train text --sched", ["--schedule"]),
         ("paceline train image --track tensorboard w", ["wandb"]),
@@ -109,31 +109,31 @@ def values(line: str) -> list[str]:
         ("paceline run --nosuch=", []),
     ],
 )  # fmt: skip
-def test_what_may_stand_next(place: Path, line: str, wanted: list[str]) -> None:
+def test_suggests_values(workspace: Path, line: str, wanted: list[str]) -> None:
     assert values(line) == wanted
 
 
-def test_a_broken_file_suggests_nothing(place: Path) -> None:
-    """And says nothing: a line is being typed."""
-    (place / "paceline.toml").write_text("[run\n")
-    (place / "hostfile").write_bytes(b"\xff\xfe\0n1 slots=\n")
-    os.mkfifo(place / "nodes")  # would be waited for
+def test_ignores_broken_files(workspace: Path) -> None:
+    """No error is printed while a line is being typed."""
+    (workspace / "paceline.toml").write_text("[run\n")
+    (workspace / "hostfile").write_bytes(b"\xff\xfe\0n1 slots=\n")
+    os.mkfifo(workspace / "nodes")  # reading it would block
     assert values("paceline run -H ") == ["local", "far"]
 
 
-def test_nothing_is_forgotten() -> None:
-    """Whatever takes a text has an answer, or is known to be anybody's guess."""
-    left = []
+def test_covers_text_parameters() -> None:
+    """Every parameter that takes text has suggestions or is listed as free."""
+    uncovered = []
     for words, command in commands(program):
         for param in command.params:
             guessed = isinstance(param.type, (click.Choice, click.Path, click.types.FloatRange,
                                               click.types.IntRange)) or param.type.name not in (
                 "text", "command or address")  # fmt: skip
-            known = {param.name, f"{command.name} {param.name}"} & {*VALUES, *FREE}
+            known = {param.name, f"{command.name} {param.name}"} & {*VALUES, *FREE_TEXT}
             hidden = isinstance(param, click.Option) and (param.hidden or param.is_flag)
             if not (guessed or known or hidden):
-                left.append(f"{words} {param.name}")
-    assert left == []
+                uncovered.append(f"{words} {param.name}")
+    assert uncovered == []
 
 
 def commands(command: click.Command, path: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -141,13 +141,13 @@ def commands(command: click.Command, path: str = "") -> Iterator[tuple[str, clic
     if isinstance(command, click.Group):
         ctx = click.Context(command)
         for name in command.list_commands(ctx):
-            below = command.get_command(ctx, name)
-            assert below is not None
-            yield from commands(below, f"{path} {name}")
+            subcommand = command.get_command(ctx, name)
+            assert subcommand is not None
+            yield from commands(subcommand, f"{path} {name}")
 
 
 @pytest.mark.parametrize(
-    ("head", "typed", "value", "inserted"),
+    ("head", "input_text", "value", "inserted"),
     [
         ("", "n", "n1", "n1"),
         ("", "lab:de", "lab:demo", "demo"),
@@ -157,19 +157,19 @@ def commands(command: click.Command, path: str = "") -> Iterator[tuple[str, clic
         ("", "my", "my run", "'my run'"),
     ],
 )
-def test_bash_replaces_only_what_follows_a_break(
-    head: str, typed: str, value: str, inserted: str, monkeypatch: pytest.MonkeyPatch
+def test_bash_replaces_text_after_word_break(
+    head: str, input_text: str, value: str, inserted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMP_WORDBREAKS", " \t\n\"'@><=;|&(:")
     shell = shells.Bash(program, {}, "paceline", VARIABLE)
-    assert shell.answer(CompletionItem(value), head, typed) == f"plain\t{inserted}"
+    assert shell.answer(CompletionItem(value), head, input_text) == f"plain\t{inserted}"
 
 
 # --- real shells
 
 
 class Terminal:
-    """A shell on a terminal of its own."""
+    """A shell on its own terminal."""
 
     def __init__(self, argv: list[str], env: dict[str, str], folder: Path) -> None:
         self.shown = ""
@@ -184,14 +184,14 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """What is shown from now on; fails when it does not come."""
+        """Waits for new output that matches; fails on a timeout."""
         deadline = time.monotonic() + TIMEOUT_S
-        while (found := re.search(pattern, self.shown)) is None:
+        while (match := re.search(pattern, self.shown)) is None:
             assert time.monotonic() < deadline, f"{pattern} is not in {self.shown[-3000:]!r}"
             if select.select([self._fd], [], [], 0.1)[0]:
                 self.shown += os.read(self._fd, 65536).decode(errors="replace")
-        self.shown = self.shown[found.end() :]
-        return found
+        self.shown = self.shown[match.end() :]
+        return match
 
     def close(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -199,21 +199,21 @@ class Terminal:
         os.waitpid(self.pid, 0)
 
 
-START = {
+SHELL_ARGV = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],
     "zsh": ["zsh", "-f", "-i"],
     "fish": ["fish", "--no-config", "-i"],
 }
-SWITCH_ON = {
+ENABLE_COMPLETION = {
     "bash": 'eval "$(paceline completion bash)"',
     "zsh": 'bindkey -e; eval "$(paceline completion zsh)"',
     "fish": "paceline completion fish | source",
 }
 
 
-@pytest.fixture(params=list(START))
+@pytest.fixture(params=list(SHELL_ARGV))
 def terminal(
-    request: pytest.FixtureRequest, place: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, workspace: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Terminal]:
     shell = request.param
     if shutil.which(shell) is None:
@@ -223,17 +223,17 @@ def terminal(
     paceline.write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
     paceline.chmod(0o755)
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TERM": "xterm", "PS1": "$ "}
-    terminal = Terminal(START[shell], env, place)
+    terminal = Terminal(SHELL_ARGV[shell], env, workspace)
     try:
-        terminal.type(f"{SWITCH_ON[shell]}; printf 'rea%s\\n' dy\r")
+        terminal.type(f"{ENABLE_COMPLETION[shell]}; printf 'rea%s\\n' dy\r")
         terminal.wait_for("ready")
         yield terminal
     finally:
         terminal.close()
 
 
-def test_a_shell_completes(terminal: Terminal) -> None:
-    for typed, wanted in (
+def test_completes_in_real_shell(terminal: Terminal) -> None:
+    for input_text, wanted in (
         ("paceline transl", ["translate"]),
         ("paceline run --nproc-p", ["run", "--nproc-per-node"]),
         ("paceline run --via=sl", ["run", "--via=slurm"]),
@@ -244,18 +244,18 @@ def test_a_shell_completes(terminal: Terminal) -> None:
         ("paceline run --ssh-config=conf", ["run", "--ssh-config=config"]),
         ("paceline nosuch x", ["nosuch", "x"]),
     ):
-        terminal.type(f"{typed}\t")
-        # what stands there now is printed word by word, by a command that is put before it
+        terminal.type(f"{input_text}\t")
+        # a command inserted before the line prints each of its words
         terminal.type("\x01printf 'GO''T<%s>' \x05; echo EN''D\r")
-        said = terminal.wait_for(r"(?s)((?:GOT<[^>]*>)+)END")
-        words = re.findall(r"GOT<([^>]*)>", said[1].replace("\r", "").replace("\n", ""))
+        reply = terminal.wait_for(r"(?s)((?:GOT<[^>]*>)+)END")
+        words = re.findall(r"GOT<([^>]*)>", reply[1].replace("\r", "").replace("\n", ""))
         assert words == ["paceline", *wanted], terminal.shown
 
 
-def test_the_verb_prints_it() -> None:
+def test_command_prints_completion_script() -> None:
     for shell in SHELLS:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "paceline", "completion", shell],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert done.stdout == SHELLS[shell].source_template.lstrip("\n")
+        assert result.stdout == SHELLS[shell].source_template.lstrip("\n")

@@ -1,4 +1,4 @@
-"""The socket by which other processes of a user ask something of a run."""
+"""Tests the socket through which other processes of a user send requests to a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import control as asking
+from paceline.agent import control as client
 from paceline.agent.control import MAX_REQUEST_BYTES, address, request
-from paceline.launch import control as asked_side
+from paceline.launch import control as server
 from paceline.launch.control import ControlServer
 from paceline.spec.errors import SettingError
 
 RUN_ID = f"test{os.getpid()}"
 
 
-class Fake:
-    """A launcher's actions."""
+class FakeLauncher:
+    """Records the actions that a launcher would perform."""
 
     run_id = RUN_ID
 
@@ -43,19 +43,19 @@ class Fake:
         return {"run_id": self.run_id}
 
 
-def asked(*wishes: Any) -> tuple[list[Any], Fake]:
-    """What is answered to wishes, one after the other."""
+def send_requests(*requests: Any) -> tuple[list[Any], FakeLauncher]:
+    """Returns the answers to requests that are sent one after the other."""
 
-    async def run() -> tuple[list[Any], Fake]:
-        fake = Fake()
+    async def run() -> tuple[list[Any], FakeLauncher]:
+        fake = FakeLauncher()
         async with ControlServer(fake):  # type: ignore[arg-type]
-            return [await asyncio.to_thread(request, RUN_ID, wish) for wish in wishes], fake
+            return [await asyncio.to_thread(request, RUN_ID, message) for message in requests], fake
 
     return asyncio.run(run())
 
 
-def test_wishes_are_answered_and_refusals_have_their_remedy() -> None:
-    answers, fake = asked({"do": "stop"}, {"do": "stop", "now": True}, {"do": "state"},
+def test_answers_requests_and_reports_errors() -> None:
+    answers, fake = send_requests({"do": "stop"}, {"do": "stop", "now": True}, {"do": "state"},
                           {"do": "save"}, {"do": "fly"}, ["stop"])  # fmt: skip
     assert fake.stopped == [False, True]
     assert answers[:3] == [{"text": "stopping"}] * 2 + [{"state": {"run_id": RUN_ID}}]
@@ -64,23 +64,23 @@ def test_wishes_are_answered_and_refusals_have_their_remedy() -> None:
     assert "save" in answers[5]["error"]
 
 
-def test_where_no_launcher_listens_there_is_no_answer() -> None:
+def test_request_without_launcher_returns_none() -> None:
     assert request(f"{RUN_ID}x", {"do": "state"}) is None
     with pytest.raises(ValueError, match="not the id of a run"):
         request("../x", {"do": "state"})
 
 
-def test_too_long_and_broken_wishes_harm_nobody() -> None:
+def test_survives_oversized_and_invalid_requests() -> None:
     async def run() -> None:
-        async with ControlServer(Fake()):  # type: ignore[arg-type]
+        async with ControlServer(FakeLauncher()):  # type: ignore[arg-type]
 
             def send(data: bytes) -> bytes:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                    line.settimeout(60)
-                    line.connect(address(RUN_ID))
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                    connection.settimeout(60)
+                    connection.connect(address(RUN_ID))
                     try:
-                        line.sendall(data)
-                        return line.recv(1 << 16)
+                        connection.sendall(data)
+                        return connection.recv(1 << 16)
                     except ConnectionError:
                         return b""
 
@@ -93,29 +93,29 @@ def test_too_long_and_broken_wishes_harm_nobody() -> None:
     asyncio.run(run())
 
 
-def test_an_end_waits_for_nobody_who_still_asks() -> None:
+def test_exit_does_not_wait_for_requests() -> None:
     async def run() -> Any:
-        async with ControlServer(Fake()):  # type: ignore[arg-type]
-            asking = asyncio.ensure_future(asyncio.to_thread(request, RUN_ID, {"do": "stacks"}))
+        async with ControlServer(FakeLauncher()):  # type: ignore[arg-type]
+            client = asyncio.ensure_future(asyncio.to_thread(request, RUN_ID, {"do": "stacks"}))
             await asyncio.sleep(0.3)
-        return await asking
+        return await client
 
     assert asyncio.run(run()) is None
 
 
-@pytest.mark.parametrize("side", [asked_side, asking], ids=["launch", "agent"])
-def test_another_user_is_hung_up_on_by_either_side(
+@pytest.mark.parametrize("side", [server, client], ids=["launch", "agent"])
+def test_client_and_server_reject_foreign_user(
     side: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side, "peer_uid", lambda _: os.getuid() + 1)
-    (answer,), fake = asked({"do": "stop"})
+    (answer,), fake = send_requests({"do": "stop"})
     assert answer is None
     assert not fake.stopped
 
 
-def test_a_name_that_is_taken_does_not_stop_a_run() -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.bind(address(RUN_ID))
+def test_run_continues_if_address_is_in_use() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address(RUN_ID))
 
         async def run() -> str:
             async with ControlServer(SimpleNamespace(run_id=RUN_ID)):  # type: ignore[arg-type]

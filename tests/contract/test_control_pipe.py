@@ -1,4 +1,4 @@
-"""What ranks are told while they run, and ranks that are started into a running attempt."""
+"""Tests messages to running ranks, and ranks that are started in a running attempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.remote.agent_code import _MAIN
 AGENT = Path(agent_job.__file__).parents[1]
 TOKEN = "0" * 32
 TIMEOUT_S = 60.0
-# says every line that it is told; "deaf" reads none
+# prints every line that it receives; "deaf" reads none
 SCRIPT = """
 import json, os, subprocess, sys, time
 events = int(os.environ["PACELINE_EVENT_FD"])
@@ -42,17 +42,17 @@ say(ended=True)
 """
 
 
-class Here:
-    """The job of an agent in this process; ``heard`` is what it posted."""
+class Harness:
+    """The job of an agent in this process; ``heard`` has the messages that it posted."""
 
     def __init__(self, package: Path) -> None:
         self.heard: list[dict[str, Any]] = []
         self.job = NodeJob(lambda message, blob=b"": self.heard.append(message), str(package))
 
-    def until(self, true: Callable[[], Any]) -> Any:
-        """Does the agent's rounds until it comes true."""
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Runs the agent's event loop until a condition is true."""
         deadline = time.monotonic() + TIMEOUT_S
-        while not (found := true()):
+        while not (value := condition()):
             assert time.monotonic() < deadline, self.heard
             poll = select.poll()
             for fd in self.job.readers(take_output=True):
@@ -62,7 +62,7 @@ class Here:
             for fd, events in poll.poll(20):
                 (self.job.writable if events & select.POLLOUT else self.job.readable)(fd)
             self.job.tick()
-        return found
+        return value
 
     def said(self, rank: int) -> list[dict[str, Any]]:
         return [m["data"] for m in self.heard if m["event"] == "said" and m["rank"] == rank]
@@ -71,16 +71,16 @@ class Here:
         return [m for m in self.heard if m["event"] == "rank ended" and m["rank"] == rank]
 
     def pid(self, rank: int, time: int = 1) -> int:
-        """Of the rank's process, as it says itself; of the one that was started so often."""
+        """Returns the process id that a rank reports, for its first or a later start."""
         pids = self.until(
-            lambda: [one["pid"] for one in self.said(rank) if "pid" in one][time - 1 :]
+            lambda: [entry["pid"] for entry in self.said(rank) if "pid" in entry][time - 1 :]
         )
         return int(pids[0])
 
 
-def request(script: Path, ranks: dict[int, dict[str, str]], *words: str) -> dict[str, Any]:
+def request(script: Path, ranks: dict[int, dict[str, str]], *arguments: str) -> dict[str, Any]:
     return {
-        "entry": {"kind": "script", "target": str(script), "args": list(words)},
+        "entry": {"kind": "script", "target": str(script), "args": list(arguments)},
         "workdir": str(script.parent), "env": {}, "any_world": True, "store": None,
         "ranks": [{"rank": rank, "local_rank": rank - 4, "cpus": [], "env": env}
                   for rank, env in ranks.items()],
@@ -94,14 +94,14 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Here]:
+def harness(tmp_path: Path) -> Iterator[Harness]:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__main__.py").write_text(_MAIN)
     (package / "paceline_agent").symlink_to(AGENT)
-    node = Here(package)
-    about = {"python": sys.executable, "preload": [], "env": {}, "token": TOKEN}
-    node.job.prepare(about)
+    node = Harness(package)
+    preparation = {"python": sys.executable, "preload": [], "env": {}, "token": TOKEN}
+    node.job.prepare(preparation)
     node.until(lambda: any(message["event"] == "imported" for message in node.heard))
     try:
         yield node
@@ -114,104 +114,108 @@ def here(tmp_path: Path) -> Iterator[Here]:
                 os.close(fd)
 
 
-def test_ranks_are_told(here: Here, script: Path) -> None:
-    here.job.start(request(script, {4: {}, 5: {}}), None)
-    assert here.pid(4) != here.pid(5)
-    here.job.send_to_ranks({"control": "end", "why": "so"})
+def test_ranks_receive_control_messages(harness: Harness, script: Path) -> None:
+    harness.job.start(request(script, {4: {}, 5: {}}), None)
+    assert harness.pid(4) != harness.pid(5)
+    harness.job.send_to_ranks({"control": "end", "why": "so"})
     line = {"kind": "event", "event": "told", "line": {"control": "end", "why": "so"}}
-    here.until(lambda: line in here.said(4) and line in here.said(5))
-    here.job.send_to_ranks({"control": "leave"})
-    here.until(lambda: not here.job.running)
-    assert [end["code"] for end in here.ends(4) + here.ends(5)] == [0, 0]
+    harness.until(lambda: line in harness.said(4) and line in harness.said(5))
+    harness.job.send_to_ranks({"control": "leave"})
+    harness.until(lambda: not harness.job.running)
+    assert [end["code"] for end in harness.ends(4) + harness.ends(5)] == [0, 0]
 
 
-def test_who_does_not_listen_holds_nobody_up(here: Here, script: Path) -> None:
-    here.job.start(request(script, {4: {}}, "deaf"), None)
-    here.pid(4)
+def test_unread_control_messages_do_not_block(harness: Harness, script: Path) -> None:
+    harness.job.start(request(script, {4: {}}, "deaf"), None)
+    harness.pid(4)
     for _ in range(40):
-        here.job.send_to_ranks({"control": "x" * 100_000})
-    (rank,) = here.job.ranks
+        harness.job.send_to_ranks({"control": "x" * 100_000})
+    (rank,) = harness.job.ranks
     assert len(rank.unsent) < 2 * rank_process.MAX_LINE_BYTES
-    os.kill(here.pid(4), signal.SIGKILL)
-    here.until(lambda: here.ends(4))
-    here.job.send_to_ranks({"control": "nobody is there"})
+    os.kill(harness.pid(4), signal.SIGKILL)
+    harness.until(lambda: harness.ends(4))
+    harness.job.send_to_ranks({"control": "nobody is there"})
 
 
-def test_a_long_line_comes_whole(here: Here, script: Path) -> None:
-    here.job.start(request(script, {4: {}}), None)
-    os.kill(here.pid(4), signal.SIGSTOP)
+def test_delivers_large_control_messages(harness: Harness, script: Path) -> None:
+    harness.job.start(request(script, {4: {}}), None)
+    os.kill(harness.pid(4), signal.SIGSTOP)
     for _ in range(3):
-        here.job.send_to_ranks({"control": "x" * 100_000})
-    assert here.job.writers()
-    os.kill(here.pid(4), signal.SIGCONT)
-    here.until(lambda: [m["line"] for m in here.said(4) if "line" in m] == [100_016] * 3)
-    assert not here.job.writers()
+        harness.job.send_to_ranks({"control": "x" * 100_000})
+    assert harness.job.writers()
+    os.kill(harness.pid(4), signal.SIGCONT)
+    harness.until(lambda: [m["line"] for m in harness.said(4) if "line" in m] == [100_016] * 3)
+    assert not harness.job.writers()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_lost_rank_is_replaced_beside_the_others(here: Here, script: Path, stopped: bool) -> None:
-    here.job.start(request(script, {4: {}, 5: {}}, "children"), None)
-    pids = here.pid(4), here.pid(5)
+def test_replaces_lost_rank_in_running_attempt(
+    harness: Harness, script: Path, stopped: bool
+) -> None:
+    harness.job.start(request(script, {4: {}, 5: {}}, "children"), None)
+    pids = harness.pid(4), harness.pid(5)
     if stopped:
         os.kill(pids[1], signal.SIGSTOP)
-        assert here.job.kill_ranks([5]) == 1
+        assert harness.job.kill_ranks([5]) == 1
     else:
         os.kill(pids[1], signal.SIGKILL)
-    (end,) = here.until(lambda: here.ends(5))
+    (end,) = harness.until(lambda: harness.ends(5))
     assert end["signal"] == signal.SIGKILL
     started = [stat.pid for stat in processes.all_stats().values() if stat.session == pids[1]]
-    assert [pid for pid in started if holds(pid)] == []  # devices, for example
-    here.job.add(request(script, {5: {"PACELINE_NEWCOMER": "1"}}))
-    assert here.pid(5, 2) != pids[1]
-    assert here.said(5)[-1]["newcomer"] == "1"
-    here.job.send_to_ranks({"control": "leave"})
-    here.until(lambda: not here.job.running)
-    assert [end["code"] for end in here.ends(4)] == [0]
-    assert [(end["code"], end["signal"]) for end in here.ends(5)] == [(None, 9), (0, None)]
+    assert [pid for pid in started if has_open_files(pid)] == []  # such as devices
+    harness.job.add(request(script, {5: {"PACELINE_NEWCOMER": "1"}}))
+    assert harness.pid(5, 2) != pids[1]
+    assert harness.said(5)[-1]["newcomer"] == "1"
+    harness.job.send_to_ranks({"control": "leave"})
+    harness.until(lambda: not harness.job.running)
+    assert [end["code"] for end in harness.ends(4)] == [0]
+    assert [(end["code"], end["signal"]) for end in harness.ends(5)] == [(None, 9), (0, None)]
 
 
-def holds(pid: int) -> bool:
-    """Whether a process has anything open.
+def has_open_files(pid: int) -> bool:
+    """Returns whether a process has open files.
 
-    One that ends closes everything before it is a zombie, and may still run for a moment.
+    A process that ends closes all files before it is a zombie, and may still run for a moment.
     """
     with contextlib.suppress(OSError):
         return any(Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
-def test_a_living_rank_is_not_replaced(here: Here, script: Path) -> None:
-    here.job.start(request(script, {4: {}}), None)
-    here.pid(4)
+def test_rejects_replacing_live_rank(harness: Harness, script: Path) -> None:
+    harness.job.start(request(script, {4: {}}), None)
+    harness.pid(4)
     with pytest.raises(RuntimeError, match="still runs"):
-        here.job.add(request(script, {4: {}}))
+        harness.job.add(request(script, {4: {}}))
 
 
-def test_the_ranks_of_a_fork_server_that_died_come_back(here: Here, script: Path) -> None:
-    here.job.start(request(script, {4: {}, 5: {}}), None)
-    here.pid(4), here.pid(5)
-    assert here.job._server is not None
-    here.job._server.kill()
-    here.until(lambda: here.ends(4) and here.ends(5))
+def test_restarts_ranks_after_fork_server_dies(harness: Harness, script: Path) -> None:
+    harness.job.start(request(script, {4: {}, 5: {}}), None)
+    harness.pid(4), harness.pid(5)
+    assert harness.job._server is not None
+    harness.job._server.kill()
+    harness.until(lambda: harness.ends(4) and harness.ends(5))
     with pytest.raises(RuntimeError, match="fork server is gone"):
-        here.job.add(request(script, {4: {}, 5: {}}))
-    here.heard.clear()
-    here.job.prepare({"python": sys.executable, "preload": [], "env": {}, "token": TOKEN})
-    here.until(lambda: any(message["event"] == "imported" for message in here.heard))
-    here.job.add(request(script, {4: {}, 5: {}}))
-    assert here.pid(4) != here.pid(5)
+        harness.job.add(request(script, {4: {}, 5: {}}))
+    harness.heard.clear()
+    harness.job.prepare({"python": sys.executable, "preload": [], "env": {}, "token": TOKEN})
+    harness.until(lambda: any(message["event"] == "imported" for message in harness.heard))
+    harness.job.add(request(script, {4: {}, 5: {}}))
+    assert harness.pid(4) != harness.pid(5)
 
 
-def test_what_another_agent_of_the_job_ends_is_its_own(here: Here, script: Path) -> None:
-    """One that was cut off may still be at it when its host has another one."""
-    other = Here(script.parent / "package")
-    other.job.prepare({"python": sys.executable, "preload": [], "env": {}, "token": TOKEN})
-    assert here.job._server is not None
-    assert other.job._server is not None
+def test_agents_of_same_job_own_separate_processes(harness: Harness, script: Path) -> None:
+    """An agent that was cut off may still run when its host has a new one."""
+    other_agent = Harness(script.parent / "package")
+    other_agent.job.prepare({"python": sys.executable, "preload": [], "env": {}, "token": TOKEN})
+    assert harness.job._server is not None
+    assert other_agent.job._server is not None
     try:
-        other.until(lambda: any(message["event"] == "imported" for message in other.heard))
-        marked = {process.pid for process in processes.job_processes(here.job.token, [], [])}
-        assert here.job._server.pid in marked
-        assert other.job._server.pid not in marked
+        other_agent.until(
+            lambda: any(message["event"] == "imported" for message in other_agent.heard)
+        )
+        marked = {process.pid for process in processes.job_processes(harness.job.token, [], [])}
+        assert harness.job._server.pid in marked
+        assert other_agent.job._server.pid not in marked
     finally:
-        other.job.close()
+        other_agent.job.close()

@@ -1,4 +1,4 @@
-"""What every dialect of host descriptions must do, over the registry and recorded cases."""
+"""Tests what every format of host descriptions must do, for all formats and recorded cases."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from paceline.hosts.dialects import ALIASES, ENVIRONMENTS
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
-GOOD = [path for path in CASES if not path.name.startswith("error")]
-BAD = [path for path in CASES if path.name.startswith("error")]
+VALID_CASES = [path for path in CASES if not path.name.startswith("error")]
+INVALID_CASES = [path for path in CASES if path.name.startswith("error")]
 WRITABLE = [name for name in DIALECTS if DIALECTS[name].write]
-READ_BACK = [name for name in WRITABLE if DIALECTS[name].is_complete]
+ROUND_TRIP = [name for name in WRITABLE if DIALECTS[name].is_complete]
 NAMES = list(DIALECTS)
 CHARACTERS = st.characters(max_codepoint=0x17F) | st.sampled_from("[]=:,@-\"'\n#{}19")
 
-FULL = Host(
+FULL_HOST = Host(
     "n2",
     address="10.0.0.2",
     slots=4,
@@ -54,48 +54,48 @@ CLUSTERS = {
     "addresses": Cluster((Host("10.0.0.9"), Host("10.0.0.10"), Host("fd00::1", slots=2))),
     "ports": Cluster((Host("a", port=22), Host("b", port=50022, user="ml"), Host("c", slots=2))),
     "first port": Cluster((Host("a", port=50022), Host("b"))),
-    "everything": Cluster((Host("n1"), FULL, Host("n3.example.org", slots=2))),
+    "everything": Cluster((Host("n1"), FULL_HOST, Host("n3.example.org", slots=2))),
     "one": Cluster((Host("n1"),)),
     "order": Cluster((Host("n3"), Host("n1"), Host("n2"), Host("n02"), Host("m2"))),
 }
 
 
-def written(dialect: Dialect, cluster: Cluster) -> str:
+def write_cluster(dialect: Dialect, cluster: Cluster) -> str:
     assert dialect.write is not None
     return dialect.write(cluster)
 
 
 @each_case("name", NAMES)
-def test_is_what_it_is_called(name: str) -> None:
+def test_has_name_and_title(name: str) -> None:
     assert DIALECTS[name].name == name
     assert DIALECTS[name].title
 
 
 @each_case("name", NAMES)
 def test_has_recorded_cases(name: str) -> None:
-    assert [path for path in GOOD if path.parent.name == name]
+    assert [path for path in VALID_CASES if path.parent.name == name]
 
 
-def test_aliases_and_environments_are_known() -> None:
+def test_aliases_and_environments_are_registered() -> None:
     assert set(ALIASES.values()) <= set(DIALECTS)
     assert {name for name in DIALECTS if DIALECTS[name].is_environment} == set(ENVIRONMENTS)
     assert not set(ALIASES) & set(DIALECTS)
 
 
-@each_case("path", GOOD, ids=case_id)
-def test_understands(path: Path) -> None:
+@each_case("path", VALID_CASES, ids=case_id)
+def test_parses_recorded_cases(path: Path) -> None:
     parsed = DIALECTS[path.parent.name].parse(reading_of(path))
     assert outcome(parsed) == expected_of(path)
 
 
-@each_case("path", GOOD, ids=case_id)
-def test_is_detected(path: Path) -> None:
+@each_case("path", VALID_CASES, ids=case_id)
+def test_detects_dialect(path: Path) -> None:
     reading = reading_of(path)
     assert next(name for name in DIALECTS if DIALECTS[name].detect(reading)) == path.parent.name
 
 
-@each_case("path", BAD, ids=case_id)
-def test_refuses_with_the_line(path: Path) -> None:
+@each_case("path", INVALID_CASES, ids=case_id)
+def test_error_names_line(path: Path) -> None:
     with pytest.raises(HostsError) as caught:
         DIALECTS[path.parent.name].parse(reading_of(path))
     expected = expected_of(path)
@@ -107,26 +107,28 @@ def test_refuses_with_the_line(path: Path) -> None:
 
 @each_case("case", CLUSTERS)
 @each_case("name", WRITABLE)
-def test_writes_whole_lines(name: str, case: str) -> None:
-    assert written(DIALECTS[name], CLUSTERS[case]).endswith("\n")
+def test_output_ends_with_newline(name: str, case: str) -> None:
+    assert write_cluster(DIALECTS[name], CLUSTERS[case]).endswith("\n")
 
 
 @each_case("case", CLUSTERS)
-@each_case("name", READ_BACK)
-def test_reads_back_what_it_writes(name: str, case: str) -> None:
+@each_case("name", ROUND_TRIP)
+def test_write_parse_round_trip(name: str, case: str) -> None:
     dialect, cluster = DIALECTS[name], CLUSTERS[case]
-    text = written(dialect, cluster)
+    text = write_cluster(dialect, cluster)
     parsed = dialect.parse(Reading(text=text, label=LABEL, colon=dialect.colon, hostname=HERE))
-    assert [kept(h, dialect) for h in parsed.hosts] == [kept(h, dialect) for h in cluster.hosts]
+    assert [preserved(h, dialect) for h in parsed.hosts] == [
+        preserved(h, dialect) for h in cluster.hosts
+    ]
 
 
 @each_case("case", CLUSTERS)
-@each_case("name", [n for n in READ_BACK if not DIALECTS[n].written_fields])
-def test_writing_again_changes_nothing(name: str, case: str) -> None:
+@each_case("name", [n for n in ROUND_TRIP if not DIALECTS[n].written_fields])
+def test_rewriting_is_stable(name: str, case: str) -> None:
     dialect = DIALECTS[name]
-    text = written(dialect, CLUSTERS[case])
+    text = write_cluster(dialect, CLUSTERS[case])
     parsed = dialect.parse(Reading(text=text, colon=dialect.colon))
-    assert written(dialect, Cluster(parsed.hosts)) == text
+    assert write_cluster(dialect, Cluster(parsed.hosts)) == text
 
 
 @each_case("name", NAMES)
@@ -134,7 +136,7 @@ def test_writing_again_changes_nothing(name: str, case: str) -> None:
     "text",
     ["", "\n", "#\n", "\0", "[", "]", "=", ":", ",", "@", "a=[\n", "[" * 9999, "a: 2026-99-99"],
 )
-def test_never_fails_otherwise_than_with_a_hosts_error(name: str, text: str) -> None:
+def test_invalid_text_raises_only_hosts_error(name: str, text: str) -> None:
     reading = Reading(text=text, label=LABEL)
     DIALECTS[name].detect(reading)
     with suppress(HostsError):
@@ -142,7 +144,7 @@ def test_never_fails_otherwise_than_with_a_hosts_error(name: str, text: str) -> 
 
 
 @each_case("name", NAMES)
-def test_deep_nesting_does_no_harm(name: str) -> None:
+def test_survives_deep_nesting(name: str) -> None:
     reading = Reading(text="a = " + "[" * 9999, label=LABEL)
     with suppress(HostsError):
         assert not DIALECTS[name].parse(reading).hosts
@@ -155,7 +157,7 @@ def test_deep_nesting_does_no_harm(name: str) -> None:
     )
 )
 @settings(max_examples=60)
-def test_any_text_is_understood_or_refused(name: str, text: str) -> None:
+def test_random_text_is_parsed_or_rejected(name: str, text: str) -> None:
     reading = Reading(text=text or " ", label=LABEL)
     DIALECTS[name].detect(reading)
     with suppress(HostsError):
@@ -165,21 +167,23 @@ def test_any_text_is_understood_or_refused(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_looks_at_nothing_but_the_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def touched(*_args: object) -> None:
+def test_parsing_accesses_no_environment_or_file(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_on_access(*_args: object) -> None:
         raise AssertionError("a dialect asked the machine")
 
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(os, "uname", touched)
+    monkeypatch.setattr(os, "uname", fail_on_access)
     dialect = DIALECTS[name]
-    for path in (p for p in GOOD if p.parent.name == name):
+    for path in (p for p in VALID_CASES if p.parent.name == name):
         reading = reading_of(path)
-        monkeypatch.setattr(Path, "open", touched)
+        monkeypatch.setattr(Path, "open", fail_on_access)
         dialect.parse(reading)
         monkeypatch.undo()
 
 
-def kept(host: Host, dialect: Dialect) -> dict[str, object]:
-    """What of a host the dialect keeps; a PBS node file has no host without slots."""
-    said = replace(host, slots=host.slots or 1) if dialect.name == "pbs" else host
-    return {field: getattr(said, field) for field in sorted(dialect.preserved_fields)}
+def preserved(host: Host, dialect: Dialect) -> dict[str, object]:
+    """Returns the fields that the format can store; every host in a PBS node file has slots."""
+    expected_host = replace(host, slots=host.slots or 1) if dialect.name == "pbs" else host
+    return {field: getattr(expected_host, field) for field in sorted(dialect.preserved_fields)}

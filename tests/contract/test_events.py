@@ -1,4 +1,4 @@
-"""Every event is of a kind that is defined, and what is written is what is read."""
+"""Tests that every event has a defined kind, and is equal after writing and reading."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from paceline.spec.rundir import EVENTS
 from paceline.transfer.tree import Tree
 
 SOURCE = Path(paceline.__file__).parent
-TOLD = re.compile(r"""(?:\.event\(|_tell\(|event=)\s*"([a-z ]+)"|"event": "([a-z ]+)\"""")
+EVENT_LITERAL = re.compile(r"""(?:\.event\(|_tell\(|event=)\s*"([a-z ]+)"|"event": "([a-z ]+)\"""")
 
 
-def told_in(folder: str) -> set[str]:
+def emitted_events(folder: str) -> set[str]:
     texts = (file.read_text() for file in sorted((SOURCE / folder).rglob("*.py")))
-    return {one or other for text in texts for one, other in TOLD.findall(text)}
+    return {first or second for text in texts for first, second in EVENT_LITERAL.findall(text)}
 
 
-def test_what_is_told_anywhere_is_defined() -> None:
+def test_emitted_events_are_defined() -> None:
     by_rank = {name for name, kind in KINDS.items() if kind.sender == "rank"}
     by_launcher = {name for name, kind in KINDS.items() if kind.sender == "launcher"}
-    assert told_in("train") <= by_rank
-    assert told_in("launch") <= by_launcher
-    assert told_in("launch") | {"connection ended", "connection restored"} == by_launcher
+    assert emitted_events("train") <= by_rank
+    assert emitted_events("launch") <= by_launcher
+    assert emitted_events("launch") | {"connection ended", "connection restored"} == by_launcher
 
 
-def test_every_field_is_of_some_kind() -> None:
+def test_fields_belong_to_event_kinds() -> None:
     names = {name for kind in KINDS.values() for name in (*kind.required, *kind.optional)}
     assert names == set(FIELDS)
 
 
-def test_a_rank_ended_is_the_same_in_memory_and_in_the_file(tmp_path: Path) -> None:
+def test_rank_ended_event_round_trip(tmp_path: Path) -> None:
     stack = {"state": "S", "stack": ['File "a.py", line 3 in f']}
     message = {"event": "rank ended", "rank": 1, "code": None, "signal": 9, "time": 5.0,
                "peak_bytes": 7, "seen": stack, "memory": {"kills": 1, "kernel": ["x"]}}  # fmt: skip
@@ -55,23 +55,23 @@ def test_a_rank_ended_is_the_same_in_memory_and_in_the_file(tmp_path: Path) -> N
     directory = RunDirectory(tmp_path / "run")
     line = directory.event(event.kind, event.host, event.rank, **event.recorded_fields)
     directory.close()
-    (read,) = read_events(read_records(tmp_path / "run" / EVENTS))
-    assert (read,) == read_events([line])
-    assert read.fields == {**event.recorded_fields} == {
+    (loaded,) = read_events(read_records(tmp_path / "run" / EVENTS))
+    assert (loaded,) == read_events([line])
+    assert loaded.fields == {**event.recorded_fields} == {
         "code": None, "signal": 9, "peak_bytes": 7, "seen": stack,
         "memory": {"kills": 1, "kernel": ["x"]},
     }  # fmt: skip
-    assert (read.host, read.rank) == ("n2", 1)
+    assert (loaded.host, loaded.rank) == ("n2", 1)
 
 
-def test_a_traceback_stands_in_the_result_alone() -> None:
+def test_recorded_fields_omit_traceback() -> None:
     data = {"kind": "exception", "type": "E", "message": "m", "traceback": "t", "time": 3.0}
     event = Event.from_message("n1", {"event": "said", "rank": 0, "data": data})
     assert event["traceback"] == "t"
     assert event.recorded_fields == {"type": "E", "message": "m"}
 
 
-def test_what_a_program_tells_of_itself_is_kept() -> None:
+def test_records_events_of_program() -> None:
     data = {"kind": "event", "event": "halfway", "share": 0.5, "host": "x", "rank": 7, "time": 1}
     event = Event.from_message("n1", {"event": "said", "rank": 0, "data": data})
     assert (event.kind, event.where) == ("halfway", "rank 0 on n1")
@@ -79,36 +79,34 @@ def test_what_a_program_tells_of_itself_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "kept"),
+    ("line", "expected"),
     [
         ({"event": "rank ended", "code": "x", "signal": True, "memory": 5, "other": 1}, {}),
         ({"event": "rank ended", "code": 3, "seen": {"state": "S"}}, {"code": 3}),
         ({"event": "hang", "text": "t", "host": 5, "rank": "1", "time": "now"}, {"text": "t"}),
     ],
 )
-def test_fields_of_a_foreign_file_that_are_wrong_count_as_absent(
-    line: dict[str, Any], kept: dict[str, Any]
-) -> None:
+def test_reading_ignores_invalid_fields(line: dict[str, Any], expected: dict[str, Any]) -> None:
     event = Event.read(json.loads(json.dumps(line)))
     assert event is not None
-    assert event.fields == kept
+    assert event.fields == expected
     assert (event.host, event.rank, event.time) == ("", None, 0.0)
 
 
-def test_paths_of_shipped_copies_are_the_users_own() -> None:
+def test_restores_paths_of_shipped_copies() -> None:
     copied = Event("copied", "n2", fields={"copy": "/tmp/c/code", "home": "/home/me/p"})
     root = Event("copied", "n2", fields={"copy": "/", "home": "/x"})
-    known = shipped_copies([copied, root, Event("copied", "n1")])
-    assert restore_local_paths(known, "n2", "/tmp/c/code/train.py") == "/home/me/p/train.py"
-    assert restore_local_paths(known, "n1", "/tmp/c/code/train.py") == "/tmp/c/code/train.py"
+    copies = shipped_copies([copied, root, Event("copied", "n1")])
+    assert restore_local_paths(copies, "n2", "/tmp/c/code/train.py") == "/home/me/p/train.py"
+    assert restore_local_paths(copies, "n1", "/tmp/c/code/train.py") == "/tmp/c/code/train.py"
 
 
-def test_errors_in_gathered_data_files_name_the_users_own_files() -> None:
-    """Data files travel in a folder of links, which nobody but Paceline knows."""
+def test_restores_paths_of_gathered_data_files() -> None:
+    """Data files are sent in a temporary folder of links, which users do not know."""
     outward = {"chat": "/home/me/chat", "chat.jsonl": "/home/me/data/chat.jsonl"}
     tree = Tree(Path("/tmp/paceline-data-1"), [], outward=outward)
-    known = [("n2", copy, source) for copy, source in tree.sources("/run/job/input0")]
+    copies = [("n2", copy, source) for copy, source in tree.sources("/run/job/input0")]
     text = "/run/job/input0/chat.jsonl line 6, /run/job/input0/chat, /run/job/input0/x"
-    assert restore_local_paths(known, "n2", text) == (
+    assert restore_local_paths(copies, "n2", text) == (
         "/home/me/data/chat.jsonl line 6, /home/me/chat, /tmp/paceline-data-1/x"
     )

@@ -1,7 +1,7 @@
-"""Each listening socket that hosts of a job reach: both sides prove a key before anything is read.
+"""Tests that on each listening socket that a job's hosts reach, both sides first prove a key.
 
-Strangers say nothing, say nonsense, or repeat what an honest peer said. They get no further than a
-random number, they are hung up on, and honest peers get through between them.
+Strangers are silent, send nonsense, or replay an honest peer's bytes. They get at most a random
+number, their connections are closed, and honest peers are served in between.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from paceline.train.reduce import direct
 
 KEY = b"k" * 32
 TIMEOUT_S = 30.0
-PROOF_S = 1.5  # instead of five seconds
-MAX_REPLY_BYTES = 200  # that a stranger gets: a random number, or an alert of TLS
-MAX_TLS_REPLY_BYTES = 1000  # the same who begins TLS: a certificate without a name
+PROOF_S = 1.5  # by default five seconds
+MAX_REPLY_BYTES = 200  # sent to a stranger: a random number, or a TLS alert
+MAX_TLS_REPLY_BYTES = 1000  # with TLS, also an anonymous certificate
 NONSENSE = (b"GET / HTTP/1.1\r\n\r\n" * 20, b"\n" * 500, b"\0" * 4000, os.urandom(4000))
 
 LISTENERS = {
     "agent/reconnection.py": "Unix socket: tests/contract/test_reconnection.py",
     "agent/ranks/forkserver.py": "the store, on loopback: tests/unit/test_agent_relay.py",
     "agent/ranks/gloo_peers.py": "a store of rank 0 by itself: tests/train/test_strangers.py",
-    "agent/ranks/peer_filters.py": "closes every connection: tests/unit/test_agent_peers.py",
+    "agent/ranks/peer_filters.py": "closes every connection: tests/unit/test_agent_peer_filters.py",
     "agent/supervision/requests.py": "becomes the gateway; accepts nothing before",
     "agent/supervision/store.py": "the store, on loopback: tests/unit/test_agent_relay.py",
     "agent/supervision/relay.py": "gateway",
@@ -61,26 +61,26 @@ LISTENERS = {
 }
 
 
-def test_every_listener_is_known() -> None:
-    """Whoever adds one adds it here, to the test below, and to the page about security."""
+def test_listener_table_is_complete() -> None:
+    """A new listener belongs in this list, in the test below, and on the page about security."""
     opening = re.compile(r"\.listen\(\S|create_server\(|start_(?:unix_)?server\(|TCPStore\(\n")
     root = Path(paceline.__file__).parent
-    found = {
+    files = {
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         if opening.search(path.read_text(encoding="utf-8"))
     }
     listening_for_messages = {"cli/supervise.py", "remote/channel.py"}
-    assert found - listening_for_messages == set(LISTENERS)
+    assert files - listening_for_messages == set(LISTENERS)
 
 
 class Service:
     """A listener under test.
 
     Attributes:
-        address: Where strangers reach it.
+        address: Address for strangers.
         call: Connects to an address as an honest peer, and checks that it is served.
-        num_served: How many connections have come past the proof.
+        num_served: Returns the number of connections that have passed the proof.
     """
 
     def __init__(self, address: Any, call: Callable[[Any], None],
@@ -114,7 +114,7 @@ def gateway(closing: contextlib.ExitStack, _: Path) -> Service:
 
 
 def tunnels(closing: contextlib.ExitStack, _: Path) -> Service:
-    """The gateway to a host's ranks, with ``--encrypt``."""
+    """Starts the gateway to a host's ranks, as with ``--encrypt``."""
     rank = closing.enter_context(socket.create_server(("127.70.5.2", 0)))
     certificate, private_key = make_certificate()
     settings = {"address": "127.0.0.1", "loopback": "127.70.5.2", "key": KEY.hex(),
@@ -159,11 +159,11 @@ def sink(closing: contextlib.ExitStack, _: Path) -> Service:
 def nodes(closing: contextlib.ExitStack, _: Path) -> Service:
     loop, served = asyncio.new_event_loop(), []
 
-    def take(connection: rendezvous.Connection) -> None:
+    def accept_connection(connection: rendezvous.Connection) -> None:
         served.append(connection)
         connection.accept()
 
-    listener = rendezvous.Listener(KEY, take)
+    listener = rendezvous.Listener(KEY, accept_connection)
     loop.run_until_complete(listener.open(["127.0.0.1"]))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -185,23 +185,23 @@ def nodes(closing: contextlib.ExitStack, _: Path) -> Service:
 
 
 def checkpoint_copies(closing: contextlib.ExitStack, folder: Path) -> Service:
-    taker = receiver.Receiver(folder, KEY, "127.0.0.1", keep=2)
-    closing.callback(taker.close)
+    copy_receiver = receiver.Receiver(folder, KEY, "127.0.0.1", keep=2)
+    closing.callback(copy_receiver.close)
     served = []
 
     def call(address: Any) -> None:
         with socket.create_connection(address, TIMEOUT_S) as connection:
-            talk = receiver.CopyChannel.connect(connection, KEY)
-            talk.send(name="0", manifest="{}", token=1)
+            channel = receiver.CopyChannel.connect(connection, KEY)
+            channel.send(name="0", manifest="{}", token=1)
             with pytest.raises(receiver.CopyRefused, match="damaged"):
-                talk.receive()
-            served.append(talk)
+                channel.receive()
+            served.append(channel)
 
-    return Service(taker.address, call, lambda: len(served))
+    return Service(copy_receiver.address, call, lambda: len(served))
 
 
 def gradients(closing: contextlib.ExitStack, _: Path) -> Service:
-    """Of rank 0, which three ranks call."""
+    """Starts the listener of rank 0, to which three ranks connect."""
     listener = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=256))
     endpoints = [("127.0.0.1", listener.getsockname()[1], KEY)] * 4
     served: dict[int, socket.socket] = {}
@@ -248,7 +248,7 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[contextlib.ExitStack]:
 
 
 def record_call(service: Service) -> bytes:
-    """Calls through a relay; returns all that the honest peer has sent."""
+    """Connects through a relay; returns all bytes that the honest peer has sent."""
     sent = bytearray()
 
     def pump(source: socket.socket, target: socket.socket, record: bytearray) -> None:
@@ -281,7 +281,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("open_service", SERVICES, ids=lambda service: service.__name__)
-def test_strangers_get_nothing_and_honest_peers_get_through(
+def test_rejects_strangers_and_serves_peers(
     open_service: Callable[..., Service], closing: contextlib.ExitStack, tmp_path: Path
 ) -> None:
     service = open_service(closing, tmp_path / "taker")
@@ -291,27 +291,27 @@ def test_strangers_get_nothing_and_honest_peers_get_through(
 
     def stranger(sent: bytes) -> socket.socket:
         connection = closing.enter_context(socket.create_connection(service.address, TIMEOUT_S))
-        with contextlib.suppress(ConnectionError):  # hung up on while it sends
+        with contextlib.suppress(ConnectionError):  # may be closed during the sending
             connection.sendall(sent)
         return connection
 
-    silent = [stranger(b"") for _ in range(80)]
-    slow = [stranger(recorded[:10]) for _ in range(20)]
+    idle = [stranger(b"") for _ in range(80)]
+    partial = [stranger(recorded[:10]) for _ in range(20)]
     start = time.monotonic()
     service.call(service.address)
-    assert time.monotonic() - start < 10 * PROOF_S  # it did not wait for each of them
+    assert time.monotonic() - start < 10 * PROOF_S  # silent connections are not awaited in turn
     noisy = [stranger(sent) for sent in (*NONSENSE, recorded)]
     limit = MAX_TLS_REPLY_BYTES if open_service is tunnels else MAX_REPLY_BYTES
-    for connection in (*silent, *slow, *noisy):
+    for connection in (*idle, *partial, *noisy):
         assert len(read_to_end(connection)) <= limit
     assert service.num_served() == 2
 
 
 @pytest.mark.parametrize("open_service", SERVICES, ids=lambda service: service.__name__)
-def test_a_listener_without_the_key_is_told_nothing(
+def test_peer_reveals_nothing_to_impostor(
     open_service: Callable[..., Service], closing: contextlib.ExitStack, tmp_path: Path
 ) -> None:
-    """An impostor has taken the port: it gets a proof that is worth nothing elsewhere."""
+    """An impostor on the port gets a proof that is useless elsewhere."""
     service = open_service(closing, tmp_path / "taker")
     received = bytearray()
     impostor = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -334,8 +334,8 @@ def test_a_listener_without_the_key_is_told_nothing(
     assert service.num_served() == 0
 
 
-def test_a_reachability_listener_reads_nothing() -> None:
-    """It says which agent it is, and hangs up."""
+def test_reachability_listener_ignores_input() -> None:
+    """It sends the agent's identity and closes the connection."""
     with probe.listen("127.0.0.1") as listener:
         for sent in (b"", *NONSENSE):
             with socket.create_connection(listener.getsockname(), TIMEOUT_S) as connection:

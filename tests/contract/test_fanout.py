@@ -1,4 +1,4 @@
-"""Many children of the launching side, what they cost it, and hosts that cannot serve."""
+"""Tests many child processes of the launcher, their cost, and hosts that cannot run agents."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHILDREN = 20
 
 
 async def _children() -> tuple[int, list[int]]:
-    """Threads while children run, and their exit statuses."""
+    """Returns the number of threads while children run, and their exit statuses."""
     use_pidfd_watcher()
     argv = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read(); sys.exit(7)"]
     pipe = asyncio.subprocess.PIPE
     children = [await asyncio.create_subprocess_exec(*argv, stdin=pipe) for _ in range(CHILDREN)]
-    use_pidfd_watcher()  # further hosts, dialled on the way: those before are not forgotten
+    use_pidfd_watcher()  # called again for later hosts: earlier children are still watched
     threads = threading.active_count()
     for child in children:
         assert child.stdin is not None
@@ -31,15 +31,15 @@ async def _children() -> tuple[int, list[int]]:
     return threads, [await child.wait() for child in children]
 
 
-def test_children_are_waited_for_without_a_thread_each() -> None:
-    before = threading.active_count()
-    for _ in range(2):  # a second event loop of the same process, too
+def test_child_processes_need_no_threads() -> None:
+    baseline = threading.active_count()
+    for _ in range(2):  # also in a second event loop of the same process
         threads, statuses = asyncio.run(_children())
-        assert threads <= before + 1
+        assert threads <= baseline + 1
         assert statuses == [7] * CHILDREN
 
 
-def test_a_host_that_is_no_linux_is_refused_as_such(tmp_path: Path) -> None:
+def test_rejects_host_without_linux(tmp_path: Path) -> None:
     python = tmp_path / "python"  # called as: python -I -c CODE NAME
     python.write_text(
         "#!/bin/sh\n"
@@ -52,9 +52,7 @@ def test_a_host_that_is_no_linux_is_refused_as_such(tmp_path: Path) -> None:
     assert "-H n1,n2" in caught.value.remedy
 
 
-def test_a_host_without_room_for_the_agent_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_host_without_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nulimit -f 0\nexec {sys.executable} "$@"\n')

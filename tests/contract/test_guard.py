@@ -1,4 +1,4 @@
-"""The agent's parent: whatever ends first, and however, nothing of theirs outlives both."""
+"""Tests that whichever of guard and agent ends first, and however, no process of theirs remains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from background import TIMEOUT_S, eventually
 from paceline.agent.supervision import processes
 from paceline.remote.agent_code import agent_code
 
-# Its agent has a child of another session, and ends by itself when its parent is another
+# Its agent has a child in another session, and ends when its parent changes.
 AGENT = """
 import os, subprocess, sys, time
 sys.path.insert(0, {package!r})
@@ -38,14 +38,14 @@ def package(tmp_path: Path) -> str:
     return str(tmp_path / "agent")
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     return eventually(lambda: processes.identify(pid) is None)
 
 
 @pytest.mark.parametrize("errors", ["read", "closed"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_the_agent(package: str, signum: signal.Signals, errors: str) -> None:
-    """SIGTERM for the guard at once, whose interpreter may not have begun; or the agent's death."""
+def test_agent_and_children_end_together(package: str, signum: signal.Signals, errors: str) -> None:
+    """Either the guard gets SIGTERM, perhaps before its interpreter runs, or the agent dies."""
     with subprocess.Popen([sys.executable, "-c", AGENT.format(package=package)],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as guard:  # fmt: skip
         assert guard.stdout is not None
@@ -54,8 +54,8 @@ def test_nothing_outlives_the_agent(package: str, signum: signal.Signals, errors
             guard.stderr.close()
         agent, child = map(int, guard.stdout.readline().split())
         os.kill(guard.pid if signum == signal.SIGTERM else agent, signum)
-        assert gone(child)
-        assert gone(agent)
+        assert has_exited(child)
+        assert has_exited(agent)
         assert guard.wait(TIMEOUT_S) == 128 + signum
         if errors == "read":
             assert f"killed by {signum.name}" in guard.stderr.read().decode()

@@ -1,4 +1,4 @@
-"""The live screen on a terminal of its own: what it leaves there, and what its keys do."""
+"""Tests the live screen on a pseudo-terminal: its keys, and what remains on the terminal."""
 
 from __future__ import annotations
 
@@ -55,90 +55,90 @@ print("after", flush=True)
 """
 
 
-def terminal(*words: str, **how: Any) -> AbstractContextManager[Terminal]:
-    """The program on a terminal of its own."""
-    return on_terminal([sys.executable, "-c", PROGRAM, *words], **how)
+def terminal(*arguments: str, **how: Any) -> AbstractContextManager[Terminal]:
+    """Runs the program on its own terminal."""
+    return on_terminal([sys.executable, "-c", PROGRAM, *arguments], **how)
 
 
-def test_keys_and_what_is_left_on_the_terminal() -> None:
-    with terminal() as one:
-        assert one.reads(b"written by rank 1")
-        assert not one.restored  # keys come singly
-        one.types(b"1")
-        assert one.reads(b"log of rank 1 on n1")
-        one.types(b"s")
-        assert one.reads(b"checkpoint of step 7 is complete")
-        one.types(b"t")
-        assert one.reads(b"no ranks run at this moment")
-        one.types(b"?")
-        assert one.reads(b"leave it running")
-        one.types(b"\x1b")
-        one.types(b"x")
-        assert one.reads(b"stop the run?")
-        one.types(b"y")
-        assert one.ends() == 0
-        assert one.restored
-    head, rest = one.said.split(ENTER, 1)
-    tail = rest.rsplit(LEAVE, 1)[1]
+def test_keys_act_and_log_remains_after_exit() -> None:
+    with terminal() as session:
+        assert session.reads(b"written by rank 1")
+        assert not session.restored  # single keys are read without Enter
+        session.types(b"1")
+        assert session.reads(b"log of rank 1 on n1")
+        session.types(b"s")
+        assert session.reads(b"checkpoint of step 7 is complete")
+        session.types(b"t")
+        assert session.reads(b"no ranks run at this moment")
+        session.types(b"?")
+        assert session.reads(b"leave it running")
+        session.types(b"\x1b")
+        session.types(b"x")
+        assert session.reads(b"stop the run?")
+        session.types(b"y")
+        assert session.ends() == 0
+        assert session.restored
+    head, remainder = session.said.split(ENTER, 1)
+    tail = remainder.rsplit(LEAVE, 1)[1]
     assert b"before" in head
     written = [b"[n1/0]", b"written by rank 0", b"[n1/1]", b"written by rank 1", b"at the end"]
-    places = [tail.index(word) for word in [*written, b"after"]]
-    assert places == sorted(places)  # all of it, in the order in which it came
+    places = [tail.index(text) for text in [*written, b"after"]]
+    assert places == sorted(places)  # all output, in its original order
 
 
 @pytest.mark.parametrize("how", ["raise", "term"])
-def test_the_terminal_is_given_back_whatever_happens(how: str) -> None:
-    with terminal(how) as one:
-        assert one.reads(b"written by rank 1")
+def test_restores_terminal_on_error_and_signal(how: str) -> None:
+    with terminal(how) as session:
+        assert session.reads(b"written by rank 1")
         if how == "term":
-            one.program.send_signal(signal.SIGTERM)
+            session.program.send_signal(signal.SIGTERM)
         else:
-            one.types(b"x")
-            assert one.reads(b"stop the run?")
-            one.types(b"k")
-        assert (one.ends() == 0) == (how == "term")
-        assert one.restored
-        assert one.said.count(ENTER) == one.said.count(LEAVE) == 1
-        tail = one.said.rsplit(LEAVE, 1)[1]
+            session.types(b"x")
+            assert session.reads(b"stop the run?")
+            session.types(b"k")
+        assert (session.ends() == 0) == (how == "term")
+        assert session.restored
+        assert session.said.count(ENTER) == session.said.count(LEAVE) == 1
+        tail = session.said.rsplit(LEAVE, 1)[1]
         assert b"written by rank 1" in tail
         assert (b"on purpose" in tail) == (how == "raise")
 
 
-def test_ctrl_z_and_back_again() -> None:
-    with terminal() as one:
-        assert one.reads(b"written by rank 1")
-        # what a shell does that has started it as a job of its own
-        os.kill(one.program.pid, signal.SIGTSTP)
-        assert one.reads(LEAVE)
-        assert one.reads(ENTER)  # a session without a shell is not stopped: it goes on
-        one.types(b"q")
-        assert one.reads(b"[n1/1]")
-        one.program.send_signal(signal.SIGTERM)
-        assert one.ends() == 0
-        assert one.restored
+def test_ctrl_z_suspends_and_resumes_screen() -> None:
+    with terminal() as session:
+        assert session.reads(b"written by rank 1")
+        # like a shell that has started it as its own job
+        os.kill(session.program.pid, signal.SIGTSTP)
+        assert session.reads(LEAVE)
+        assert session.reads(ENTER)  # without a shell, the session is not stopped and continues
+        session.types(b"q")
+        assert session.reads(b"[n1/1]")
+        session.program.send_signal(signal.SIGTERM)
+        assert session.ends() == 0
+        assert session.restored
 
 
 @pytest.mark.parametrize(("columns", "term"), [(50, "xterm"), (80, "dumb"), (0, "xterm")])
-def test_lines_where_no_screen_can_be(columns: int, term: str) -> None:
-    with terminal(columns=columns, term=term) as one:
-        assert one.reads(b"written by rank 1")
-        assert one.restored
-        one.program.send_signal(signal.SIGTERM)
-        assert one.ends() == 0
-    assert ENTER not in one.said
-    assert b"after" in one.said
+def test_prints_lines_on_unsuitable_terminal(columns: int, term: str) -> None:
+    with terminal(columns=columns, term=term) as session:
+        assert session.reads(b"written by rank 1")
+        assert session.restored
+        session.program.send_signal(signal.SIGTERM)
+        assert session.ends() == 0
+    assert ENTER not in session.said
+    assert b"after" in session.said
 
 
-def test_no_colours_and_plain_signs() -> None:
-    with terminal(NO_COLOR="1", PYTHONIOENCODING="ascii") as one:
-        assert one.reads(b"written by rank 1")
-        screen = one.said.split(ENTER, 1)[1]
+def test_supports_no_color_and_ascii() -> None:
+    with terminal(NO_COLOR="1", PYTHONIOENCODING="ascii") as session:
+        assert session.reads(b"written by rank 1")
+        screen = session.said.split(ENTER, 1)[1]
         assert b"-- log ---" in screen
         assert b"\x1b[31" not in screen
-        one.program.send_signal(signal.SIGTERM)
-        assert one.ends() == 0
+        session.program.send_signal(signal.SIGTERM)
+        assert session.ends() == 0
 
 
-def test_the_help_fits_the_narrowest_screen() -> None:
+def test_help_fits_smallest_screen() -> None:
     assert max(map(len, live.HELP.splitlines())) < live.MIN_COLUMNS
     assert len(live.HELP.splitlines()) <= live.MIN_LINES / 2

@@ -1,4 +1,4 @@
-"""Everything an agent can say, and hostile variants of it: the node fails, nothing else does."""
+"""Tests every message of an agent, also hostile variants: only that node may fail."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from paceline.spec.job import Entry, Job
 from paceline.spec.schema import MAX_DIGITS, InvalidValue
 
 AGENT = Path(server.__file__).parent
-LONGEST_S = 5.0
-MOST_MEMORY = 500 << 20
-VARIANTS = 60  # of each message
+MAX_CPU_S = 5.0
+MAX_MEMORY_BYTES = 500 << 20
+VARIANTS = 60  # for each message
 HEX = "ab" * 32
 KEY = "0123456789abcdef01234567"
 ENTRY = ["d/f", HEX, 0o644, 3]
-SEEN = {"state": "S", "stack": ['File "a.py", line 3 in f']}
-DOES = {"pid": 3, "call": "write", "on": "pipe:[4]", "readers": [3]}
-LOOKED = {"cpu_s": 0.5, "moved": 9, "sent": 5, "switches": 4, "calls": ["0 1 barrier"], **DOES,
-          "unfinished": "", **SEEN,
-          "children": [{"name": "yes", "stack": [], **DOES}]}  # fmt: skip
+STACK = {"state": "S", "stack": ['File "a.py", line 3 in f']}
+SYSCALL = {"pid": 3, "call": "write", "on": "pipe:[4]", "readers": [3]}
+STATE = {"cpu_s": 0.5, "moved": 9, "sent": 5, "switches": 4, "calls": ["0 1 barrier"], **SYSCALL,
+          "unfinished": "", **STACK,
+          "children": [{"name": "yes", "stack": [], **SYSCALL}]}  # fmt: skip
 MEMORY = {"kills": 1, "limit": {"bytes": 5, "peak": None, "group": "/a"}, "kernel": ["x"]}
 
-# by request: its fields, a right answer and the bytes that come with it
+# request → its fields, a correct answer, and the data that follows
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "lease": ({"seconds": 10.0}, {"monotonic": 1.5, "time": 2.5}, b""),
     "prepare": ({}, {}, b""),
@@ -80,7 +80,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "open_store": ({"address": "10.0.0.1", "addresses": ""}, {"port": 29500}, b""),
     "admit": ({"addresses": "10.0.0.1"}, {}, b""),
     "dump_stacks": ({}, {}, b""),
-    "seen": ({}, {"ranks": [{"rank": 0, **LOOKED}]}, b""),
+    "seen": ({}, {"ranks": [{"rank": 0, **STATE}]}, b""),
     "stop": ({"signal": 15}, {}, b""),
     "kill": ({}, {"killed": 2}, b""),
     "compare_tree": ({"manifest": [ENTRY]},
@@ -165,7 +165,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
                                           "links": {"eth0": [5, 6]}, "gpus": [0.5]}, b""),
 }  # fmt: skip
 
-TOLD: dict[str, list[dict[str, Any]]] = {
+EVENT_EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "imported": [{"seconds": 1.5, "python": "3.11.2", "executable": "/p", "torch": "2.13.0",
                   "backends": ["gloo"]}],
     "import failed": [{"error": "ImportError: x", "traceback": "Traceback\n…"}],
@@ -191,7 +191,7 @@ TOLD: dict[str, list[dict[str, Any]]] = {
         {"kind": "event", "event": "regrouped", "generation": 1, "step": 3, "seconds": 0.1},
     )],
     "rank ended": [
-        {"rank": 0, "code": 1, "signal": None, "time": 3.0, "peak_bytes": 5, "seen": SEEN},
+        {"rank": 0, "code": 1, "signal": None, "time": 3.0, "peak_bytes": 5, "seen": STACK},
         {"rank": 0, "code": None, "signal": 9, "time": 3.0, "peak_bytes": 5, "memory": MEMORY},
     ],
     "store ended": [{"time": 5.0}],
@@ -207,26 +207,31 @@ TOLD: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def hello(**more: Any) -> dict[str, Any]:
-    about = {"event": "hello", "pid": 5, "identity": "ab" * 16, "chosen_python": "/usr/bin/python3"}
-    return {**about, "facts": copy.deepcopy(FACTS), **more}
+def hello(**overrides: Any) -> dict[str, Any]:
+    defaults = {
+        "event": "hello",
+        "pid": 5,
+        "identity": "ab" * 16,
+        "chosen_python": "/usr/bin/python3",
+    }
+    return {**defaults, "facts": copy.deepcopy(FACTS), **overrides}
 
 
 FACTS = json.loads(json.dumps(facts.gather()))
 
 
-# --- the tables are those of the agent
+# --- tables are equal to the agent's
 
 
-def test_a_schema_takes_the_numbers_that_a_frame_takes() -> None:
+def test_schema_and_frames_agree_on_max_digits() -> None:
     assert frames.MAX_DIGITS == MAX_DIGITS
 
 
-def test_every_request_has_a_schema_and_an_example() -> None:
+def test_requests_have_schemas_and_examples() -> None:
     assert set(server.OPERATIONS) == set(ANSWERS) == set(REQUESTS)
 
 
-def test_every_event_has_a_schema_and_an_example() -> None:
+def test_events_have_schemas_and_examples() -> None:
     posted = {
         name
         for file in (
@@ -239,18 +244,18 @@ def test_every_event_has_a_schema_and_an_example() -> None:
         for name in name
         if name
     }
-    assert posted == set(EVENTS) == {"hello", *TOLD}
+    assert posted == set(EVENTS) == {"hello", *EVENT_EXAMPLES}
 
 
-# --- a channel to somebody who says what we like
+# --- a channel with chosen input
 
 
-class Said:
-    """A link on which ``said`` was said; it goes on with silence, or ends."""
+class FakeLink:
+    """A link with the given input, followed by silence or its end."""
 
-    def __init__(self, said: bytes, end: bool = True) -> None:
+    def __init__(self, content: bytes, end: bool = True) -> None:
         self.reader, self.errors = asyncio.StreamReader(), asyncio.StreamReader()
-        self.reader.feed_data(said)
+        self.reader.feed_data(content)
         self.errors.feed_eof()
         if end:
             self.reader.feed_eof()
@@ -273,27 +278,27 @@ class Said:
         self.close()
 
 
-def within_bounds(work: Callable[[], Any]) -> Any:
-    """Does it, and sees that it takes neither much CPU time nor much memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    begun = time.thread_time()
+def check_resources(work: Callable[[], Any]) -> Any:
+    """Calls a function and checks that it takes little CPU time and memory."""
+    baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    start_time = time.thread_time()
     result = work()
-    assert time.thread_time() - begun < LONGEST_S * 3  # on a slow machine
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < MOST_MEMORY
+    assert time.thread_time() - start_time < MAX_CPU_S * 3  # on a slow machine
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - baseline < MAX_MEMORY_BYTES
     return result
 
 
-def opened(said: bytes, end: bool = True) -> Channel | LoginError:
-    async def go() -> Channel | LoginError:
-        channel = Channel(Host("n2"), Said(said, end))  # type: ignore[arg-type]
+def open_channel(content: bytes, end: bool = True) -> Channel | LoginError:
+    async def scenario() -> Channel | LoginError:
+        channel = Channel(Host("n2"), FakeLink(content, end))  # type: ignore[arg-type]
         try:
             await channel.open()
-        except LoginError as refused:
-            return refused
+        except LoginError as rejected:
+            return rejected
         await channel.close()
         return channel
 
-    result: Channel | LoginError = within_bounds(lambda: asyncio.run(go()))
+    result: Channel | LoginError = check_resources(lambda: asyncio.run(scenario()))
     return result
 
 
@@ -313,44 +318,44 @@ BOOTS = {
 }
 
 
-@pytest.mark.parametrize("words", BOOTS)
-def test_hostile_first_lines(words: str) -> None:
-    refused = opened(BOOTS[words])
-    assert isinstance(refused, LoginError)
-    assert refused.refusal.details
-    assert refused.refusal.remedy
+@pytest.mark.parametrize("case", BOOTS)
+def test_rejects_hostile_first_lines(case: str) -> None:
+    rejected = open_channel(BOOTS[case])
+    assert isinstance(rejected, LoginError)
+    assert rejected.refusal.details
+    assert rejected.refusal.remedy
 
 
 @pytest.mark.parametrize("noise", [b"", b"Welcome\n", b"x" * 300_000 + b"\n", MAGIC + b"\0" * 9])
-def test_a_right_greeting_after_any_noise(noise: bytes) -> None:
-    channel = opened(noise + HAVE + encode(hello()))
+def test_reads_hello_after_noise(noise: bytes) -> None:
+    channel = open_channel(noise + HAVE + encode(hello()))
     assert isinstance(channel, Channel)
     assert channel.facts == FACTS
     assert len(channel.noise) <= 8192
 
 
-def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_hello_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.remote.channel.HELLO_STALL_S", 1.0)
-    for said in (encode(hello())[:-1], MAGIC + struct.pack(">II", MAX_HELLO, 5) + b"{"):
-        refused = opened(HAVE + said, end=False)
-        assert isinstance(refused, LoginError)
-        assert "and then nothing" in refused.refusal.details
+    for content in (encode(hello())[:-1], MAGIC + struct.pack(">II", MAX_HELLO, 5) + b"{"):
+        rejected = open_channel(HAVE + content, end=False)
+        assert isinstance(rejected, LoginError)
+        assert "and then nothing" in rejected.refusal.details
 
 
-@pytest.mark.parametrize("said", [b"", MAGIC + struct.pack(">II", 99, 5) + b"{"])
-def test_a_host_that_falls_silent_is_given_up(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no run's lease watches it, as in setup."""
+@pytest.mark.parametrize("content", [b"", MAGIC + struct.pack(">II", 99, 5) + b"{"])
+def test_unresponsive_host_times_out(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in setup, without a run whose lease would detect it."""
     monkeypatch.setattr("paceline.remote.channel.POLL_S", 0.05)
     monkeypatch.setattr("paceline.remote.channel.SILENCE_TIMEOUT_S", 1.0)
 
-    async def go() -> None:
-        channel = Channel(Host("n2"), Said(HAVE + encode(hello()) + said, end=False))  # type: ignore[arg-type]
+    async def scenario() -> None:
+        channel = Channel(Host("n2"), FakeLink(HAVE + encode(hello()) + content, end=False))  # type: ignore[arg-type]
         await channel.open()
         with pytest.raises(HostUnresponsive, match="fell silent"):
             await channel.request("execute", argv=["true"], input="", timeout_s=60)
         await channel.close()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 # --- frames
@@ -378,13 +383,13 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_what_is_no_message_hides_none(body: str) -> None:
+def test_decodes_frame_after_invalid_body(body: str) -> None:
     decoder = Decoder()
-    good = encode({"b": 1}, b"x")
-    assert within_bounds(lambda: decoder.feed(framed(BODIES[body]) + good)) == [({"b": 1}, b"x")]
+    valid = encode({"b": 1}, b"x")
+    assert check_resources(lambda: decoder.feed(framed(BODIES[body]) + valid)) == [({"b": 1}, b"x")]
 
 
-def test_numbers_that_json_does_not_have() -> None:
+def test_rejects_non_finite_numbers() -> None:
     for text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1E+999"):
         ((message, _),) = Decoder().feed(framed(b'{"re": 1, "monotonic": ' + text.encode() + b"}"))
         conversation = Conversation()
@@ -393,42 +398,47 @@ def test_numbers_that_json_does_not_have() -> None:
             conversation.answer({**message, "time": 1.0}, b"")
 
 
-def test_frames_that_are_too_long_are_none() -> None:
-    for long in (header(MAX_ANSWER + 1), header(10, 3 << 20), header(128 << 20), header(2**32 - 1)):
+def test_skips_oversized_frames() -> None:
+    for oversized_header in (
+        header(MAX_ANSWER + 1),
+        header(10, 3 << 20),
+        header(128 << 20),
+        header(2**32 - 1),
+    ):
         decoder = Decoder(max_json=MAX_ANSWER, max_blob=2 << 20)
-        assert decoder.feed(long + b"{" + encode({"b": 1})) == [({"b": 1}, b"")]
+        assert decoder.feed(oversized_header + b"{" + encode({"b": 1})) == [({"b": 1}, b"")]
 
 
-def test_costly_nonsense_ends_the_connection() -> None:
+def test_expensive_noise_raises_frame_error() -> None:
     decoder = Decoder(max_json=MAX_ANSWER)
-    one = header(1 << 20) + b"{"
+    item = header(1 << 20) + b"{"
     with pytest.raises(FrameError):
-        within_bounds(lambda: [decoder.feed(one * 1000) for _ in range(10_000)])
+        check_resources(lambda: [decoder.feed(item * 1000) for _ in range(10_000)])
 
 
-def test_any_bytes_are_frames_or_noise() -> None:
-    chosen = random.Random(5)
-    good = encode(hello()) + encode({"re": 1}, b"blob")
+def test_survives_mutated_frames() -> None:
+    rng = random.Random(5)
+    valid = encode(hello()) + encode({"re": 1}, b"blob")
     for _ in range(600):
-        data = bytearray(good[: chosen.randrange(len(good) + 1)])
-        for _ in range(chosen.randrange(8)):
+        data = bytearray(valid[: rng.randrange(len(valid) + 1)])
+        for _ in range(rng.randrange(8)):
             if data:
-                data[chosen.randrange(len(data))] = chosen.randrange(256)
+                data[rng.randrange(len(data))] = rng.randrange(256)
         decoder = Decoder(max_json=MAX_ANSWER)
         with contextlib.suppress(FrameError):
-            decoder.feed(bytes(data) + chosen.randbytes(chosen.randrange(40)))
+            decoder.feed(bytes(data) + rng.randbytes(rng.randrange(40)))
         assert len(decoder.noise) <= 8192
 
 
-def test_the_largest_answer_takes_little_memory() -> None:
+def test_largest_answer_needs_bounded_resources() -> None:
     body = b'{"a":[' + b"[]," * ((MAX_ANSWER - 20) // 3) + b"0]}"
     assert len(body) <= MAX_ANSWER
-    within_bounds(lambda: Decoder(max_json=MAX_ANSWER).feed(framed(body)))
+    check_resources(lambda: Decoder(max_json=MAX_ANSWER).feed(framed(body)))
 
 
 @pytest.mark.parametrize("first", ["re", "event"])
-def test_only_answers_are_long(first: str) -> None:
-    """Parsing holds the launcher's loop, on which the other hosts' leases depend."""
+def test_rejects_large_events_but_not_answers(first: str) -> None:
+    """Parsing blocks the launcher's event loop, which has to renew the other hosts' leases."""
     body = b'{"%s":1,"a":[%s0]}' % (first.encode(), b"[]," * (frames.MAX_EVENT // 3))
     decoder = Decoder(max_json=MAX_ANSWER, max_event=frames.MAX_EVENT)
     if first == "re":
@@ -438,7 +448,7 @@ def test_only_answers_are_long(first: str) -> None:
             decoder.feed(framed(body))
 
 
-def test_frequent_answers_are_small() -> None:
+def test_limits_size_of_frequent_answers() -> None:
     conversation = Conversation()
     conversation.add_request(1, "lease", {})
     answer = {"re": 1, "monotonic": 1.0, "time": 1.0, "other": [[] for _ in range(200_000)]}
@@ -448,68 +458,68 @@ def test_frequent_answers_are_small() -> None:
 
 # --- hostile variants
 
-ABSURD: list[Any] = [
+INVALID_VALUES: list[Any] = [
     None, True, -1, 0, 2**40, 2**63, 10**19, 1e400, float("nan"), -1e308, "", "../../../x", "/etc",
     "\udcff\udc80", "\0", "\x1b]0;x\a", "n9", "x" * 5000, "x" * 2_000_000, [], {}, [[]], {"a": {}},
     json.loads("[" * 200 + "]" * 200), [1] * 50_000, {"x" * 5000: 1},
 ]  # fmt: skip
 
 
-def variants(message: Any, chosen: random.Random) -> Any:
-    """The same with one value replaced, removed, doubled or added."""
+def variants(message: Any, rng: random.Random) -> Any:
+    """Returns a copy with one value replaced, removed, duplicated or added."""
     changed = copy.deepcopy(message)
     places = list(_places(changed))
-    holder, name = chosen.choice(places) if places else (changed, "new")
-    how = chosen.randrange(6)
-    if how == 0 and isinstance(holder, dict):
+    holder, name = rng.choice(places) if places else (changed, "new")
+    mutation = rng.randrange(6)
+    if mutation == 0 and isinstance(holder, dict):
         holder.pop(name, None)
-    elif how == 1 and isinstance(holder, list):
+    elif mutation == 1 and isinstance(holder, list):
         holder.append(holder[name])
-    elif how == 2 and isinstance(holder, dict):
-        holder[chosen.choice(["new", "../x", "\udcff"])] = chosen.choice(ABSURD)
+    elif mutation == 2 and isinstance(holder, dict):
+        holder[rng.choice(["new", "../x", "\udcff"])] = rng.choice(INVALID_VALUES)
     else:
-        holder[name] = chosen.choice(ABSURD)
+        holder[name] = rng.choice(INVALID_VALUES)
     return changed
 
 
 def _places(value: Any) -> Any:
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, one in list(items):
+    for name, item in list(items):
         yield value, name
-        if isinstance(one, (dict, list)):
-            yield from _places(one)
+        if isinstance(item, (dict, list)):
+            yield from _places(item)
 
 
-def lie_in(hear: Callable[[], Any]) -> str:
-    """What was called untrue, in few words; empty when nothing was."""
+def rejection_of(deliver: Callable[[], Any]) -> str:
+    """Returns the short reason why a message was refused, or an empty string."""
     try:
-        hear()
+        deliver()
     except InvalidValue as lie:
         return str(lie) if len(str(lie)) < 400 else pytest.fail("too many words")
     return ""
 
 
 @each_case("op", REQUESTS)
-def test_hostile_answers(op: str) -> None:
-    """Refused as a whole, or exactly what may be said."""
+def test_rejects_hostile_answers(op: str) -> None:
+    """An answer is either refused completely or allowed completely."""
     fields, answer, blob = REQUESTS[op]
-    chosen = random.Random(op)
+    rng = random.Random(op)
 
-    def hear(said: Any, data: bytes = blob) -> None:
+    def deliver(content: Any, data: bytes = blob) -> None:
         conversation = Conversation()
         conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
         conversation.add_request(2, op, fields)
-        conversation.answer({"re": 2, **said}, data)
+        conversation.answer({"re": 2, **content}, data)
 
-    hear(answer)
-    hear({"error": "no", "holders": [[3, "x"]]}, b"")
+    deliver(answer)
+    deliver({"error": "no", "holders": [[3, "x"]]}, b"")
     for lie in ({"error": 5}, {"error": None}, {"error": "x", "holders": 3}):
         with pytest.raises(InvalidValue):
-            hear(lie, b"")
+            deliver(lie, b"")
     with pytest.raises(InvalidValue, match="bytes with the answer"):
-        hear(answer, blob + b"x")
+        deliver(answer, blob + b"x")
     if answer:
-        lies = [lie_in(lambda: hear(variants(answer, chosen))) for _ in range(VARIANTS)]
+        lies = [rejection_of(lambda: deliver(variants(answer, rng))) for _ in range(VARIANTS)]
         assert sum(map(bool, lies)) > VARIANTS / 4
 
 
@@ -554,14 +564,14 @@ def test_hostile_answers(op: str) -> None:
         ("disk", {"disks": []}),
         ("read_block", {}),
         ("see_tokens", {"exists": True, "seen": {"b": "x"}, "type": "x"}),
-        ("seen", {"ranks": [{"rank": 7, **LOOKED}]}),
+        ("seen", {"ranks": [{"rank": 7, **STATE}]}),
         (
             "vitals",
             {"time": 1.5, "cpu": [3, 9], "memory": [8, 2], "links": {"eth1": [5, 6]}, "gpus": []},
         ),
     ],
 )
-def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
+def test_rejects_answers_that_do_not_match_request(op: str, lie: dict[str, Any]) -> None:
     fields, _, blob = REQUESTS[op]
     conversation = Conversation()
     conversation.add_request(2, op, fields)
@@ -570,7 +580,7 @@ def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("number", [7, 0, -1, "1", None, [], {}, True, 1.0, 2**70])
-def test_answers_to_nobody(number: Any) -> None:
+def test_rejects_answers_with_unknown_id(number: Any) -> None:
     conversation = Conversation()
     conversation.add_request(2, "bye", {})
     with pytest.raises(InvalidValue):
@@ -581,61 +591,63 @@ def job() -> Job:
     return Job("job", Entry("script", "train.py"), "/work", "/p")
 
 
-def test_hostile_greetings() -> None:
-    """What passes as facts breaks nothing that plans with them."""
-    chosen = random.Random(7)
-    refused = 0
+def test_rejects_hostile_hello() -> None:
+    """Facts that are accepted cause no crash in planning."""
+    rng = random.Random(7)
+    rejected = 0
     for _ in range(400):
-        said = hello(facts=variants(FACTS, chosen)) if chosen.random() < 0.8 else variants(
-            hello(), chosen)  # fmt: skip
-        if lie_in(lambda said=said: Conversation().event({"event": "hello", **said}, b"")):
-            refused += 1
+        content = hello(facts=variants(FACTS, rng)) if rng.random() < 0.8 else variants(
+            hello(), rng)  # fmt: skip
+        if rejection_of(
+            lambda content=content: Conversation().event({"event": "hello", **content}, b"")
+        ):
+            rejected += 1
             continue
-        hosts, told = [Host("n1"), Host("n2")], {"n1": FACTS, "n2": said["facts"]}
+        hosts, reported = [Host("n1"), Host("n2")], {"n1": FACTS, "n2": content["facts"]}
         with contextlib.suppress(PacelineError):
-            planner.check_agreement(hosts, job(), told, {"n1": "/p", "n2": "/p"})
+            planner.check_agreement(hosts, job(), reported, {"n1": "/p", "n2": "/p"})
         with contextlib.suppress(PacelineError):
-            candidates(hosts, told, None)
+            candidates(hosts, reported, None)
         with contextlib.suppress(PacelineError):
-            ranks = planner.processes_on(job(), hosts[1], said["facts"]).value
-            planner.node_env(job(), hosts[1], said["facts"], ranks, None)
-        json.dumps(told)
-    assert refused > 100
+            ranks = planner.processes_on(job(), hosts[1], content["facts"]).value
+            planner.node_env(job(), hosts[1], content["facts"], ranks, None)
+        json.dumps(reported)
+    assert rejected > 100
 
 
 @each_case("name", FACTS)
-def test_a_greeting_without_a_fact_is_none(name: str) -> None:
-    """A fact that cannot be had is null; the verbs may look for each."""
-    said = hello()
-    del said["facts"][name]
-    assert lie_in(lambda: Conversation().event({"event": "hello", **said}, b""))
+def test_rejects_hello_with_missing_fact(name: str) -> None:
+    """An unavailable fact is null, as commands may read any of them."""
+    content = hello()
+    del content["facts"][name]
+    assert rejection_of(lambda: Conversation().event({"event": "hello", **content}, b""))
 
 
 @pytest.mark.parametrize("hard", ["9", None, [], 1.5])
-def test_limits_that_are_none(hard: Any) -> None:
-    said = hello()
-    said["facts"]["limits"]["nofile_hard"] = hard
-    assert lie_in(lambda: Conversation().event({"event": "hello", **said}, b""))
+def test_rejects_invalid_limits(hard: Any) -> None:
+    content = hello()
+    content["facts"]["limits"]["nofile_hard"] = hard
+    assert rejection_of(lambda: Conversation().event({"event": "hello", **content}, b""))
 
 
 @pytest.mark.parametrize("count", [1000, 200_000])
-def test_events_that_take_much_memory_are_refused(count: int) -> None:
-    """A list of empty lists takes twenty times its text."""
+def test_rejects_events_with_large_memory_use(count: int) -> None:
+    """A list of empty lists takes twenty times the memory of its text."""
     conversation = Conversation()
     conversation.event(hello(), b"")
     conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
     nested: list[Any] = [[] for _ in range(count)]
     report = {"event": "said", "rank": 0, "data": {"kind": "event", "event": "own", "a": nested}}
     assert conversation.event(report, b"") == (count == 1000)
-    ended = {**TOLD["rank ended"][0], "event": "rank ended", "memory": {"a": nested}}
-    refused = lie_in(lambda: conversation.event(ended, b""))
-    assert bool(refused) == (count != 1000)
+    ended = {**EVENT_EXAMPLES["rank ended"][0], "event": "rank ended", "memory": {"a": nested}}
+    rejected = rejection_of(lambda: conversation.event(ended, b""))
+    assert bool(rejected) == (count != 1000)
 
 
 @pytest.mark.parametrize("count", [1, 1000])
-def test_an_event_holds_few_fields_that_its_kind_does_not_have(count: int) -> None:
-    other: list[Any] = [[] for _ in range(count)]
-    report = {"kind": "checkpoint", "step": 3, "other": other}
+def test_limits_extra_fields_of_events(count: int) -> None:
+    extra: list[Any] = [[] for _ in range(count)]
+    report = {"kind": "checkpoint", "step": 3, "other": extra}
     message = {"event": "said", "rank": 0, "data": report}
     fields = Event.from_message("n1", message).fields
     assert fields == ({"step": 3, "other": [[]]} if count == 1 else {"step": 3})
@@ -643,32 +655,32 @@ def test_an_event_holds_few_fields_that_its_kind_does_not_have(count: int) -> No
     assert Event.from_message("n1", metrics).fields == {"step": 3, "loss": 0.5}
 
 
-def test_hostile_events(tmp_path: Path) -> None:
-    """What passes can be written down, shown and judged."""
-    chosen = random.Random(11)
+def test_rejects_hostile_events(tmp_path: Path) -> None:
+    """Accepted events can be recorded, displayed and evaluated."""
+    rng = random.Random(11)
     directory = RunDirectory(tmp_path / "run")
     screen = Screen(out=io.StringIO(), err=io.StringIO())
     recorder = Recorder(directory, screen)
-    before = set(below(tmp_path))
-    asked = sum(len(some) for some in TOLD.values()) * VARIANTS
+    baseline = set(list_files(tmp_path))
+    total = sum(len(group) for group in EVENT_EXAMPLES.values()) * VARIANTS
 
-    async def go() -> int:
-        channel = Channel(Host("n2"), Said(b""))  # type: ignore[arg-type]
+    async def scenario() -> int:
+        channel = Channel(Host("n2"), FakeLink(b""))  # type: ignore[arg-type]
         node = Node(channel.host, channel)
         fleet = SimpleNamespace(running=True, lease_s=10.0, nodes=[node], absence_s=0.0)
-        refused = 0
-        for kind, examples in TOLD.items():
+        rejected = 0
+        for kind, examples in EVENT_EXAMPLES.items():
             for example in examples:
                 for _ in range(VARIANTS):
-                    refused += hear(kind, variants(example, chosen), node, fleet)
+                    rejected += deliver(kind, variants(example, rng), node, fleet)
         await channel.close()
-        return refused
+        return rejected
 
-    def hear(kind: str, said: Any, node: Node, fleet: Any) -> int:
+    def deliver(kind: str, content: Any, node: Node, fleet: Any) -> int:
         conversation = Conversation()
         conversation.event(hello(), b"")
         conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
-        message, blob = {"event": kind, **said}, b"x\n" if kind == "output" else b""
+        message, blob = {"event": kind, **content}, b"x\n" if kind == "output" else b""
         try:
             if not conversation.event(message, blob):
                 return 1
@@ -698,22 +710,22 @@ def test_hostile_events(tmp_path: Path) -> None:
             assert recorder.events[-1].kind == event.kind
         return 0
 
-    refused = within_bounds(lambda: asyncio.run(go()))
-    assert asked / 4 < refused < asked
+    rejected = check_resources(lambda: asyncio.run(scenario()))
+    assert total / 4 < rejected < total
     screen.close()
     directory.close()
-    fresh = set(below(tmp_path)) - before
-    assert fresh <= {"run/events.jsonl", "run/metrics.jsonl", "run/logs/n2/0.log"} | {
-        name for name in fresh if name.startswith("run/metrics-before")
+    created = set(list_files(tmp_path)) - baseline
+    assert created <= {"run/events.jsonl", "run/metrics.jsonl", "run/logs/n2/0.log"} | {
+        name for name in created if name.startswith("run/metrics-before")
     }
 
 
-def below(root: Path) -> list[str]:
+def list_files(root: Path) -> list[str]:
     return [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("kind", ["lost", "file", "", None, 5, [], {}, "\udcff"])
-def test_events_that_no_agent_sends(kind: Any) -> None:
+def test_rejects_unknown_events(kind: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
     with pytest.raises(InvalidValue, match="an event called"):
@@ -722,28 +734,28 @@ def test_events_that_no_agent_sends(kind: Any) -> None:
 
 @each_case("rank", [1, -1, "../../../x", None, True, "0", 2**40])
 @each_case("kind", ["output", "rank started", "said", "rank ended"])
-def test_ranks_of_other_nodes(kind: str, rank: Any) -> None:
+def test_rejects_events_for_foreign_ranks(kind: str, rank: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
     conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
     with pytest.raises(InvalidValue):
-        conversation.event({"event": kind, **TOLD[kind][0], "rank": rank}, b"")
+        conversation.event({"event": kind, **EVENT_EXAMPLES[kind][0], "rank": rank}, b"")
 
 
-def test_a_late_look_at_ranks_that_have_other_numbers_by_now() -> None:
-    """It was asked before the next start, of other nodes."""
+def test_late_answer_uses_ranks_at_request_time() -> None:
+    """The request was made before the next start, which is on other nodes."""
     conversation = Conversation()
     conversation.event(hello(), b"")
     conversation.add_request(1, "start", {"ranks": [{"rank": 1}]})
     conversation.add_request(2, "seen", {})
     conversation.add_request(3, "start", {"ranks": [{"rank": 0}]})
-    assert conversation.answer({"re": 2, "ranks": [{"rank": 1, **LOOKED}]}, b"") == 2
+    assert conversation.answer({"re": 2, "ranks": [{"rank": 1, **STATE}]}, b"") == 2
     conversation.add_request(4, "seen", {})
     with pytest.raises(InvalidValue, match="rank 1, which does not run there"):
-        conversation.answer({"re": 4, "ranks": [{"rank": 1, **LOOKED}]}, b"")
+        conversation.answer({"re": 4, "ranks": [{"rank": 1, **STATE}]}, b"")
 
 
-def test_what_a_program_says_wrongly_is_not_heard() -> None:
+def test_ignores_invalid_program_messages() -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
     conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
@@ -754,46 +766,46 @@ def test_what_a_program_says_wrongly_is_not_heard() -> None:
     ]  # fmt: skip
     for data in wrong:
         assert not conversation.event({"event": "said", "rank": 0, "data": data}, b"")
-    # nor what only an agent or the launcher can know
+    # nor events that only an agent or the launcher can report
     for name in (name for name, kind in KINDS.items() if kind.sender != "rank"):
-        told = {"kind": "event", "event": name, "code": 0, "copy": "/a", "home": "/b"}
-        assert not conversation.event({"event": "said", "rank": 0, "data": told}, b"")
+        reported = {"kind": "event", "event": name, "code": 0, "copy": "/a", "home": "/b"}
+        assert not conversation.event({"event": "said", "rank": 0, "data": reported}, b"")
 
 
-# --- a lying node fails, alone
+# --- only the lying node fails
 
 
-def test_a_lie_ends_the_connection_and_is_told() -> None:
+def test_protocol_violation_ends_connection() -> None:
     lies = [
         encode({"event": "output", "rank": 9, "stream": "out"}, b"x"),
         encode({"re": 77}),
         encode({"event": "lost", "stderr": "n1 is bad"}),
     ]
 
-    async def go(lie: bytes) -> None:
-        link = Said(HAVE + encode(hello()), end=False)
+    async def scenario(lie: bytes) -> None:
+        link = FakeLink(HAVE + encode(hello()), end=False)
         channel = Channel(Host("n2"), link)  # type: ignore[arg-type]
         await channel.open()
-        told: list[Any] = []
-        channel.on_event = told.append
+        reported: list[Any] = []
+        channel.on_event = reported.append
         waiting = asyncio.ensure_future(channel.request("lease", seconds=1.0))
         await asyncio.sleep(0)
         link.reader.feed_data(lie)
         with pytest.raises(ProtocolViolation, match="n2 sent what no agent") as caught:
             await asyncio.wait_for(waiting, 60)
         assert isinstance(caught.value, NodeError)
-        (lost,) = told
+        (lost,) = reported
         assert lost.kind == "connection ended"
         assert lost["trouble"] == channel.violation == caught.value.found
         await channel.close()
 
     for lie in lies:
-        asyncio.run(go(lie))
+        asyncio.run(scenario(lie))
 
 
-def test_a_right_conversation_goes_on() -> None:
-    async def go() -> None:
-        link = Said(HAVE + encode(hello()), end=False)
+def test_valid_conversation_continues() -> None:
+    async def scenario() -> None:
+        link = FakeLink(HAVE + encode(hello()), end=False)
         channel = Channel(Host("n2"), link)  # type: ignore[arg-type]
         await channel.open()
         waiting = asyncio.ensure_future(channel.request_with_blob("read_block", count=3, last=True))
@@ -803,9 +815,9 @@ def test_a_right_conversation_goes_on() -> None:
         assert not channel.lost.is_set()
         await channel.close()
 
-    asyncio.run(go())
-    known = protocol.BOOT_REPLIES
-    assert protocol.parse_boot_line(b"old 3.8 /usr/bin/python3", known) == [
+    asyncio.run(scenario())
+    replies = protocol.BOOT_REPLIES
+    assert protocol.parse_boot_line(b"old 3.8 /usr/bin/python3", replies) == [
         "old",
         "3.8",
         "/usr/bin/python3",

@@ -1,4 +1,4 @@
-"""A conversation that outlives its links, and who may take it over."""
+"""Tests a channel that survives broken connections, and who may take it over."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from agents import ENDLESS, CutLine
-from paceline.agent import reconnection as agents_half
+from paceline.agent import reconnection as agent_reconnection
 from paceline.agent.frames import HIGH_WATER_BYTES, Decoder, Outbox, UnackedFrames
 from paceline.agent.multiplexing import TALK
 from paceline.agent.reattach import connect_agent
@@ -37,29 +36,30 @@ from paceline.remote.openssh import SshOptions, agent_command
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 from paceline.spec.schema import InvalidValue
+from real_agents import ENDLESS, CutLine
 
 KEY = b"k" * 32
 
-# --- what is kept until it was heard
+# --- messages are kept until they are acknowledged
 
 
-def test_what_was_not_heard_is_kept_in_order() -> None:
-    unheard = UnackedFrames()
+def test_retains_unacknowledged_frames_in_order() -> None:
+    unacked = UnackedFrames()
     for number in range(5):
-        unheard.add(b"%d" % number)
-    unheard.acknowledge(2)
-    unheard.acknowledge(1)  # is no news
-    assert (list(unheard), unheard.size, unheard.num_sent) == ([b"2", b"3", b"4"], 3, 5)
+        unacked.add(b"%d" % number)
+    unacked.acknowledge(2)
+    unacked.acknowledge(1)  # ignored, as it is old
+    assert (list(unacked), unacked.size, unacked.num_sent) == ([b"2", b"3", b"4"], 3, 5)
     for count in (6, -1, "3", None, 2.0):
         with pytest.raises(ValueError, match="never sent"):
-            unheard.acknowledge(count)
-    assert unheard.requeue() == [b"2", b"3", b"4"]
-    assert unheard.num_sent == 2
+            unacked.acknowledge(count)
+    assert unacked.requeue() == [b"2", b"3", b"4"]
+    assert unacked.num_sent == 2
 
 
 @dataclass
 class Pipe:
-    """An outbox and who reads it."""
+    """An outbox and its reader."""
 
     ends: tuple[int, int] = field(default_factory=os.pipe)
     wake: tuple[int, int] = field(default_factory=os.pipe)
@@ -70,14 +70,14 @@ class Pipe:
         self.outbox = Outbox(self.ends[1], self.wake[1])
 
     def other(self) -> tuple[int, int]:
-        """Another pair of ends to go on by."""
+        """Returns another pair of ends to continue with."""
         ends = os.pipe()
         for fd in ends:
             os.set_blocking(fd, False)
         return ends
 
-    def close(self, *more: int) -> None:
-        for fd in (*self.ends, *self.wake, *more):
+    def close(self, *extra_fds: int) -> None:
+        for fd in (*self.ends, *self.wake, *extra_fds):
             with contextlib.suppress(OSError):
                 os.close(fd)
 
@@ -86,27 +86,27 @@ def numbers(data: bytes) -> list[int]:
     return [message["n"] for message, _ in Decoder().feed(data)]
 
 
-def test_an_outbox_goes_on_after_what_was_heard() -> None:
+def test_outbox_resumes_after_acknowledged_frames() -> None:
     pipe = Pipe()
     box = pipe.outbox
     box.retains = True
     for number in range(100):
         box.post({"n": number, "x": "x" * 3000})
-    box.flush()  # stops in the middle of a frame: a pipe holds 64 KiB
+    box.flush()  # stops within a frame, as a pipe holds 64 KiB
     assert 0 < len(numbers(os.read(pipe.ends[0], 1 << 20))) < 100
     box.disconnect()
     box.post({"n": 100})
     read, write = pipe.other()
     box.resume(write, 7)
-    said = b""
+    sent = b""
     while box.pending:
         box.flush()
-        said += os.read(read, 1 << 20)
-    assert numbers(said) == list(range(7, 101))
+        sent += os.read(read, 1 << 20)
+    assert numbers(sent) == list(range(7, 101))
     pipe.close(read, write)
 
 
-def test_an_outbox_that_keeps_nothing_drops_what_nobody_reads() -> None:
+def test_broken_outbox_without_retention_drops_frames() -> None:
     pipe = Pipe()
     os.close(pipe.ends[0])
     pipe.outbox.post({"n": 1})
@@ -117,7 +117,7 @@ def test_an_outbox_that_keeps_nothing_drops_what_nobody_reads() -> None:
     pipe.close()
 
 
-def test_what_is_not_heard_stops_the_reading_of_output() -> None:
+def test_unacknowledged_output_fills_outbox() -> None:
     pipe = Pipe()
     box = pipe.outbox
     box.retains = True
@@ -135,20 +135,20 @@ def test_what_is_not_heard_stops_the_reading_of_output() -> None:
     pipe.close()
 
 
-# --- links that are cut
+# --- interrupted connections
 
 
-class Line(CutLine):
-    """A link that ends after so many bytes both ways; what is written first says whom to meet."""
+class LimitedLink(CutLine):
+    """A link that ends after ``left`` bytes in total; its first output names the agent to reach."""
 
-    def __init__(self, left: int, meets: Callable[[str, socket.socket], None] | None) -> None:
+    def __init__(self, left: int, on_attach: Callable[[str, socket.socket], None] | None) -> None:
         self._ours, self._theirs = socket.socketpair()
-        self.left, self._meets = left, meets
+        self.left, self._meets = left, on_attach
 
-    async def opened(self) -> Line:
+    async def opened(self) -> LimitedLink:
         try:
             streams = await asyncio.open_connection(sock=self._ours)
-        except BaseException:  # whoever dialled does not want it any more
+        except BaseException:  # the caller has given up
             self._ours.close()
             self._theirs.close()
             raise
@@ -156,7 +156,7 @@ class Line(CutLine):
         return self
 
     def handed_over(self) -> int:
-        """The other end, for somebody who closes it."""
+        """Returns the other end, which the receiver closes."""
         fd = os.dup(self._theirs.fileno())
         self._theirs.close()
         return fd
@@ -164,9 +164,9 @@ class Line(CutLine):
     def write(self, data: bytes) -> None:
         if self._meets is not None:
             (name,) = re.findall(rb"attach\('([a-z0-9-]+)', False\)", data)
-            meets, self._meets = self._meets, None
+            on_attach, self._meets = self._meets, None
             with contextlib.suppress(OSError):
-                meets(name.decode(), self._theirs)
+                on_attach(name.decode(), self._theirs)
             self._theirs.close()
         elif self.left:
             self._writer.write(self._pass(data))
@@ -183,7 +183,7 @@ HOLDERS: list[socket.socket] = []
 
 
 async def end(agent: Agent, serving: threading.Thread) -> None:
-    """Ends an agent whose channel is closed, and what hands connections over."""
+    """Ends an agent whose channel is closed, and the processes that pass connections on."""
     agent.on_sigterm()
     await asyncio.to_thread(serving.join)
     agent.stream.release()
@@ -193,42 +193,42 @@ async def end(agent: Agent, serving: threading.Thread) -> None:
         HOLDERS.pop().close()
 
 
-def hands_over(name: str, theirs: socket.socket) -> None:
-    """As ``agent/reattach.py`` does."""
-    there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    there.connect("\0" + name)
-    HOLDERS.append(there)
-    socket.send_fds(there, [b"m"], [theirs.fileno()] * 3)
+def attach_streams(name: str, remote_end: socket.socket) -> None:
+    """Passes a connection to an agent, like ``agent/reattach.py``."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.connect("\0" + name)
+    HOLDERS.append(client)
+    socket.send_fds(client, [b"m"], [remote_end.fileno()] * 3)
 
 
 @dataclass
-class Talk:
-    """A channel, the agent at its other end, and what it told."""
+class AgentSession:
+    """A channel, the agent at its other end, and its events."""
 
     channel: Channel
     agent: Agent
     told: list[Event]
-    lefts: list[int]  # bytes of the next links
+    lefts: list[int]  # bytes for each of the next links
 
-    async def until(self, true: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(2000):
-            if true():
+            if condition():
                 return
             await asyncio.sleep(0.01)
         raise AssertionError("it never came true")
 
 
 @contextlib.asynccontextmanager
-async def talk(*lefts: int) -> AsyncIterator[Talk]:
-    """An agent in a thread that can be met again; each link lasts for so many bytes."""
+async def agent_session(*lefts: int) -> AsyncIterator[AgentSession]:
+    """Runs an agent in a thread that accepts reconnection; each link lasts for the given bytes."""
     left = list(lefts)
 
     async def dial() -> Any:
-        return await Line(left.pop(0) if left else ENDLESS, hands_over).opened()
+        return await LimitedLink(left.pop(0) if left else ENDLESS, attach_streams).opened()
 
-    line = await Line(ENDLESS, None).opened()
-    theirs = line.handed_over()
-    agent = Agent(theirs, os.dup(theirs), "/nowhere/agent/package")
+    line = await LimitedLink(ENDLESS, None).opened()
+    remote_end = line.handed_over()
+    agent = Agent(remote_end, os.dup(remote_end), "/nowhere/agent/package")
     agent._send_hello = lambda: None  # type: ignore[method-assign]
     channel = Channel(Host("n1"), line, dial)  # type: ignore[arg-type]
     serving = threading.Thread(target=agent.run)
@@ -241,87 +241,89 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
     channel.listen()
     await channel._register()
     try:
-        yield Talk(channel, agent, told, left)
+        yield AgentSession(channel, agent, told, left)
     finally:
         if not channel.lost.is_set():
             with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
-                await asyncio.wait_for(channel.request("bye"), 5)  # as the launcher does
+                await asyncio.wait_for(channel.request("bye"), 5)  # like the launcher
         agent.on_sigterm()
         await channel.close()
         await end(agent, serving)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_lost_and_nothing_comes_twice(
+def test_exactly_once_delivery_over_broken_links(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
     monkeypatch.setattr("paceline.remote.channel.STDERR_GRACE_S", 0.0)
-    many = 400
-    lefts = [chance.randrange(1, 6000) for _ in range(25)]
+    num_events = 400
+    lefts = [rng.randrange(1, 6000) for _ in range(25)]
 
-    async def go() -> None:
-        async with talk(*lefts) as one:
+    async def scenario() -> None:
+        async with agent_session(*lefts) as session:
 
-            def tell() -> None:
-                for number in range(many):
-                    about = {"event": "leftovers killed", "count": number}
-                    one.agent.outbox.post(about)
+            def post_events() -> None:
+                for number in range(num_events):
+                    fields = {"event": "leftovers killed", "count": number}
+                    session.agent.outbox.post(fields)
 
-            telling = threading.Thread(target=tell)
-            one.channel._link.left = chance.randrange(1000)  # type: ignore[attr-defined]
-            telling.start()
+            posting = threading.Thread(target=post_events)
+            session.channel._link.left = rng.randrange(1000)  # type: ignore[attr-defined]
+            posting.start()
             questions = [
-                one.channel.request("look", paths=[f"/{number}" + "x" * chance.randrange(200)])
+                session.channel.request("look", paths=[f"/{number}" + "x" * rng.randrange(200)])
                 for number in range(60)
             ]
             answers = await asyncio.gather(*questions)
-            await one.until(lambda: sum(e.kind == "leftovers killed" for e in one.told) >= many)
-            telling.join()
-            counts = [e["count"] for e in one.told if e.kind == "leftovers killed"]
-            assert counts == list(range(many))
+            await session.until(
+                lambda: sum(e.kind == "leftovers killed" for e in session.told) >= num_events
+            )
+            posting.join()
+            counts = [e["count"] for e in session.told if e.kind == "leftovers killed"]
+            assert counts == list(range(num_events))
             assert [a["paths"][0]["path"].rstrip("x") for a in answers] == [
                 f"/{number}" for number in range(60)
             ]
-            assert sum(e.kind == "connection restored" for e in one.told) >= 3
-            assert "connection ended" not in {e.kind for e in one.told}
+            assert sum(e.kind == "connection restored" for e in session.told) >= 3
+            assert "connection ended" not in {e.kind for e in session.told}
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_goes_in_pieces_goes_on_over_other_links(
+def test_large_messages_survive_broken_links(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
     monkeypatch.setattr("paceline.remote.channel.STDERR_GRACE_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lefts = [chance.randrange(2000, 90_000) for _ in range(8)]
+    lefts = [rng.randrange(2000, 90_000) for _ in range(8)]
     paths = [f"{number}/{'x' * 200}" for number in range(1500)]  # in a frame of 300 KB
 
-    async def go() -> None:
-        async with talk(*lefts) as one:
-            content = chance.randbytes(150_000)
-            about = {"key": "a" * 24, "path": "x", "offset": 0, "last": True}
-            put = one.channel.request(
-                "put_file", sha256=hashlib.sha256(content).hexdigest(), blob=content, **about
+    async def scenario() -> None:
+        async with agent_session(*lefts) as session:
+            content = rng.randbytes(150_000)
+            fields = {"key": "a" * 24, "path": "x", "offset": 0, "last": True}
+            upload = session.channel.request(
+                "put_file", sha256=hashlib.sha256(content).hexdigest(), blob=content, **fields
             )
-            one.channel._link.left = chance.randrange(50_000)  # type: ignore[attr-defined]
-            _, answer = await asyncio.gather(put, one.channel.request("look", paths=paths))
+            session.channel._link.left = rng.randrange(50_000)  # type: ignore[attr-defined]
+            _, answer = await asyncio.gather(upload, session.channel.request("look", paths=paths))
             assert [found["path"] for found in answer["paths"]] == paths
             (file,) = tmp_path.rglob("x")
             assert file.read_bytes() == content
-            assert sum(event.kind == "connection restored" for event in one.told) >= 3
+            assert sum(event.kind == "connection restored" for event in session.told) >= 3
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_the_launcher_hears_at_once_that_nobody_is_there() -> None:
-    async def go() -> None:
-        async with talk() as one:
-            one.channel._address = reconnection.AgentAddress("paceline-" + "0" * 32, KEY)
+def test_missing_agent_is_reported_immediately() -> None:
+    async def scenario() -> None:
+        async with agent_session() as session:
+            session.channel._address = reconnection.AgentAddress("paceline-" + "0" * 32, KEY)
 
             async def dial() -> Any:
                 argv = agent_command(sys.executable)
@@ -331,86 +333,88 @@ def test_the_launcher_hears_at_once_that_nobody_is_there() -> None:
                 )
                 return ProcessLink(process)
 
-            one.channel._dial = dial
-            one.channel._link.transport.abort()  # type: ignore[attr-defined]
+            session.channel._dial = dial
+            session.channel._link.transport.abort()  # type: ignore[attr-defined]
             with pytest.raises(ConnectionError):
-                await asyncio.wait_for(one.channel.request("clock"), 60)
-            assert one.channel.lost.is_set()
+                await asyncio.wait_for(session.channel.request("clock"), 60)
+            assert session.channel.lost.is_set()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_an_input_that_ends_beside_an_output_that_is_read_is_the_launchers_end() -> None:
-    async def go() -> None:
-        async with talk() as one:
-            line: Any = one.channel._link
+def test_half_closed_input_means_launcher_exited() -> None:
+    async def scenario() -> None:
+        async with agent_session() as session:
+            line: Any = session.channel._link
             line.transport.get_extra_info("socket").shutdown(socket.SHUT_WR)
-            await one.until(lambda: any(event.kind == "leaving" for event in one.told))
-            (left,) = (event for event in one.told if event.kind == "leaving")
+            await session.until(lambda: any(event.kind == "leaving" for event in session.told))
+            (left,) = (event for event in session.told if event.kind == "leaving")
             assert left["reason"] == "launcher"
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_launcher_that_heard_what_was_never_said_is_hung_up_on(tmp_path: Path) -> None:
-    """It is not ours, whatever key it has; ours may still come."""
+def test_agent_rejects_launcher_with_impossible_count(tmp_path: Path) -> None:
+    """It is another launcher, even with the right key; the real one may still connect."""
     with contextlib.ExitStack() as opened:
         fds = [opened.enter_context((tmp_path / str(n)).open("wb+")).fileno() for n in range(3)]
         stream = Stream(*fds)
-        new = [os.dup(fd) for fd in fds]
-        met = agents_half.Visit(agents_half.Streams(*new), 7, socket.socket())
-        stream._place = Mock(readers=lambda: [99], readable=lambda *_: met)
+        new_fds = [os.dup(fd) for fd in fds]
+        accepted = agent_reconnection.Visit(
+            agent_reconnection.Streams(*new_fds), 7, socket.socket()
+        )
+        stream._place = Mock(readers=lambda: [99], readable=lambda *_: accepted)
         assert stream.readable(99) == []
         assert (stream._input, stream.outbox.fd) == (fds[0], fds[1])
-        for fd in new:
+        for fd in new_fds:
             with pytest.raises(OSError, match="Bad file"):
                 os.fstat(fd)
-        assert met.holder.fileno() == -1
+        assert accepted.holder.fileno() == -1
 
 
-def test_a_link_that_is_dropped_for_another_is_a_break() -> None:
-    """Somebody was there to be met again: a node is not lost for that silence."""
+def test_dropping_link_marks_channel_broken() -> None:
+    """An agent was there to reconnect: the node is not lost because of that silence."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         channel = Channel(Host("n1"), Mock(drop=AsyncMock()))
         channel.received_at = 5.0
         await channel._drop_link()
         assert channel.is_broken
-        assert channel._broken_at == 5.0  # so long it took until it goes on
+        assert channel._broken_at == 5.0  # the break began then
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_an_agent_that_cannot_greet_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = socket.socketpair()
+def test_agent_exits_if_facts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_end, remote_end = socket.socketpair()
 
-    def broken() -> None:
+    def fail_to_gather() -> None:
         raise OSError("no facts")
 
-    monkeypatch.setattr("paceline.agent.surveys.facts.gather", broken)
-    agent = Agent(theirs.detach(), os.open(os.devnull, os.O_WRONLY), "/nowhere/agent/package")
+    monkeypatch.setattr("paceline.agent.surveys.facts.gather", fail_to_gather)
+    agent = Agent(remote_end.detach(), os.open(os.devnull, os.O_WRONLY), "/nowhere/agent/package")
     serving = threading.Thread(target=agent.run)
     serving.start()
     serving.join(60)
     assert not serving.is_alive()
-    ours.close()
+    local_end.close()
     agent.stream.release()
     for fd in (agent._wake_read, agent._wake_write):
         os.close(fd)
 
 
-def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
-    """It is refused, which is tried again, or it outlives its link from the first moment."""
+def test_channel_survives_break_right_after_open() -> None:
+    """It is either refused and retried, or it survives broken links from the start."""
 
     async def opened(left: int) -> bool:
-        line = await Line(left, None).opened()
-        theirs = line.handed_over()
-        agent = Agent(theirs, os.dup(theirs), "/nowhere/agent/package")
+        line = await LimitedLink(left, None).opened()
+        remote_end = line.handed_over()
+        agent = Agent(remote_end, os.dup(remote_end), "/nowhere/agent/package")
         serving = threading.Thread(target=agent.run)
         serving.start()
 
         async def dial() -> Any:
-            return await Line(ENDLESS, hands_over).opened()
+            return await LimitedLink(ENDLESS, attach_streams).opened()
 
         channel = Channel(Host("n1"), line, dial)  # type: ignore[arg-type]
         try:
@@ -426,95 +430,93 @@ def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
             await channel.close(1.0)
             await end(agent, serving)
 
-    async def go() -> None:
+    async def scenario() -> None:
         assert not await opened(0)
-        for left in (50, 150, 500, 1000, 4000):  # bytes: before, in and after its first words
+        for left in (50, 150, 500, 1000, 4000):  # bytes: before, within and after its first message
             await opened(left)
         assert await opened(ENDLESS)
 
-    asyncio.run(asyncio.wait_for(go(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_a_goodbye_that_is_not_answered_is_said_again(
-    said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent leaves for the goodbye, and not when it has waited in vain."""
+@pytest.mark.parametrize("sent", [True, False])
+def test_resends_unanswered_bye(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ends because of the goodbye, not because of a timeout."""
     reasons: list[str] = []
-    leave = Agent.start_exit
+    real_start_exit = Agent.start_exit
 
-    def noted(agent: Agent, reason: str, why: str) -> None:
+    def record_exit(agent: Agent, reason: str, why: str) -> None:
         reasons.append(reason)
-        leave(agent, reason, why)
+        real_start_exit(agent, reason, why)
 
-    monkeypatch.setattr(Agent, "start_exit", noted)
+    monkeypatch.setattr(Agent, "start_exit", record_exit)
 
-    async def go() -> None:
-        async with talk() as one:
-            line: Any = one.channel._link
-            if said:  # on a link that breaks under it
+    async def scenario() -> None:
+        async with agent_session() as session:
+            line: Any = session.channel._link
+            if sent:  # on a link that breaks during the request
                 line.left = 0
-            else:  # while another one is looked for
-                dial = one.channel._dial
+            else:  # during reconnection
+                dial = session.channel._dial
                 assert dial is not None
 
-                async def later() -> Any:
-                    if not one.channel._is_dismissed:
+                async def dial_when_dismissed() -> Any:
+                    if not session.channel._is_dismissed:
                         raise OSError("no way yet")
                     return await dial()
 
-                one.channel._dial = later
+                session.channel._dial = dial_when_dismissed
                 line.transport.abort()
-                await one.until(lambda: one.channel.is_broken)
-            await one.channel.close(60.0)
-            await one.until(lambda: bool(reasons))
+                await session.until(lambda: session.channel.is_broken)
+            await session.channel.close(60.0)
+            await session.until(lambda: bool(reasons))
             assert reasons == ["bye"]
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_silent_link_that_speaks_again_is_kept() -> None:
-    async def go() -> None:
-        async with talk() as one:
+def test_recovered_link_stops_reconnecting() -> None:
+    async def scenario() -> None:
+        async with agent_session() as session:
 
-            async def nobody() -> Any:
+            async def hang() -> Any:
                 await asyncio.sleep(60)
 
-            one.channel._dial = nobody
-            link = one.channel._link
-            one.channel.reconnect()
+            session.channel._dial = hang
+            link = session.channel._link
+            session.channel.reconnect()
             await asyncio.sleep(0.05)
-            assert await one.channel.request("clock")
-            assert one.channel._link is link
-            assert one.channel._reconnecting is None
+            assert await session.channel.request("clock")
+            assert session.channel._link is link
+            assert session.channel._reconnecting is None
 
-    asyncio.run(asyncio.wait_for(go(), 60))
-
-
-# --- who is let in
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def connected(place: ReconnectListener) -> socket.socket:
-    there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    there.settimeout(60)
-    there.connect("\0" + place.name)
+# --- who may reconnect
+
+
+def connect_client(place: ReconnectListener) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.settimeout(60)
+    client.connect("\0" + place.name)
     place.readable(place.readers()[0], 0)
-    return there
+    return client
 
 
 @dataclass
 class Visit:
-    """Somebody at a place, with streams of its own."""
+    """A connection to a reconnect listener, with its own streams."""
 
     place: ReconnectListener
 
     def __post_init__(self) -> None:
-        self.holder = connected(self.place)
-        self.ours, theirs = socket.socketpair()
+        self.holder = connect_client(self.place)
+        self.ours, remote_end = socket.socketpair()
         self.ours.settimeout(60)
-        fds = [theirs.fileno()] * 3
+        fds = [remote_end.fileno()] * 3
         socket.send_fds(self.holder, [b"m"], fds)
-        theirs.close()
+        remote_end.close()
         self.place.readable(self.place.readers()[-1], 0)
         self.nonce = self.hear().split()[2].decode()
 
@@ -535,20 +537,20 @@ class Visit:
 
 @pytest.fixture
 def place() -> Any:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    num_fds = len(list(Path("/proc/self/fd").iterdir()))
     place = ReconnectListener(KEY)
     yield place
     place.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_fds
 
 
-def test_who_proves_the_key_is_met(place: ReconnectListener) -> None:
+def test_listener_accepts_proof_of_key(place: ReconnectListener) -> None:
     visit = Visit(place)
-    met = visit.say(visit.line())
-    assert met.num_received == 3
+    accepted = visit.say(visit.line())
+    assert accepted.num_received == 3
     assert visit.hear() == MARK + f"again 4 {mac(KEY, 'agent', 'ab', visit.nonce, '4')}\n".encode()
-    met.streams.close()
-    met.holder.close()
+    accepted.streams.close()
+    accepted.holder.close()
     visit.close()
 
 
@@ -568,7 +570,7 @@ LINES: dict[str, Callable[[Visit], bytes]] = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_who_proves_nothing_is_hung_up_on(place: ReconnectListener, line: str) -> None:
+def test_listener_rejects_invalid_proof(place: ReconnectListener, line: str) -> None:
     visit = Visit(place)
     assert visit.say(LINES[line](visit)) is None
     assert place.readers()[1:] == []
@@ -579,43 +581,45 @@ def test_who_proves_nothing_is_hung_up_on(place: ReconnectListener, line: str) -
     visit.close()
 
 
-def test_another_user_is_hung_up_on_before_anything_else(
+def test_listener_rejects_foreign_user(
     place: ReconnectListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents_half, "peer_uid", lambda connection: os.getuid() + 1)
-    there = connected(place)
+    monkeypatch.setattr(agent_reconnection, "peer_uid", lambda connection: os.getuid() + 1)
+    client = connect_client(place)
     assert place.readers()[1:] == []
-    assert there.recv(1) == b""
-    there.close()
+    assert client.recv(1) == b""
+    client.close()
 
 
-def test_who_brings_no_streams_is_hung_up_on(place: ReconnectListener) -> None:
-    there = connected(place)
-    there.sendall(b"hello")
+def test_listener_rejects_visitor_without_streams(place: ReconnectListener) -> None:
+    client = connect_client(place)
+    client.sendall(b"hello")
     place.readable(place.readers()[-1], 0)
     assert place.readers()[1:] == []
-    there.close()
+    client.close()
 
 
-def test_many_who_say_nothing_keep_nobody_out(
+def test_idle_visitors_do_not_block_listener(
     place: ReconnectListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent = [connected(place) for _ in range(50)]
-    assert len(place.readers()) == 1 + agents_half.MAX_VISITORS
+    idle_clients = [connect_client(place) for _ in range(50)]
+    assert len(place.readers()) == 1 + agent_reconnection.MAX_VISITORS
     visit = Visit(place)
-    met = visit.say(visit.line())
-    assert met is not None
-    met.streams.close()
-    met.holder.close()
+    accepted = visit.say(visit.line())
+    assert accepted is not None
+    accepted.streams.close()
+    accepted.holder.close()
     visit.close()
-    monkeypatch.setattr(agents_half, "PROOF_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(agent_reconnection, "PROOF_TIMEOUT_S", -1.0)
     assert place.readers()[1:] == []
-    for one in silent:
-        one.close()
+    for session in idle_clients:
+        session.close()
 
 
-@pytest.mark.parametrize("connect", [lambda name: agents_half.connect(name, 60), connect_agent])
-def test_who_finds_the_queue_full_of_others_waits(
+@pytest.mark.parametrize(
+    "connect", [lambda name: agent_reconnection.connect(name, 60), connect_agent]
+)
+def test_connect_waits_if_backlog_is_full(
     connect: Callable[[str], socket.socket],
 ) -> None:
     name = f"paceline-test-{os.urandom(8).hex()}"
@@ -634,28 +638,28 @@ def test_who_finds_the_queue_full_of_others_waits(
         accepting.join()
 
 
-def test_a_place_without_an_agent_is_said_to_be_gone() -> None:
+def test_reports_missing_agent() -> None:
     place = ReconnectListener(KEY)
     place.close()
-    done = subprocess.run(
+    result = subprocess.run(
         agent_command(sys.executable), input=reconnect_source(place.name), capture_output=True,
         timeout=60, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (3, MARK + b"gone\n")
+    assert (result.returncode, result.stdout) == (3, MARK + b"gone\n")
 
 
-def test_the_command_line_tells_nothing_of_the_reconnection() -> None:
-    """All of it is sent: the remote command is the one that starts an agent."""
+def test_command_line_reveals_no_reconnection_secret() -> None:
+    """The whole source is sent: the remote command is the same that starts an agent."""
     assert "paceline-" not in " ".join(agent_command("python3")).replace("paceline-boot", "")
     assert KEY not in reconnect_source("paceline-ab")
 
 
-class Liar:
-    """A link on which a hostile node says what it likes."""
+class HostileLink:
+    """A link to a hostile node that sends arbitrary data."""
 
-    def __init__(self, said: bytes) -> None:
+    def __init__(self, sent: bytes) -> None:
         self.reader = asyncio.StreamReader()
-        self.reader.feed_data(said)
+        self.reader.feed_data(sent)
         self.reader.feed_eof()
         self.writer = self
         self.written = b""
@@ -670,26 +674,26 @@ class Liar:
         self.was_cut = True
 
 
-@pytest.mark.parametrize("said", [
+@pytest.mark.parametrize("sent", [
     MARK + b"again 5 " + b"0" * 64 + b"\n", MARK + b"stranger\n", MARK + b"again x y\n",
     MARK + b"again " + b"9" * 90 + b" x\n", MARK + b"again\n", b"", MARK + b"\xff\xff\n",
     b"x" * (5 << 20),
 ])  # fmt: skip
-def test_who_cannot_prove_to_be_the_agent_is_not_listened_to(said: bytes) -> None:
-    async def go() -> None:
-        found = reconnection.PendingLink(Liar(said), "ab" * 16, b"")  # type: ignore[arg-type]
+def test_launcher_rejects_unauthenticated_agent(sent: bytes) -> None:
+    async def scenario() -> None:
+        found = reconnection.PendingLink(HostileLink(sent), "ab" * 16, b"")  # type: ignore[arg-type]
         with pytest.raises((reconnection.AgentNotFound, EOFError, InvalidValue)):
             await reconnection.authenticate(found, reconnection.AgentAddress("paceline-x", KEY), 3)
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_reconnect_drops_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconnection, "ATTEMPT_INTERVAL_S", 0.01)
     monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
 
-    class Slow(Liar):
-        """Says nothing, and takes its time to be cut."""
+    class BlockingLink(HostileLink):
+        """Sends nothing, and is slow to close."""
 
         def __init__(self) -> None:
             super().__init__(b"")
@@ -701,41 +705,41 @@ def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.2)
             self.was_cut = True
 
-    async def go() -> None:
-        slow, agent = Slow(), Liar(MARK + b"meet " + b"ab" * 16 + b"\n")
-        links: list[Any] = [slow, agent]
+    async def scenario() -> None:
+        blocking_link, agent = BlockingLink(), HostileLink(MARK + b"meet " + b"ab" * 16 + b"\n")
+        links: list[Any] = [blocking_link, agent]
 
         async def dial() -> Any:
             return links.pop(0) if links else await asyncio.Event().wait()
 
-        looking = asyncio.create_task(
+        reconnect_task = asyncio.create_task(
             reconnection.reconnect(dial, reconnection.AgentAddress("x", KEY))
         )
-        await asyncio.wait_for(slow.cutting.wait(), 60)
-        looking.cancel()
+        await asyncio.wait_for(blocking_link.cutting.wait(), 60)
+        reconnect_task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await looking
+            await reconnect_task
         assert agent.was_cut
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_an_agent_that_heard_more_than_was_said_is_not_believed() -> None:
-    async def go() -> None:
-        async with talk() as one:
-            one.agent.outbox.num_received = 10**6
+def test_launcher_rejects_agent_with_impossible_count() -> None:
+    async def scenario() -> None:
+        async with agent_session() as session:
+            session.agent.outbox.num_received = 10**6
             with pytest.raises(ConnectionError):
-                await one.channel.request("clock")
-            assert "never sent" in one.channel.violation
+                await session.channel.request("clock")
+            assert "never sent" in session.channel.violation
 
     with pytest.raises(Exception, match="never sent"):
-        asyncio.run(asyncio.wait_for(go(), 60))
+        asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_host_is_given_up_whose_pipe_has_closed_by_itself() -> None:
-    """As when all nodes have ended while this process was stopped."""
+def test_abandons_host_with_closed_pipe() -> None:
+    """Example: all nodes ended while this process was stopped."""
 
-    async def scene() -> bool:
+    async def run_scenario() -> bool:
         pipe = subprocess.PIPE
         child = await asyncio.create_subprocess_exec("true", stdin=pipe, stdout=pipe, stderr=pipe)
         channel = Channel(Host("n1"), ProcessLink(child))
@@ -746,16 +750,16 @@ def test_a_host_is_given_up_whose_pipe_has_closed_by_itself() -> None:
         channel.abandon()
         return channel.lost.is_set()
 
-    assert asyncio.run(asyncio.wait_for(scene(), 10))
+    assert asyncio.run(asyncio.wait_for(run_scenario(), 10))
 
 
-def test_a_shell_that_reads_all_its_input_may_say_what_it_is(
+def test_error_names_foreign_shell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("paceline.remote.channel.HELLO_TIMEOUT_S", 0.2)
     shell = "cat >/dev/null; sleep 0.2; echo 'fish: Missing end to balance this' >&2"
 
-    async def scene() -> None:
+    async def run_scenario() -> None:
         pipe = subprocess.PIPE
         child = await asyncio.create_subprocess_exec(
             "sh", "-c", shell, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -763,10 +767,10 @@ def test_a_shell_that_reads_all_its_input_may_say_what_it_is(
         await Channel(Host("n1"), ProcessLink(child)).open()
 
     with pytest.raises(LoginError, match="another shell"):
-        asyncio.run(asyncio.wait_for(scene(), 30))
+        asyncio.run(asyncio.wait_for(run_scenario(), 30))
 
 
-def test_a_host_that_sends_nothing_may_not_be_reached_at_all(
+def test_error_for_unresponsive_host_names_proxy_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("paceline.remote.channel.HELLO_TIMEOUT_S", 0.5)

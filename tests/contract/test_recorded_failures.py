@@ -1,4 +1,4 @@
-"""Failures of real trainings under real launchers: the rule and the cause of each log."""
+"""Tests the rule and cause found for logs of real trainings that failed under real launchers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PREFIXES: dict[str, Callable[[str], str]] = {
 
 
 @each_case(("name", "rule", "cause"), CASES)
-def test_a_recorded_failure_has_its_cause(name: str, rule: str, cause: str) -> None:
+def test_recorded_failures_have_expected_cause(name: str, rule: str, cause: str) -> None:
     conclusion = conclude(from_log((FOLDER / f"{name}.log").read_text()), RULES)
     assert [rule.code for rule, _ in conclusion.matches][:1] == [rule]
     assert cause in conclusion.text
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_collector_changes_nothing(prefix: str) -> None:
+def test_log_prefixes_do_not_change_rule(prefix: str) -> None:
     codes = {}
     for name, _, _ in CASES:
         lines = map(PREFIXES[prefix], (FOLDER / f"{name}.log").read_text().splitlines())
@@ -43,5 +43,5 @@ def test_a_collector_changes_nothing(prefix: str) -> None:
     assert codes == {name: rule for name, rule, _ in CASES}
 
 
-def test_every_recorded_failure_is_judged() -> None:
+def test_readme_lists_recorded_failures() -> None:
     assert sorted(case[0] for case in CASES) == sorted(path.stem for path in FOLDER.glob("*.log"))

@@ -1,9 +1,9 @@
-"""What a remedy says to type can be typed: its verbs exist and have the options that it names.
+"""Tests that commands in remedies can be typed: the subcommands and their options exist.
 
-Every string of the source is looked at for ``paceline VERB …`` and ``--option``. A verb must be one
-of ours; what follows must be an option of that verb. An option that stands alone must be one that
-some verb has, or another program's that is listed here by name. The pages of the rules of
-``paceline explain`` are in test_rule_remedies.py.
+All strings of the source are searched for ``paceline VERB …`` and ``--option``. The subcommand
+must exist and have the options that follow. An option without a subcommand must exist in one of
+them, or be listed here by name as another program's. The pages of the rules of
+``paceline explain`` are checked by test_rule_remedies.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
-TYPED = re.compile(r"\bpaceline ([a-z]+)\b([^.;\n()]*)")
-# other programs' options that remedies name beside ours
-OTHERS = {
+COMMAND_LINE = re.compile(r"\bpaceline ([a-z]+)\b([^.;\n()]*)")
+# options of other programs that remedies name
+FOREIGN_OPTIONS = {
     "--cap-add", "--format", "--index-url", "--now", "--privileged", "--query-gpu", "--shm-size",
     "--user", "--version",
 }  # fmt: skip
@@ -32,13 +32,13 @@ PARTS = {"remedy", "confirm", "found"}
 
 
 def options_of(command: click.Command) -> set[str]:
-    own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     if isinstance(command, click.Group):
         ctx = click.Context(command)
         for name in command.list_commands(ctx):
             inner = command.get_command(ctx, name)
-            own |= options_of(inner) if inner is not None else set()
-    return own | {"--help", "--help-all"}
+            options |= options_of(inner) if inner is not None else set()
+    return options | {"--help", "--help-all"}
 
 
 CTX = click.Context(program)
@@ -46,22 +46,22 @@ BY_VERB = {verb: options_of(program.get_command(CTX, verb) or program) for verb 
 
 
 def recipe_options() -> set[str]:
-    """Options of recipes, which stand behind a recipe's name."""
-    found: set[str] = set()
+    """Returns the options of recipes, which are typed after the recipe's name."""
+    entries: set[str] = set()
     paths = (SOURCE / "recipes/use/__init__.py", SOURCE / "recipes/language/options.py")
     for path in (*SOURCE.glob("recipes/*.py"), *paths):
         names = re.findall(r"^    ([a-z]\w*): ", path.read_text(encoding="utf-8"), re.MULTILINE)
-        found |= {f"--{name.replace('_', '-')}" for name in names}
-        found |= {f"--no-{name.replace('_', '-')}" for name in names}
-    return found
+        entries |= {f"--{name.replace('_', '-')}" for name in names}
+        entries |= {f"--no-{name.replace('_', '-')}" for name in names}
+    return entries
 
 
 RECIPES = recipe_options()
-EVERY = set.union(*BY_VERB.values()) | RECIPES | OTHERS
+KNOWN_OPTIONS = set.union(*BY_VERB.values()) | RECIPES | FOREIGN_OPTIONS
 
 
 def text_of(node: ast.AST) -> str:
-    """A string as it is written, values left out."""
+    """Returns the text of a string expression, without inserted values."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
@@ -76,36 +76,44 @@ def text_of(node: ast.AST) -> str:
 
 
 def remedies() -> Iterator[tuple[str, str]]:
-    """Where it stands, and the text."""
+    """Yields the position and text of each remedy."""
     for path in sorted(SOURCE.rglob("*.py")):
-        where = path.relative_to(SOURCE)
+        location = path.relative_to(SOURCE)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg in PARTS:
-                yield f"{where}:{node.value.lineno}", text_of(node.value)
+                yield f"{location}:{node.value.lineno}", text_of(node.value)
             is_function = isinstance(node, ast.FunctionDef)
-            if is_function and ("remed" in node.name or "checks" in where.parts):
+            if is_function and ("remed" in node.name or "checks" in location.parts):
                 for inner in ast.walk(node):
                     if isinstance(inner, (ast.JoinedStr, ast.Constant)):
-                        yield f"{where}:{inner.lineno}", text_of(inner)
+                        yield f"{location}:{inner.lineno}", text_of(inner)
 
 
-def test_what_remedies_say_to_type_exists() -> None:
-    found = {(where, text) for where, text in remedies() if "--" in text or "paceline " in text}
-    assert len(found) > 150
-    wrong = [f"{where}: {what}: {text}" for where, text in sorted(found) for what in unknown(text)]
+def test_commands_in_remedies_exist() -> None:
+    entries = {
+        (location, text) for location, text in remedies() if "--" in text or "paceline " in text
+    }
+    assert len(entries) > 150
+    wrong = [
+        f"{location}: {problem}: {text}"
+        for location, text in sorted(entries)
+        for problem in unknown_names(text)
+    ]
     assert wrong == []
 
 
-def unknown(text: str) -> Iterator[str]:
-    """What it names and nobody has."""
+def unknown_names(text: str) -> Iterator[str]:
+    """Yields a description of each unknown option and subcommand."""
     yield from (
-        f"{option} is nobody's option" for option in OPTION.findall(text) if option not in EVERY
+        f"{option} is nobody's option"
+        for option in OPTION.findall(text)
+        if option not in KNOWN_OPTIONS
     )
-    for verb, rest in TYPED.findall(text):
+    for verb, tail in COMMAND_LINE.findall(text):
         if verb not in BY_VERB:
-            if OPTION.search(rest):
+            if OPTION.search(tail):
                 yield f"paceline has no verb {verb}"
             continue
-        for option in OPTION.findall(rest.split(":")[0]):
+        for option in OPTION.findall(tail.split(":")[0]):
             if option not in BY_VERB[verb] | RECIPES:
                 yield f"paceline {verb} has no {option}"

@@ -1,4 +1,4 @@
-"""Every scheduler, by what all promise: deterministic scripts, safe with hostile words, golden."""
+"""Tests all schedulers: deterministic scripts, quoting of hostile words, and recorded output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FOLLOWED = [name for name in SCHEDULERS if load(name).can_follow()]
 
 
 def render(name: str, request: BatchRequest) -> str:
-    """With what Kubernetes has instead of directives and shared disks, unless something is said."""
+    """Renders a script; for Kubernetes, with mounts and no directives unless they are given."""
     if name == "kubernetes":
         directives = () if request.arguments == REQUEST.arguments else request.arguments
         mounts = request.mounts or ("project:/home/ann",)
@@ -64,7 +64,7 @@ def render(name: str, request: BatchRequest) -> str:
 
 
 @each_case("name", SCHEDULERS)
-def test_every_scheduler_says_what_it_is(name: str) -> None:
+def test_scheduler_metadata_is_complete(name: str) -> None:
     scheduler = load(name)
     assert scheduler.name == name
     assert scheduler.title
@@ -74,8 +74,8 @@ def test_every_scheduler_says_what_it_is(name: str) -> None:
 
 
 @each_case("name", SCHEDULERS)
-def test_what_a_scheduler_lacks_it_refuses(name: str) -> None:
-    """With an error for people, not with one of Python's."""
+def test_rejects_unsupported_operations(name: str) -> None:
+    """The error must be one of Paceline's."""
     scheduler = load(name)
     if scheduler.start_options is None:
         with pytest.raises(SettingError, match="starts no nodes"):
@@ -92,32 +92,32 @@ def test_what_a_scheduler_lacks_it_refuses(name: str) -> None:
             scheduler.cancel("7")
 
 
-def test_there_is_no_scheduler_of_another_name() -> None:
+def test_rejects_unknown_scheduler() -> None:
     with pytest.raises(SettingError, match="no scheduler `abacus`"):
         load("abacus")
 
 
 @each_case("name", SCHEDULERS)
-def test_nobody_is_in_an_allocation_without_its_variables(name: str) -> None:
+def test_no_allocation_if_variables_are_missing(name: str) -> None:
     assert load(name).allocation({}) is None
     assert current_scheduler({f"{name.upper()}_NOTHING": "1"}) is None
 
 
 @pytest.mark.parametrize("name", STARTING)
-def test_why_a_node_went_is_asked_without_an_error(
+def test_loss_reason_is_empty_if_commands_are_missing(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where the scheduler's commands are not here."""
+    """Also if the scheduler's commands are missing."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert asyncio.run(load(name).loss_reason(Host("no-such-host"))) == ""
 
 
 @pytest.fixture
 def commands_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Stand-ins for a scheduler's commands: name → what it prints, and its exit status."""
+    """Creates stand-ins for a scheduler's commands, by name, with output and exit status."""
 
-    def made(status: int = 0, **said: str) -> None:
-        for name, text in said.items():
+    def made(status: int = 0, **printed: str) -> None:
+        for name, text in printed.items():
             (tmp_path / name).write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\n"
                                          f"cat <<'EOF'\n{text}\nEOF\nexit {status}\n")  # fmt: skip
             (tmp_path / name).chmod(0o755)
@@ -126,73 +126,73 @@ def commands_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return made
 
 
-# scheduler → the commands that it runs, what they say of a submitted job and of an unknown state
-SAID: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
+# scheduler → the commands that it runs, their output for a submitted job, and for an unknown state
+COMMAND_OUTPUTS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "slurm": (("sbatch", "scontrol", "scancel"), {"sbatch": "12;cluster"}, "unknown-word.job.txt"),
 }
 
 
-def test_every_scheduler_that_follows_jobs_has_its_words_here() -> None:
-    assert set(SAID) == set(FOLLOWED)
+def test_command_outputs_cover_followed_schedulers() -> None:
+    assert set(COMMAND_OUTPUTS) == set(FOLLOWED)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_a_script_is_submitted_and_recorded(
+def test_submits_and_records_script(
     name: str, commands_of: Callable[..., None], tmp_path: Path
 ) -> None:
-    commands, said, _ = SAID[name]
-    commands_of(**{command: said.get(command, "") for command in commands})
+    commands, printed, _ = COMMAND_OUTPUTS[name]
+    commands_of(**{command: printed.get(command, "") for command in commands})
     scheduler = load(name)
     job = submission.submit_job(scheduler, "the script", tmp_path / "run")
     assert re.fullmatch(scheduler.job_id, job.job)
     assert (tmp_path / "run" / scheduler.script).read_text() == "the script"
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700  # its logs will lie there
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700  # it will contain logs
     assert job.outputs == (tmp_path / "run" / scheduler.output.replace("{job}", job.job),)
-    found = submission.read_submission(tmp_path / "run")
-    assert found is not None
-    assert (found.scheduler, found.job) == (scheduler, job.job)
+    result = submission.read_submission(tmp_path / "run")
+    assert result is not None
+    assert (result.scheduler, result.job) == (scheduler, job.job)
 
 
-def test_a_batch_says_how_to_resume_in_the_words_that_submitted_it(
-    commands_of: Callable[..., None], tmp_path: Path
-) -> None:
-    """And not by the command inside it; another job in the same directory by its own."""
-    commands, said, _ = SAID["slurm"]
-    commands_of(**{command: said.get(command, "") for command in commands})
-    typed = "paceline run --via slurm --nnodes 2 'my train.py'"
-    job = submission.submit_job(load("slurm"), "the script", tmp_path, typed=typed).job
-    inside = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": job}
+def test_recalls_submitting_arguments(commands_of: Callable[..., None], tmp_path: Path) -> None:
+    """Not the command in the script; another job in the same directory has its own."""
+    commands, printed, _ = COMMAND_OUTPUTS["slurm"]
+    commands_of(**{command: printed.get(command, "") for command in commands})
+    command_line = "paceline run --via slurm --nnodes 2 'my train.py'"
+    job = submission.submit_job(load("slurm"), "the script", tmp_path, typed=command_line).job
+    environment = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": job}
     words = ("paceline", "run", "--via", "slurm", "--nnodes", "2", "my train.py")
-    assert submission.submitting_arguments(tmp_path, inside) == words
-    assert submission.submitting_arguments(tmp_path, inside | {"SLURM_JOB_ID": f"{job}1"}) == ()
+    assert submission.submitting_arguments(tmp_path, environment) == words
+    assert (
+        submission.submitting_arguments(tmp_path, environment | {"SLURM_JOB_ID": f"{job}1"}) == ()
+    )
     assert (
         submission.submitting_arguments(tmp_path, {})
-        == submission.submitting_arguments(tmp_path / "x", inside)
+        == submission.submitting_arguments(tmp_path / "x", environment)
         == ()
     )
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_a_refusal_is_the_schedulers_own(
+def test_rejected_submission_shows_scheduler_message(
     name: str, commands_of: Callable[..., None], tmp_path: Path
 ) -> None:
-    commands_of(**dict.fromkeys(SAID[name][0], "no such queue"), status=1)
+    commands_of(**dict.fromkeys(COMMAND_OUTPUTS[name][0], "no such queue"), status=1)
     with pytest.raises(SettingError) as caught:
         load(name).submit(tmp_path / "job")
     assert "refused the batch" in caught.value.message
     assert caught.value.found == "no such queue"
     assert caught.value.exit_code == 1
-    commands_of(**dict.fromkeys(SAID[name][0], "welcome to the cluster"))
+    commands_of(**dict.fromkeys(COMMAND_OUTPUTS[name][0], "welcome to the cluster"))
     with pytest.raises(SettingError, match="said something unexpected"):
         load(name).submit(tmp_path / "job")
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_a_job_is_cancelled_twice(
+def test_cancelling_unknown_job_is_no_error(
     name: str, commands_of: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The second time it is unknown, and that is no error."""
-    commands_of(**dict.fromkeys(SAID[name][0], "invalid job id"), status=1)
+    """The second cancellation finds no job, which is not an error."""
+    commands_of(**dict.fromkeys(COMMAND_OUTPUTS[name][0], "invalid job id"), status=1)
     load(name).cancel("12")
     load(name).cancel("12", kill=True)
     assert (tmp_path / "asked").read_text().count("12") == 2
@@ -200,8 +200,8 @@ def test_a_job_is_cancelled_twice(
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_an_unknown_state_is_kept_as_said(name: str, commands_of: Callable[..., None]) -> None:
-    commands, _, file = SAID[name]
+def test_preserves_unknown_job_state(name: str, commands_of: Callable[..., None]) -> None:
+    commands, _, file = COMMAND_OUTPUTS[name]
     text = (FIXTURES / name / file).read_text().rstrip()
     commands_of(**dict.fromkeys(commands, text))
     state = asyncio.run(load(name).poll("12"))
@@ -215,24 +215,24 @@ def test_an_unknown_state_is_kept_as_said(name: str, commands_of: Callable[..., 
 @pytest.mark.parametrize(
     "job", ["", "-f", "--all", "7; rm -rf /", "a\nb", 7.5, None, ["7"], "7" * 60]
 )
-def test_a_hostile_record_of_a_job_is_none(name: str, job: object, tmp_path: Path) -> None:
-    """What stands in the file of a run directory becomes a word of the scheduler's command."""
+def test_ignores_hostile_job_record(name: str, job: object, tmp_path: Path) -> None:
+    """Values in a file of the run directory become arguments of the scheduler's command."""
     record = {"scheduler": name, "job": job, "output": "../../etc/passwd"}
     (tmp_path / submission.BATCH).write_text(json.dumps(record))
-    found = submission.read_submission(tmp_path)
-    assert found is None or re.fullmatch(r"\w[\w.+\[\]-]*", found.job)
-    assert found is None or found.outputs == ()
+    result = submission.read_submission(tmp_path)
+    assert result is None or re.fullmatch(r"\w[\w.+\[\]-]*", result.job)
+    assert result is None or result.outputs == ()
 
 
-# What only a scheduler's own file may know. Elsewhere its name stands in the list of schedulers, in
-# its dialect of host lists, in the variables of its tasks, and in the words of people and programs.
-OWN_WORDS = {
+# Words that only a scheduler's own module may contain. Exceptions are the list of schedulers, its
+# dialect of host lists, the variables of its tasks, and messages of people and programs.
+SCHEDULER_TERMS = {
     "slurm": r"slurm|sbatch|srun|scontrol|scancel|squeue|sinfo|sacct|salloc",
     "pbs": r"qsub|qdel|qstat",
     "lsf": r"bsub|bkill|bjobs|LSB_",
     "kubernetes": r"kubectl|jobset",
 }
-ELSEWHERE = {
+ALLOWED_FILES = {
     "schedulers/__init__.py": 'its line in the list: "slurm",',
     "hosts/": "dialects of host lists, and their names",
     "spec/launchers.py": "variables by which a task knows its place",
@@ -245,30 +245,30 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", OWN_WORDS)
-def test_only_its_own_file_knows_a_scheduler(name: str) -> None:
-    """``--sbatch-arg`` is an option of all that take scripts, called as people know it."""
+@pytest.mark.parametrize("name", SCHEDULER_TERMS)
+def test_scheduler_terms_stay_in_scheduler_module(name: str) -> None:
+    """``--sbatch-arg`` is excepted: it is an option of all schedulers that take scripts."""
     source = Path(slurm.__file__).parents[1]
-    knowing = []
+    offenders = []
     for file in sorted(source.rglob("*.py")):
-        where = str(file.relative_to(source))
-        if where == f"schedulers/{name}.py" or where.startswith(tuple(ELSEWHERE)):
+        location = str(file.relative_to(source))
+        if location == f"schedulers/{name}.py" or location.startswith(tuple(ALLOWED_FILES)):
             continue
         text = re.sub(r"sbatch[-_]arg", "", file.read_text())
-        knowing += [where for _ in re.finditer(OWN_WORDS[name], text, re.IGNORECASE)]
-    assert knowing == []
+        offenders += [location for _ in re.finditer(SCHEDULER_TERMS[name], text, re.IGNORECASE)]
+    assert offenders == []
     listed = (source / "schedulers" / "__init__.py").read_text()
     assert len(re.findall(name, listed)) == 1
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_is_deterministic(name: str) -> None:
+def test_batch_script_is_deterministic(name: str) -> None:
     assert render(name, REQUEST) == render(name, REQUEST)
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_is_as_recorded(name: str) -> None:
-    """To accept a wanted change: delete the file and run this twice."""
+def test_batch_script_matches_golden_file(name: str) -> None:
+    """To accept a change, delete the file and run this test twice."""
     golden = FIXTURES / "golden" / f"{name}.txt"
     text = render(name, REQUEST)
     if not golden.exists():
@@ -289,65 +289,65 @@ VARIANTS = {
 
 @each_case("variant", VARIANTS)
 @each_case("name", SHELL)
-def test_a_script_is_good_shell(name: str, variant: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=render(name, VARIANTS[variant]), text=True,
+def test_batch_script_is_valid_shell(name: str, variant: str) -> None:
+    process = subprocess.run(["bash", "-n"], input=render(name, VARIANTS[variant]), text=True,
                           capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("name", SHELL)
-def test_hostile_words_reach_the_job(name: str, tmp_path: Path) -> None:
-    """The script is run with a stand-in for Python that prints its arguments, NUL between them."""
-    stand_in = tmp_path / "it's a $tand-in"
-    stand_in.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    stand_in.chmod(0o755)
+def test_batch_script_passes_hostile_arguments(name: str, tmp_path: Path) -> None:
+    """Runs the script with a stand-in for Python that prints its arguments, separated by NUL."""
+    fake_python = tmp_path / "it's a $tand-in"
+    fake_python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    fake_python.chmod(0o755)
     request = replace(
-        REQUEST, argv=(str(stand_in), "-m", "paceline", "run"), options=HOSTILE, setup=(),
+        REQUEST, argv=(str(fake_python), "-m", "paceline", "run"), options=HOSTILE, setup=(),
         workdir=str(tmp_path), run_dir=str(tmp_path / "run"),
     )  # fmt: skip
-    done = subprocess.run(["bash"], input=render(name, request), text=True, capture_output=True,
+    process = subprocess.run(["bash"], input=render(name, request), text=True, capture_output=True,
                           check=False, env={"LSB_MCPU_HOSTS": "n1 2 n2 2", "PATH": "/usr/bin:/bin"},
                           encoding="utf-8")  # fmt: skip
-    words = done.stdout.split("\0")[:-1]
-    assert tuple(words[-len(HOSTILE) :]) == HOSTILE, done.stderr
+    words = process.stdout.split("\0")[:-1]
+    assert tuple(words[-len(HOSTILE) :]) == HOSTILE, process.stderr
 
 
 @each_case("name", SHELL)
 @each_case("value", ["a\nb", "$(id)", "a;b", "`x`", "a'b"])
-def test_hostile_directives_are_refused(name: str, value: str) -> None:
+def test_rejects_hostile_directives(name: str, value: str) -> None:
     with pytest.raises(SettingError, match="cannot be used in a batch script"):
         render(name, replace(REQUEST, partition=value))
 
 
 @pytest.mark.parametrize("phase", ["set-up", "running"])
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGUSR1, 143), (signal.SIGTERM, 143)])
-def test_a_warned_batch_goes_back_into_the_queue(
+def test_requeues_job_after_warning_signal(
     tmp_path: Path, phase: str, signum: int, status: int
 ) -> None:
-    """Also while it still loads modules; cancelled, it does not come back."""
-    said = tmp_path / "said"
-    stand_ins = {
-        "job": f"trap 'exit 143' TERM; echo running >> {said}; while :; do sleep 0.05; done",
-        "scontrol": f'echo "$@" >> {said}',
+    """Also while modules are still loaded; a cancelled job is not queued again."""
+    printed = tmp_path / "said"
+    fake_programs = {
+        "job": f"trap 'exit 143' TERM; echo running >> {printed}; while :; do sleep 0.05; done",
+        "scontrol": f'echo "$@" >> {printed}',
     }
-    for name, text in stand_ins.items():
+    for name, text in fake_programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    setup = f"echo set-up >> {said}; sleep 0.5"
+    setup = f"echo set-up >> {printed}; sleep 0.5"
     request = replace(REQUEST, argv=(str(tmp_path / "job"),), requeue=True, setup=(setup,),
                       workdir=str(tmp_path), run_dir=str(tmp_path))  # fmt: skip
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", render("slurm", request)], env=env,
                           stdout=subprocess.DEVNULL) as child:  # fmt: skip
         deadline = time.monotonic() + 60
-        while phase not in (said.read_text() if said.exists() else ""):
+        while phase not in (printed.read_text() if printed.exists() else ""):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         child.send_signal(signum)
         code = child.wait(60)
     warned = signum == signal.SIGUSR1
-    assert ("requeue 7" in said.read_text()) is warned
-    assert ("running" in said.read_text()) is (phase == "running")
+    assert ("requeue 7" in printed.read_text()) is warned
+    assert ("running" in printed.read_text()) is (phase == "running")
     assert code == (1 if warned and phase == "set-up" else status)
 
 
@@ -355,8 +355,8 @@ INJECTED = "x\n#PBS -q stolen\n#BSUB -q stolen\n#SBATCH --partition=stolen"
 
 
 @pytest.mark.parametrize("name", SHELL)
-def test_no_word_becomes_a_directive(name: str) -> None:
-    """Batch systems look for directives line by line, whatever the shell makes of the line."""
+def test_arguments_do_not_become_directives(name: str) -> None:
+    """Batch systems search each line for directives, whatever it means to the shell."""
     request = replace(REQUEST, options=(INJECTED,), workdir=f"/w/{INJECTED}", name=INJECTED)
     lines = render(name, request).splitlines()
     assert [line for line in lines if line.startswith("#") and "stolen" in line.split()] == []
@@ -365,19 +365,19 @@ def test_no_word_becomes_a_directive(name: str) -> None:
 
 @each_case("name", BATCHES)
 @each_case("folder", [INJECTED, 'a"b', "a%j", "a$(id)", "a`id`", "a^array_index^"])
-def test_a_hostile_run_directory_is_refused(name: str, folder: str) -> None:
+def test_rejects_hostile_run_directory(name: str, folder: str) -> None:
     with pytest.raises(SettingError, match=r"run directory .* cannot be used in a batch script"):
         render(name, replace(REQUEST, run_dir=f"/runs/{folder}"))
 
 
 @pytest.mark.parametrize("name", ["pbs", "lsf", "kubernetes"])
 @pytest.mark.parametrize("gres", ["gpu:v100:2", "gpu", "license:1", "gpu:2,tmpdir:1"])
-def test_resources_that_cannot_be_written_are_refused(name: str, gres: str) -> None:
+def test_rejects_unsupported_gres(name: str, gres: str) -> None:
     with pytest.raises(SettingError, match="cannot be written for this batch system"):
         render(name, replace(REQUEST, gres=gres))
 
 
-GPUS = {  # options → what Slurm is asked for, and processes a node
+GPUS = {  # options → request to Slurm, and processes per node
     "total": ({"gpus": "v100:4"}, "--gpus-per-node=v100:2", 2),
     "a node": ({"gpus_per_node": "a100:2"}, "--gpus-per-node=a100:2", 2),
     "kinds": ({"gpus_per_node": "a100:2,v100:1"}, "--gpus-per-node=a100:2,v100:1", 3),
@@ -389,8 +389,8 @@ GPUS = {  # options → what Slurm is asked for, and processes a node
 
 
 @pytest.mark.parametrize("case", GPUS)
-def test_gpus_are_shared_out_and_counted(case: str) -> None:
-    """A job's total too is asked for by node, so that Slurm cannot share it out unequally."""
+def test_gpu_options_set_processes_per_node(case: str) -> None:
+    """A job's total is also requested per node, so that Slurm cannot divide it unequally."""
     asked, directive, processes = GPUS[case]
     request = replace(REQUEST, **{"gres": "", "processes": None, **asked})
     text = render("slurm", request)
@@ -416,30 +416,30 @@ def test_gpus_are_shared_out_and_counted(case: str) -> None:
         ({"time": "--output=x"}, "cannot be the value of one option"),
     ],
 )
-def test_wishes_that_cannot_be_are_refused(asked: dict[str, str], message: str) -> None:
+def test_rejects_invalid_resource_requests(asked: dict[str, str], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         render("slurm", replace(REQUEST, **{"gres": "", **asked}))
 
 
-def test_a_number_of_gpus_for_every_batch_system() -> None:
+def test_gpus_per_node_in_batch_scripts() -> None:
     for name in BATCHES:
         by_gres = render(name, replace(REQUEST, processes=None))
-        each = replace(REQUEST, processes=None, gres="", gpus_per_node="2")
-        text = render(name, each)
-        assert text == render(name, replace(each, gpus_per_node="", gpus="4"))
+        per_node = replace(REQUEST, processes=None, gres="", gpus_per_node="2")
+        text = render(name, per_node)
+        assert text == render(name, replace(per_node, gpus_per_node="", gpus="4"))
         assert text == by_gres or name == "slurm"
         if name != "slurm":
             with pytest.raises(SettingError, match="GPUs a100:2 cannot be written"):
-                render(name, replace(each, gpus_per_node="a100:2"))
+                render(name, replace(per_node, gpus_per_node="a100:2"))
 
 
-def test_features_that_the_nodes_must_have() -> None:
+def test_constraint_becomes_slurm_directive() -> None:
     request = replace(REQUEST, constraint="(v100|a100)&hdr")
     assert "\n#SBATCH --constraint=(v100|a100)&hdr\n" in render("slurm", request)
 
 
-def as_kubernetes_reads(word: str) -> str:
-    """What Kubernetes makes of a word of a command, by its documented rules."""
+def expand_as_kubernetes(word: str) -> str:
+    """Expands a word of a command by the documented rules of Kubernetes."""
     known = {"JOB_COMPLETION_INDEX": "1", "PACELINE_RDZV_KEY": "secret"}
 
     def expand(match: re.Match[str]) -> str:
@@ -453,23 +453,23 @@ def as_kubernetes_reads(word: str) -> str:
 @each_case(
     "word", [*HOSTILE, "$(PACELINE_RDZV_KEY)", "$$(PACELINE_RDZV_KEY)", "$$$(X)", "a$", "$$"]
 )
-def test_words_reach_the_job_in_a_pod(word: str) -> None:
+def test_pod_passes_hostile_arguments(word: str) -> None:
     request = replace(REQUEST, options=("train.py", word))
     pod = pod_of(json.loads(render("kubernetes", request).split("---\n")[-1]))
-    read = [as_kubernetes_reads(one) for one in pod["containers"][0]["command"]]
+    read = [expand_as_kubernetes(item) for item in pod["containers"][0]["command"]]
     assert read[-2:] == ["train.py", word]
     assert read[read.index("--node-rank") + 1] == "1"
 
 
 def manifest(**changes: object) -> list[dict[str, Any]]:
     text = render("kubernetes", replace(REQUEST, **changes))
-    return [json.loads(one) for one in text.split("---\n")]
+    return [json.loads(item) for item in text.split("---\n")]
 
 
-def pod_of(whole: dict[str, Any]) -> dict[str, Any]:
-    """The pods' description in a Job or a JobSet."""
-    spec = whole["spec"]
-    if whole["kind"] == "JobSet":
+def pod_of(job_document: dict[str, Any]) -> dict[str, Any]:
+    """Returns the pod specification of a Job or a JobSet."""
+    spec = job_document["spec"]
+    if job_document["kind"] == "JobSet":
         spec = spec["replicatedJobs"][0]["template"]["spec"]
     pod: dict[str, Any] = spec["template"]["spec"]
     return pod
@@ -491,22 +491,22 @@ MANIFESTS: dict[str, dict[str, object]] = {
 
 @cache
 def validator(kind: str) -> Any:
-    """By the schemas that the servers publish, which know all fields and no others."""
+    """Returns a validator for the API server's published schemas, which allow no other fields."""
     import jsonschema
 
     known = json.loads((FIXTURES / "kubernetes" / "schemas.json").read_text())
     return jsonschema.Draft202012Validator({**known, "$ref": f"#/$defs/{SCHEMAS[kind]}"})
 
 
-def test_the_schemas_are_schemas() -> None:
+def test_kubernetes_schemas_are_valid() -> None:
     made = validator("Job")
     made.check_schema(made.schema)
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_manifest_is_valid(case: str) -> None:
+def test_manifest_matches_schema(case: str) -> None:
     documents = manifest(**MANIFESTS[case])
-    kinds = [one["kind"] for one in documents]
+    kinds = [item["kind"] for item in documents]
     assert kinds == (["Secret", "JobSet"] if case == "JobSet" else ["Secret", "Service", "Job"])
     for document in documents:
         schema = validator(document["kind"])
@@ -516,39 +516,41 @@ def test_a_manifest_is_valid(case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Job", "JobSet"])
-def test_pods_find_each_other(kind: str) -> None:
-    """By the name of the first: a Job's pod is NAME-0 in a service, a JobSet's has two numbers."""
-    *others, whole = manifest(**MANIFESTS[kind])
-    name = whole["metadata"]["name"]
+def test_pods_use_address_of_first_pod(kind: str) -> None:
+    """The first pod of a Job is NAME-0 in a service, that of a JobSet has two numbers."""
+    *leading, job_document = manifest(**MANIFESTS[kind])
+    name = job_document["metadata"]["name"]
     spec = (
-        whole["spec"] if kind == "Job" else whole["spec"]["replicatedJobs"][0]["template"]["spec"]
+        job_document["spec"]
+        if kind == "Job"
+        else job_document["spec"]["replicatedJobs"][0]["template"]["spec"]
     )
     assert spec["completions"] == spec["parallelism"] == REQUEST.nodes
     assert (spec["completionMode"], spec["backoffLimit"]) == ("Indexed", 0)
     assert spec["activeDeadlineSeconds"] == 3600
-    command = pod_of(whole)["containers"][0]["command"]
+    command = pod_of(job_document)["containers"][0]["command"]
     first = f"{name}-0.{name}" if kind == "Job" else f"{name}-node-0-0.{name}"
     assert command[command.index("--rdzv") + 1] == f"{first}:29400"
     assert all(isinstance(word, str) for word in command)
     if kind == "Job":
-        service = others[1]
-        assert service["metadata"]["name"] == name == pod_of(whole)["subdomain"]
+        service = leading[1]
+        assert service["metadata"]["name"] == name == pod_of(job_document)["subdomain"]
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"] is True
         labels = spec["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_what_a_pod_gets() -> None:
+def test_pod_has_resources_and_volumes() -> None:
     pod = pod_of(manifest(**MANIFESTS["everything"])[-1])
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {
         "memory": "16Gi", "cpu": "16", "nvidia.com/gpu": "2", "rdma/hca": "1",
     }  # fmt: skip
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "A100", "zone": "a"}
-    volumes = {one.pop("name"): one for one in pod["volumes"]}
-    assert {one["mountPath"]: (volumes[one["name"]], one.get("readOnly", False))
-            for one in container["volumeMounts"]} == {
+    volumes = {item.pop("name"): item for item in pod["volumes"]}
+    assert {item["mountPath"]: (volumes[item["name"]], item.get("readOnly", False))
+            for item in container["volumeMounts"]} == {
         "/dev/shm": ({"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}, False),
         "/home/ann": ({"persistentVolumeClaim": {"claimName": "project"}}, False),
         "/data": ({"persistentVolumeClaim": {"claimName": "data"}}, True),
@@ -558,17 +560,17 @@ def test_what_a_pod_gets() -> None:
         "limits"]["amd.com/gpu"] == "2"  # fmt: skip
 
 
-def test_secrets_stand_in_the_secret_alone() -> None:
-    """And not even there in a manifest that is only looked at: with it no pod starts."""
+def test_secrets_are_only_in_secret_object() -> None:
+    """A manifest that is only printed lacks even these values, and its pods cannot start."""
     values = {"PACELINE_RDZV_KEY": "0123456789abcdef" * 2, "HF_TOKEN": "hf_of_mine"}
-    for given in (values, {}):
-        secret, *rest = manifest(forwarded=("HF_TOKEN",), secrets=given)
+    for secret_values in (values, {}):
+        secret, *remainder = manifest(forwarded=("HF_TOKEN",), secrets=secret_values)
         assert secret["stringData"].keys() == values.keys()
-        assert not given or secret["stringData"] == values
-        assert not any(value in json.dumps(rest) for value in values.values())
-        (container,) = pod_of(rest[-1])["containers"]
+        assert not secret_values or secret["stringData"] == values
+        assert not any(value in json.dumps(remainder) for value in values.values())
+        (container,) = pod_of(remainder[-1])["containers"]
         for name in values:
-            (variable,) = [one for one in container["env"] if one["name"] == name]
+            (variable,) = [item for item in container["env"] if item["name"] == name]
             assert variable["valueFrom"]["secretKeyRef"] == {
                 "name": secret["metadata"]["name"], "key": name,
             }  # fmt: skip
@@ -594,7 +596,7 @@ def test_secrets_stand_in_the_secret_alone() -> None:
         ({"time": "tomorrow"}, "--time tomorrow is not a time"),
     ],
 )
-def test_what_a_manifest_cannot_say_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_rejects_options_unsupported_by_manifest(changes: dict[str, Any], message: str) -> None:
     request = {"arguments": (), "mounts": ("project:/home/ann",), **changes}
     with pytest.raises(SettingError, match=message):
         load("kubernetes").render(replace(REQUEST, **request))
@@ -604,34 +606,34 @@ def test_what_a_manifest_cannot_say_is_refused(changes: dict[str, Any], message:
     ("time", "seconds"),
     [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-12", 216000), ("1-00:00:01", 86401)],
 )
-def test_a_time_limit_in_seconds(time: str, seconds: int) -> None:
+def test_converts_time_limit_to_seconds(time: str, seconds: int) -> None:
     assert manifest(time=time)[-1]["spec"]["activeDeadlineSeconds"] == seconds
 
 
-def test_lines_before_the_job_in_a_pod(tmp_path: Path) -> None:
-    """They are shell, what follows them is not."""
+def test_pod_runs_setup_commands_in_shell(tmp_path: Path) -> None:
+    """These lines are shell code; the arguments after them are not."""
     request = {"setup": ("export A=$((40 + 2))",), "options": ("$A", "it's"), "argv": ("run",)}
     command = pod_of(manifest(**request)[-1])["containers"][0]["command"]
     (tmp_path / "paceline").write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
     (tmp_path / "paceline").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    done = subprocess.run([as_kubernetes_reads(one) for one in command], env=env, text=True,
+    process = subprocess.run([expand_as_kubernetes(item) for item in command], env=env, text=True,
                           check=True, capture_output=True)  # fmt: skip
-    said = done.stdout.splitlines()
-    assert said[:2] == ["42", "run"]
-    assert said[-2:] == ["$A", "it's"]
+    printed = process.stdout.splitlines()
+    assert printed[:2] == ["42", "run"]
+    assert printed[-2:] == ["$A", "it's"]
 
 
 # --- MPI
 
 
 @pytest.mark.parametrize("file", sorted((FIXTURES / "mpi").glob("*.version.txt")), ids=str)
-def test_an_mpi_is_recognised(file: Path) -> None:
+def test_recognizes_mpi_version(file: Path) -> None:
     flavour, _, version = file.name.removesuffix(".version.txt").partition("-")
     assert mpi.parse_version(file.read_text()) == (flavour, version)
 
 
-def test_what_is_no_mpi_is_not_recognised() -> None:
+def test_does_not_recognize_foreign_version_output() -> None:
     assert mpi.parse_version("GNU bash, version 5.2.15(1)-release") is None
 
 
@@ -647,29 +649,29 @@ MPIS = {
 
 
 @pytest.mark.parametrize("flavour", MPIS)
-def test_the_command_of_an_mpi(flavour: str) -> None:
-    found = mpi.Mpi(flavour, "1", "mpiexec")
+def test_mpi_command_line(flavour: str) -> None:
+    result = mpi.Mpi(flavour, "1", "mpiexec")
     options = Options(interface="eth0", arguments=("-v",))
-    assert mpi.command(found, HOSTS, options, "/c") == shlex.split(MPIS[flavour])
+    assert mpi.command(result, HOSTS, options, "/c") == shlex.split(MPIS[flavour])
 
 
-def test_mpiexec_gets_the_key_only_if_its_logins_do_not_carry_it() -> None:
-    found = mpi.Mpi("openmpi", "1", "mpiexec")
+def test_mpiexec_gets_key_only_without_ssh_logins_of_ours() -> None:
+    result = mpi.Mpi("openmpi", "1", "mpiexec")
     for arguments, gets_key in (("-v",), False), (("--mca", "plm", "slurm"), True):
         options = Options(arguments=arguments)
         assert mpi.uses_our_ssh(options) is not gets_key
-        assert ("PACELINE_CALL_KEY" in mpi.command(found, HOSTS, options, "/c")) is gets_key
+        assert ("PACELINE_CALL_KEY" in mpi.command(result, HOSTS, options, "/c")) is gets_key
 
 
 @pytest.mark.parametrize("flavour", ["intel", "mpich"])
-def test_hydra_calls_back_by_address(flavour: str) -> None:
-    """By the interface that the hosts reach, unless the user says otherwise."""
-    found = mpi.Mpi(flavour, "1", "mpiexec")
+def test_hydra_uses_reachable_interface(flavour: str) -> None:
+    """Uses the interface that the hosts reach, unless the user selects another one."""
+    result = mpi.Mpi(flavour, "1", "mpiexec")
 
     def iface(*arguments: str, interface: str | None = None) -> list[str]:
         options = Options(interface=interface, arguments=arguments)
-        words = mpi.command(found, HOSTS, options, "/c", "wlan7")
-        return [words[at + 1] for at, word in enumerate(words) if word == "-iface"]
+        words = mpi.command(result, HOSTS, options, "/c", "wlan7")
+        return [words[i + 1] for i, word in enumerate(words) if word == "-iface"]
 
     assert iface() == ["wlan7"]
     assert iface(interface="eth0") == ["eth0"]
@@ -700,20 +702,20 @@ def test_hydra_calls_back_by_address(flavour: str) -> None:
         ("Segmentation fault", "did not start a program", "--via ssh"),
     ],
 )
-def test_the_words_of_an_mpi_decide(words: str, cause: str, remedy: str) -> None:
+def test_mpi_error_gives_cause_and_remedy(words: str, cause: str, remedy: str) -> None:
     refusal = mpi.launch_refusal(HOSTS[1], words)
     assert cause in refusal.cause
     assert remedy in refusal.remedy
     assert refusal.details
 
 
-def test_a_name_is_given_only_to_the_command_that_takes_one() -> None:
-    """ufw, firewalld and nft's sets want addresses."""
+def test_firewall_remedy_uses_host_name_only_in_iptables() -> None:
+    """ufw, firewalld and nft's sets require addresses."""
     remedy = mpi.launch_refusal(HOSTS[0], "connect: Connection refused").remedy
     assert remedy.splitlines()[-1] == "Here: sudo iptables -I INPUT -s n1 -j ACCEPT"
 
 
-def test_the_ssh_config_of_an_mpi() -> None:
+def test_mpi_ssh_config() -> None:
     text = mpi.ssh_config(HOSTS, Options().ssh)
     assert text.startswith("Host 10.0.0.2\n    User ann\n    Port 2222\nHost *\n")
     assert "BatchMode yes" in text
@@ -723,18 +725,18 @@ def test_the_ssh_config_of_an_mpi() -> None:
 # --- Slurm
 
 
-def test_the_command_of_srun() -> None:
+def test_srun_command_line() -> None:
     words = slurm.step("srun", HOSTS, ("--mem=0",))
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1",
                          "--nodelist=n1,10.0.0.2"]  # fmt: skip
     assert words[-1] == "--mem=0"
-    # what becomes of one agent ends no other: a site's WaitTime would, and a node that fails
+    # the end of one agent, or a failed node, must not end others, even with a WaitTime
     assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--overlap"} <= set(words)
-    ours = [replace(host, gpus=2) for host in HOSTS]
-    assert slurm.step("srun", ours, ())[-1] == "--gpus-per-node=2"
+    gpu_hosts = [replace(host, gpus=2) for host in HOSTS]
+    assert slurm.step("srun", gpu_hosts, ())[-1] == "--gpus-per-node=2"
 
 
-JOBS = {  # file → word, over, exit status
+JOBS = {  # file → state, whether it is over, exit status
     "failed": ("FAILED", True, 7),
     "cancelled": ("CANCELLED", True, 128 + 15),
     "timeout": ("TIMEOUT", True, 1),
@@ -744,14 +746,14 @@ JOBS = {  # file → word, over, exit status
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_of_slurm_is_read(name: str) -> None:
+def test_parses_slurm_job(name: str) -> None:
     state = parse_job((FIXTURES / "slurm" / f"{name}.job.txt").read_text())
     assert state is not None
     assert (state.state, state.is_over, state.exit_code) == JOBS[name]
 
 
 @pytest.mark.parametrize("reason", slurm.PARTITION_LIMITS)
-def test_a_job_that_waits_for_a_larger_partition_says_where_to_look(reason: str) -> None:
+def test_explains_partition_limits(reason: str) -> None:
     text = (FIXTURES / "slurm" / "requeued.job.txt").read_text()
     state = parse_job(text.replace("Reason=BeginTime", f"Reason={reason}"))
     assert state is not None
@@ -759,21 +761,21 @@ def test_a_job_that_waits_for_a_larger_partition_says_where_to_look(reason: str)
     assert state.describe().endswith(": see sinfo)")
 
 
-def test_a_job_that_slurm_does_not_know() -> None:
+def test_unknown_slurm_job_is_none() -> None:
     assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
 
 
-def test_a_node_of_slurm_is_read() -> None:
+def test_parses_slurm_node() -> None:
     text = (FIXTURES / "slurm" / "drained.node.txt").read_text()
     assert slurm.parse_node(text) == "MIXED+DRAIN (disk)"
     assert slurm.parse_node("") == ""
 
 
 @pytest.mark.parametrize("text", ["12\n", "12;cluster\n", "sbatch: a note\n12\n"])
-def test_a_submission_is_read(text: str) -> None:
-    found = re.search(slurm.JOB_ID_PATTERN, text, re.MULTILINE)
-    assert found is not None
-    assert found.group(1) == "12"
+def test_parses_sbatch_output(text: str) -> None:
+    result = re.search(slurm.JOB_ID_PATTERN, text, re.MULTILINE)
+    assert result is not None
+    assert result.group(1) == "12"
 
 
 @pytest.mark.parametrize(
@@ -783,7 +785,7 @@ def test_a_submission_is_read(text: str) -> None:
         ("srun: error: Unable to create step for job 3: Memory required", "does not let us"),
         ("paceline-call: n2: 10.0.0.1 port 4: timed out", "could not call back"),
         ("something new", "srun did not start the agent"),
-        # Slurm 22.05, a node without power: until Slurm notices, and ever after
+        # Slurm 22.05, node without power: until Slurm notices it, and afterwards
         (
             "srun: error: Task launch for StepId=1.1 failed on node n2: Communication connection"
             " failure\nsrun: error: Application launch failed: Communication connection failure"
@@ -802,10 +804,10 @@ def test_a_submission_is_read(text: str) -> None:
         ),
     ],
 )
-def test_what_srun_says_is_explained(
+def test_explains_srun_errors(
     words: str, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In short, too; where it is no use to ask again, that is said by the error's kind."""
+    """Covers the short form, too; the class of the error says whether a retry is useless."""
     monkeypatch.setenv("PATH", str(tmp_path))
     starter = slurm.SlurmStarter("srun", (), "8")
     error = asyncio.run(starter.explain(HOSTS, HOSTS[1:], 1, words))

@@ -1,7 +1,7 @@
-"""Every verb × every setting × the three places in which it may stand.
+"""Tests every setting of every command, from each of three sources.
 
-A setting that a verb has means the same typed, in the environment and in ``paceline.toml``; the
-stronger place wins; hosts that nobody named are the same for every verb.
+A setting of a command means the same on the command line, in the environment and in
+``paceline.toml``; the source with precedence wins; default hosts are the same for every command.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from paceline.spec.errors import HostsError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry
 
-# what has to be typed besides, by verb
+# command → required arguments
 ARGUMENTS = {"run": ["script.py"], "train": ["image"], "evaluate": ["here"],
              "bench scaling": ["script.py"], "setup env": ["--requirements", "script.py"],
              "setup sshd": ["status"]}  # fmt: skip
-# settings whose values are not free: key → two that differ
+# settings with restricted values → two different values
 VALUES: dict[str, tuple[Any, Any]] = {
     "ssh-config": ("one", "two"),
     "run-dir": ("runs/one", "runs/two"),
@@ -44,11 +44,11 @@ VALUES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def verbs(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Command]]:
+def verbs(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
     for name in group.list_commands(click.Context(group)):
         command = group.get_command(click.Context(group), name)
         assert command is not None
-        yield f"{before}{name}", command
+        yield f"{prefix}{name}", command
         if isinstance(command, click.Group):
             yield from verbs(command, f"{name} ")
 
@@ -62,7 +62,7 @@ CASES = [
     for verb, options in WITH_SETTINGS.items()
     for option in options
 ]
-TAKE_HOSTS = [
+HOST_VERBS = [
     verb
     for verb, options in WITH_SETTINGS.items()
     if any(variables.key_of(option) == "hosts" for option in options)
@@ -82,16 +82,16 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def taken(verb: str, *typed: str, **environment: str) -> click.Context:
-    """The verb's context as its function would find it; the function itself is not called."""
+def context_of(verb: str, *typed: str, **environment: str) -> click.Context:
+    """Returns a command's context without calling its function."""
     group: click.Command = program
     words = verb.split()
     with click.Context(program) as parent:
-        for word in words[:-1]:
+        for part in words[:-1]:
             assert isinstance(group, click.Group)
-            found = group.get_command(parent, word)
-            assert found is not None
-            group = found
+            subcommand = group.get_command(parent, part)
+            assert subcommand is not None
+            group = subcommand
         assert isinstance(group, click.Group)
         command = group.get_command(parent, words[-1])
         assert command is not None
@@ -120,39 +120,39 @@ def values_of(option: click.Option) -> tuple[Any, Any]:
     return "one", "two"
 
 
-def as_typed(option: click.Option, value: Any) -> list[str]:
+def to_arguments(option: click.Option, value: Any) -> list[str]:
     flag = f"--{variables.key_of(option)}"
     if isinstance(value, bool):
         return [flag] if value else list(option.secondary_opts)
-    given = value if isinstance(value, list) else [value]
-    return [f"{flag}={one}" for one in given]
+    values = value if isinstance(value, list) else [value]
+    return [f"{flag}={item}" for item in values]
 
 
-def as_variable(value: Any) -> str:
+def to_variable(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
 @each_case(("verb", "option"), CASES)
-def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.Option) -> None:
+def test_sources_of_setting_are_equivalent(verb: str, option: click.Option) -> None:
     key, variable = variables.key_of(option), variables.variable_of(option)
     name = option.name or ""
     first, second = values_of(option)
-    Path("paceline.toml").unlink(missing_ok=True)  # of the case before
-    typed = taken(verb, *as_typed(option, first))
-    by_variable = taken(verb, **{variable: as_variable(first)})
+    Path("paceline.toml").unlink(missing_ok=True)  # of the previous case
+    typed = context_of(verb, *to_arguments(option, first))
+    by_variable = context_of(verb, **{variable: to_variable(first)})
     write_settings(f"[run]\n{key} = {json.dumps(first)}\n")
-    by_file = taken(verb)
+    by_file = context_of(verb)
     assert typed.params[name] == by_variable.params[name] == by_file.params[name]
     assert typed.params[name] != option.get_default(typed)
     places = [ctx.get_parameter_source(name) for ctx in (typed, by_variable, by_file)]
     assert places == [ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT,
                        ParameterSource.DEFAULT_MAP]  # fmt: skip
 
-    # the stronger place wins
-    other = taken(verb, **{variable: as_variable(second)})
-    assert other.get_parameter_source(name) is ParameterSource.ENVIRONMENT
-    words = as_typed(option, first)
-    both = taken(verb, *words, **{variable: as_variable(second)})
+    # the source with precedence wins
+    env_context = context_of(verb, **{variable: to_variable(second)})
+    assert env_context.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+    words = to_arguments(option, first)
+    both = context_of(verb, *words, **{variable: to_variable(second)})
     assert both.params[name] == typed.params[name]
 
 
@@ -165,50 +165,50 @@ def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.O
         ("[runs]\nnnodes = 2", "Did you mean run?"),
     ],
 )
-def test_what_stands_outside_of_the_tables_is_called_by_its_name(line: str, remedy: str) -> None:
+def test_rejects_unknown_top_level_keys(line: str, remedy: str) -> None:
     Path("paceline.toml").write_text(line)
     with pytest.raises(SettingError) as caught:
-        taken("run")
+        context_of("run")
     assert caught.value.remedy == remedy
     assert ("a key" in caught.value.message) == (not line.startswith("["))
 
 
 @pytest.mark.parametrize("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
-def test_unknown_keys_and_variables_are_refused(verb: str) -> None:
+def test_rejects_unknown_keys_and_variables(verb: str) -> None:
     with pytest.raises(SettingError) as caught:
-        taken(verb, PACELINE_OPT_HOST="n1")
+        context_of(verb, PACELINE_OPT_HOST="n1")
     assert "PACELINE_OPT_HOSTS" in caught.value.remedy
     Path("paceline.toml").write_text("[run]\nnnode = 2\n")
     with pytest.raises(SettingError) as caught:
-        taken(verb)
+        context_of(verb)
     assert "nnodes" in caught.value.remedy
     Path("paceline.toml").write_text("[rum]\nnnodes = 2\n")
     with pytest.raises(SettingError, match="rum"):
-        taken(verb)
+        context_of(verb)
     Path("paceline.toml").write_text("[train.imagee]\nepochs = 2\n")
     with pytest.raises(SettingError, match="Did you mean image"):
-        taken(verb)
+        context_of(verb)
 
 
 @each_case("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
-def test_settings_of_other_verbs_are_no_errors(verb: str) -> None:
+def test_ignores_settings_of_foreign_verbs(verb: str) -> None:
     Path("paceline.toml").write_text(
         "[run]\nlease = 20.0\nno_torch = true\n[train.image]\nlr = 1\n"
     )
-    taken(verb, PACELINE_OPT_GRACE="9")
+    context_of(verb, PACELINE_OPT_GRACE="9")
 
 
-def test_both_spellings_of_a_key_are_one() -> None:
+def test_key_spellings_are_equivalent() -> None:
     Path("paceline.toml").write_text("[run]\nmax_restarts = 2\n")
-    assert taken("run").params["max_restarts"] == 2
+    assert context_of("run").params["max_restarts"] == 2
     Path("paceline.toml").write_text("[run]\nmax_restarts = 2\nmax-restarts = 3\n")
     with pytest.raises(SettingError, match="one key"):
-        taken("run")
+        context_of("run")
 
 
-def test_the_variable_stands_in_the_error() -> None:
+def test_error_names_environment_variable() -> None:
     with pytest.raises(click.BadParameter) as caught:
-        taken("run", PACELINE_OPT_LEASE="long")
+        context_of("run", PACELINE_OPT_LEASE="long")
     assert "PACELINE_OPT_LEASE" in caught.value.format_message()
 
 
@@ -218,26 +218,26 @@ JOB_VERBS = {"run", "train", "evaluate", "bench scaling", "bench collectives",
              "forecast"}  # fmt: skip
 
 
-def test_the_verbs_that_take_hosts() -> None:
-    others = {"hosts", "check", "runs", "attach", "status", "logs", "stop", "explain", "warm up",
+def test_verbs_with_hosts_option() -> None:
+    remaining = {"hosts", "check", "runs", "attach", "status", "logs", "stop", "explain", "warm up",
               "setup", "setup sshd", "setup env", "setup hosts", "setup accelerate"}  # fmt: skip
-    assert set(TAKE_HOSTS) == JOB_VERBS | others
+    assert set(HOST_VERBS) == JOB_VERBS | remaining
 
 
-@pytest.mark.parametrize("verb", TAKE_HOSTS)
-def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verb", HOST_VERBS)
+def test_precedence_of_host_sources(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def hosts(*typed: str, **environment: str) -> Any:
-        return taken(verb, *typed, **environment).params["hosts"]
+        return context_of(verb, *typed, **environment).params["hosts"]
 
     assert hosts() is None
     write_settings("[hosts.n1]\n[hosts.n2]\n")
     assert hosts() == TABLES_ARE_HOSTS
-    cluster = read_cluster(taken(verb), TABLES_ARE_HOSTS)
+    cluster = read_cluster(context_of(verb), TABLES_ARE_HOSTS)
     assert [host.name for host in cluster.hosts] == ["n1", "n2"]
     assert hosts("-H", "local") == "local"
-    with monkeypatch.context() as inside:  # an allocation goes before tables, which only describe
-        inside.setenv("SLURM_JOB_ID", "1")
-        inside.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    with monkeypatch.context() as patch:  # an allocation goes before tables
+        patch.setenv("SLURM_JOB_ID", "1")
+        patch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
         assert hosts() == (None if verb in JOB_VERBS else "slurm")
         if verb in JOB_VERBS:
             assert hosts("--via", "ssh") == "slurm"
@@ -248,36 +248,34 @@ def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "note"),
     [
         ('[run]\nhosts = "n1,n2"\n', "hosts: n1, n2 (paceline.toml)"),
         ('[run]\nhosts = "machines"\n', "hosts: n1, n2 (paceline.toml: machines)"),
         ("[hosts.n1]\n[hosts.n2]\n", "hosts: n1, n2 ([hosts] of paceline.toml)"),
     ],
 )
-def test_it_is_said_where_hosts_come_from(
-    text: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_source_of_hosts(text: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("machines").write_text("n1\nn2\n")
     write_settings(text)
-    read_chosen_cluster(taken("check"))
-    assert capsys.readouterr().err == f"paceline: {said}\n"
-    read_chosen_cluster(taken("check", "-H", "n5,n6"))
+    read_chosen_cluster(context_of("check"))
+    assert capsys.readouterr().err == f"paceline: {note}\n"
+    read_chosen_cluster(context_of("check", "-H", "n5,n6"))
     assert capsys.readouterr().err == ""
-    read_chosen_cluster(taken("check", PACELINE_OPT_HOSTS="n[3-9]"))
+    read_chosen_cluster(context_of("check", PACELINE_OPT_HOSTS="n[3-9]"))
 
 
 @pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])
-def test_tables_are_no_hosts_where_something_else_chooses(typed: tuple[str, ...]) -> None:
+def test_rdzv_and_via_override_hosts_of_file(typed: tuple[str, ...]) -> None:
     write_settings("[hosts.n1]\n")
-    assert taken("run", *typed).params["hosts"] is None
-    write_settings('[run]\nhosts = "n1,n2"\n')  # nor is what is usual, where this is typed
-    assert taken("run", *typed).params["hosts"] is None
-    assert taken("run", "-H", "n1", *typed).params["hosts"] == "n1"  # to be refused
+    assert context_of("run", *typed).params["hosts"] is None
+    write_settings('[run]\nhosts = "n1,n2"\n')  # nor are default hosts, with these options
+    assert context_of("run", *typed).params["hosts"] is None
+    assert context_of("run", "-H", "n1", *typed).params["hosts"] == "n1"  # refused later
 
 
-@pytest.mark.parametrize("verb", sorted(set(TAKE_HOSTS)))
-def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("verb", sorted(set(HOST_VERBS)))
+def test_lab_provides_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatch,
                                        tmp_path: Path) -> None:  # fmt: skip
     from paceline.hosts import lab
     from paceline.hosts.lab import Layout
@@ -285,18 +283,18 @@ def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lab, "find_lab", lambda name, environ: Layout(tmp_path / (name or "up")))
 
     def config(*typed: str, **environment: str) -> Any:
-        return taken(verb, *typed, **environment).params["ssh_config"]
+        return context_of(verb, *typed, **environment).params["ssh_config"]
 
     write_settings('[run]\nhosts = "lab"\n')
     assert config() == tmp_path / "up" / "ssh_config"
     assert config("-H", "lab:mine") == tmp_path / "mine" / "ssh_config"
-    assert config("-H", "lab:4") is None  # a host called lab, with four slots
+    assert config("-H", "lab:4") is None  # a host with the name lab and four slots
     assert config("-H", "lab", "--ssh-config", "one") == Path("one")
     assert config("-H", "lab", PACELINE_OPT_SSH_CONFIG="one") == tmp_path / "up" / "ssh_config"
     assert config(PACELINE_OPT_SSH_CONFIG="one") == Path("one")
 
 
-def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_selects_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from paceline.hosts import lab
     from paceline.hosts.lab import Layout, find_lab
 
@@ -313,36 +311,36 @@ def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         find_lab("", {})
     with pytest.raises(HostsError, match="up are: a, b"):
         find_lab("c", {})
-    up.append(Layout(tmp_path / "default"))  # what `paceline lab fault` would take, too
+    up.append(Layout(tmp_path / "default"))  # `paceline lab fault` would use it, too
     assert find_lab("", {}) is up[2]
 
 
 # --- trust
 
 
-def demand(key: str, value: object, verb: str = "run") -> PacelineError:
+def settings_error(key: str, value: object, verb: str = "run") -> PacelineError:
     Path("paceline.toml").write_text(f"[run]\n{key} = {json.dumps(value)}\n")
     with pytest.raises(SettingError) as caught:
-        taken(verb)
+        context_of(verb)
     return caught.value
 
 
 @each_case("key", sorted(trust.GUARDED))
-def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
+def test_guarded_settings_require_trust(key: str) -> None:
     value = values_of(options.settings_registry()[key])[0]
-    assert "paceline trust" in demand(key, value).remedy
-    done = CliRunner().invoke(trust_command)
-    assert done.exit_code == 0, done.output
-    assert f"[run] {key} =" in done.output
-    taken("run")
+    assert "paceline trust" in settings_error(key, value).remedy
+    result = CliRunner().invoke(trust_command)
+    assert result.exit_code == 0, result.output
+    assert f"[run] {key} =" in result.output
+    context_of("run")
     Path("paceline.toml").write_text(Path("paceline.toml").read_text() + "nnodes = 2\n")
-    taken("run")  # what needs no trust may change
+    context_of("run")  # settings without guard may change
     CliRunner().invoke(trust_command, ["--revoke"])
     with pytest.raises(SettingError, match="not trusted"):
-        taken("run")
+        context_of("run")
 
 
-# what a stranger's file may set: where and how many, and what is shown
+# settings allowed in an untrusted file: hosts, numbers and display
 HARMLESS = """
 account any-world array backend bind check communication constraint cpus-per-task debug detach
 encrypt fastest gpus gpus-per-node grace gres hang-timeout iface json keep keep-results keep-warm
@@ -352,79 +350,81 @@ restart-window screen ship shm-size show supervisor time unset verbose verify vi
 """
 
 
-def test_every_other_setting_needs_trust() -> None:
-    """A new one is forgotten otherwise. Of hosts, it depends on what describes them."""
+def test_guarded_and_harmless_settings_are_complete() -> None:
+    """This detects new settings. For hosts, the required trust depends on their source."""
     guarded = trust.GUARDED.keys() | trust.START_GUARDED.keys()
     harmless = {*HARMLESS.split()}
     assert options.settings_registry().keys() - {"hosts"} - harmless == guarded
     assert not harmless & guarded
 
 
-def test_a_run_directory_in_the_file_needs_trust_where_a_run_starts() -> None:
+def test_run_directory_requires_trust_to_start_run() -> None:
     Path("paceline.toml").write_text('[run]\nrun-dir = "runs/one"\n')
-    ctx = taken("run")  # other verbs only read there
+    ctx = context_of("run")  # other commands only read it
     with pytest.raises(SettingError, match="run-dir, which can replace the results"):
         build_job(ctx, Entry("script", "job.py"), "job")
-    build_job(taken("run", "--run-dir", "mine"), Entry("script", "job.py"), "job")
+    build_job(context_of("run", "--run-dir", "mine"), Entry("script", "job.py"), "job")
     CliRunner().invoke(trust_command)
-    build_job(taken("run"), Entry("script", "job.py"), "job")
+    build_job(context_of("run"), Entry("script", "job.py"), "job")
 
 
-def test_files_of_a_recipe_in_the_file_need_trust() -> None:
+def test_recipe_data_file_requires_trust() -> None:
     Path("private.csv").write_text("a,b\n")
     Path("paceline.toml").write_text('[train.text]\ndata = "private.csv"\nlr = 0.1\n')
     with pytest.raises(SettingError, match="data, which sends it to the hosts") as caught:
-        parse_recipe_options(taken("train"), "text", [])
+        parse_recipe_options(context_of("train"), "text", [])
     assert caught.value.found == '[train.text] data = "private.csv"'
-    assert parse_recipe_options(taken("train"), "text", ["--data", "ag-news"]).data == "ag-news"
+    assert (
+        parse_recipe_options(context_of("train"), "text", ["--data", "ag-news"]).data == "ag-news"
+    )
     CliRunner().invoke(trust_command)
-    assert parse_recipe_options(taken("train"), "text", []).data == "private.csv"
-    Path("paceline.toml").write_text('[train.text]\ndata = "ag-news"\n')  # the name of a set
-    assert parse_recipe_options(taken("train"), "text", []).data == "ag-news"
+    assert parse_recipe_options(context_of("train"), "text", []).data == "private.csv"
+    Path("paceline.toml").write_text('[train.text]\ndata = "ag-news"\n')  # the name of a data set
+    assert parse_recipe_options(context_of("train"), "text", []).data == "ag-news"
 
 
 @pytest.mark.parametrize("key", ["model", "chat-template"])
-def test_every_file_of_a_recipe_that_is_sent_needs_trust(key: str) -> None:
+def test_recipe_model_and_template_files_require_trust(key: str) -> None:
     Path("private").write_text("a key")
     Path("paceline.toml").write_text(f'[train.sft]\n{key} = "private"\n')
     typed = {"model": "user/model", "data": "user/data"}
     argv = [f"--{name}={value}" for name, value in typed.items() if name != key]
     with pytest.raises(SettingError, match=f"{key}, which sends it to the hosts"):
-        parse_recipe_options(taken("train"), "sft", argv)
+        parse_recipe_options(context_of("train"), "sft", argv)
 
 
-def test_a_guarded_setting_is_shown_whole() -> None:
+def test_trust_shows_full_value() -> None:
     value = f"notify-send '{'x' * 300}'; touch evil"
     Path("paceline.toml").write_text(f'[run]\nnotify = "{value}"\n')
     assert value in CliRunner().invoke(trust_command).output
     Path("paceline.toml").write_text(f'[run]\nnotify = "{"x" * 3000}"\n')
-    refused = CliRunner().invoke(trust_command)
-    assert isinstance(refused.exception, SettingError)
-    assert "too long to be looked at" in refused.exception.message
+    rejected = CliRunner().invoke(trust_command)
+    assert isinstance(rejected.exception, SettingError)
+    assert "too long to be looked at" in rejected.exception.message
 
 
-def test_trust_ends_when_the_setting_changes() -> None:
-    demand("mpiexec", "./good.sh")
+def test_changed_setting_loses_trust() -> None:
+    settings_error("mpiexec", "./good.sh")
     CliRunner().invoke(trust_command)
-    taken("run")
-    demand("mpiexec", "./evil.sh")
+    context_of("run")
+    settings_error("mpiexec", "./evil.sh")
 
 
-def test_what_is_typed_needs_no_trust() -> None:
+def test_command_line_requires_no_trust() -> None:
     Path("paceline.toml").write_text('[run]\nmpiexec = "./evil.sh"\n')
-    assert taken("run", "--mpiexec", "mine").params["mpiexec"] == "mine"
-    assert taken("run", PACELINE_OPT_MPIEXEC="mine").params["mpiexec"] == "mine"
-    taken("check")  # has no such option
+    assert context_of("run", "--mpiexec", "mine").params["mpiexec"] == "mine"
+    assert context_of("run", PACELINE_OPT_MPIEXEC="mine").params["mpiexec"] == "mine"
+    context_of("check")  # it has no such option
 
 
 @pytest.mark.parametrize("text", ['[hosts.n1]\npython = "/x"\n', '[run]\nhosts = "other"\n'])
-def test_the_python_of_a_host_needs_trust(text: str) -> None:
+def test_python_of_host_requires_trust(text: str) -> None:
     Path("other").write_text('[hosts.n1]\npython = "/x"\n')
     Path("paceline.toml").write_text(text)
-    ctx = taken("check")
+    ctx = context_of("check")
     with pytest.raises(SettingError, match="Python of a host"):
         read_cluster(ctx, ctx.params["hosts"])
-    typed = taken("check", "-H", "other")
+    typed = context_of("check", "-H", "other")
     if "run" in text:
         with pytest.raises(SettingError, match="other sets the Python of a host") as caught:
             read_cluster(typed, "other")
@@ -432,12 +432,12 @@ def test_the_python_of_a_host_needs_trust(text: str) -> None:
         CliRunner().invoke(trust_command, ["other"])
         assert read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
     CliRunner().invoke(trust_command)
-    ctx = taken("check")
+    ctx = context_of("check")
     assert read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
 
 
 @pytest.mark.parametrize("source", ["d/paceline.toml", "toml:d/paceline.toml", "acc.yaml"])
-def test_a_host_file_elsewhere_needs_trust_however_it_is_named(source: str) -> None:
+def test_host_file_in_subfolder_requires_trust(source: str) -> None:
     Path("d").mkdir()
     Path("d/paceline.toml").write_text('[hosts.n1]\npython = "/x"\n')
     Path("acc.yaml").write_text(
@@ -445,86 +445,88 @@ def test_a_host_file_elsewhere_needs_trust_however_it_is_named(source: str) -> N
         "deepspeed_config:\n  deepspeed_hostfile: d/paceline.toml\nnum_machines: 2\n"
     )
     with pytest.raises(SettingError, match=r"paceline.toml sets the Python of a host") as caught:
-        read_cluster(taken("check", "-H", source), source)
+        read_cluster(context_of("check", "-H", source), source)
     assert "paceline trust d/paceline.toml" in caught.value.remedy
     CliRunner().invoke(trust_command, ["d/paceline.toml"])
-    assert read_cluster(taken("check", "-H", source), source).hosts[0].python == "/x"
+    assert read_cluster(context_of("check", "-H", source), source).hosts[0].python == "/x"
 
 
 @pytest.mark.parametrize("value", ["7", "2024-01-01"])
-def test_files_of_a_recipe_are_named_by_texts(value: str) -> None:
+def test_rejects_non_string_recipe_paths(value: str) -> None:
     Path(value).mkdir()
     Path("paceline.toml").write_text(f"[train.text]\ndata = {value}\n")
     with pytest.raises(SettingError, match=r"\[train.text\] data"):
-        parse_recipe_options(taken("train"), "text", [])
+        parse_recipe_options(context_of("train"), "text", [])
 
 
-def test_the_environment_of_a_host_needs_trust() -> None:
+def test_environment_of_host_requires_trust() -> None:
     Path("paceline.toml").write_text('[hosts.n1.env]\nLD_PRELOAD = "/x"\n')
-    ctx = taken("check")
+    ctx = context_of("check")
     with pytest.raises(SettingError, match="environment of a host") as caught:
         read_cluster(ctx, "n1")
     assert "[hosts.n1] env" in caught.value.found
     CliRunner().invoke(trust_command)
-    assert read_cluster(taken("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
+    assert read_cluster(context_of("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
 
 
-@pytest.mark.parametrize("how", ["of another user", "writable for all", "a planted link"])
-def test_a_file_of_somebody_else_runs_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("manipulation", ["of another user", "writable for all", "a planted link"])
+def test_foreign_settings_file_sets_no_programs(
+    manipulation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import os
 
     path = Path("paceline.toml")
     path.write_text('[run]\nmpiexec = "./evil.sh"\nnnodes = 2\n')
     trust.remember(path, settings_file.read_settings_file(Path.cwd()))
-    if how == "writable for all":
+    if manipulation == "writable for all":
         path.chmod(0o646)
     elif os.geteuid() == 0:
-        if how == "a planted link":
+        if manipulation == "a planted link":
             path.rename("real.toml")
             path.symlink_to("real.toml")
         os.chown(path, 12345, 12345, follow_symlinks=False)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(SettingError, match="may not set mpiexec"):
-        taken("run")
-    assert taken("run", "--mpiexec", "mine").params["nnodes"] == 2  # the rest is used
-    refused = CliRunner().invoke(trust_command)
-    assert isinstance(refused.exception, SettingError)
+        context_of("run")
+    assert context_of("run", "--mpiexec", "mine").params["nnodes"] == 2  # other settings are used
+    rejected = CliRunner().invoke(trust_command)
+    assert isinstance(rejected.exception, SettingError)
 
 
-def test_every_verb_is_made_of_the_same_parts() -> None:
+def test_verbs_use_verb_class() -> None:
     from paceline.cli.verb import Verb
 
     for name, command in verbs(program):
         assert isinstance(command, Verb), name
 
 
-def test_every_verb_stands_in_its_module() -> None:
+def test_verb_names_match_modules() -> None:
     for name in VERBS:
         command = program.get_command(click.Context(program), name)
         assert command is not None
         assert command.name == name
 
 
-def test_options_of_a_recipe_that_are_options_of_run_have_the_same_sources(
+def test_shared_recipe_options_use_run_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("mine.csv").write_text("a,b\n")
     settings = '[run]\ndata = "mine.csv"\ncommunication = "int8"\n'
     Path("paceline.toml").write_text(settings)
     with pytest.raises(SettingError, match="data, which sends a folder") as caught:
-        parse_recipe_options(taken("train"), "text", [])
+        parse_recipe_options(context_of("train"), "text", [])
     assert caught.value.found == '[run] data = "mine.csv"'
     CliRunner().invoke(trust_command)
-    ctx = taken("train")
+    ctx = context_of("train")
     options = parse_recipe_options(ctx, "text", [])
     assert (options.data, options.communication) == ("mine.csv", "int8")
     assert {"--data=mine.csv", "--communication=int8"} <= set(ctx.params["options"])
     Path("paceline.toml").write_text(f'{settings}[train.text]\ndata = "ag-news"\n')
-    assert parse_recipe_options(taken("train"), "text", []).data == "ag-news"
+    assert parse_recipe_options(context_of("train"), "text", []).data == "ag-news"
     monkeypatch.setenv("PACELINE_OPT_DATA", "meals")
-    assert parse_recipe_options(taken("train"), "text", []).data == "meals"
-    assert parse_recipe_options(taken("train"), "text", ["--data", "dummy"]).data == "dummy"
+    assert parse_recipe_options(context_of("train"), "text", []).data == "meals"
+    assert parse_recipe_options(context_of("train"), "text", ["--data", "dummy"]).data == "dummy"
 
 
 @each_case(
@@ -536,7 +538,7 @@ def test_options_of_a_recipe_that_are_options_of_run_have_the_same_sources(
         (["--keep", "--keep", "2"], 2, True),
     ],
 )
-def test_a_number_after_keep_is_for_the_recipe(words: list[str], keep: int, is_kept: bool) -> None:
-    ctx = taken("train", *words)  # a recipe's name follows
+def test_number_after_keep_belongs_to_recipe(words: list[str], keep: int, is_kept: bool) -> None:
+    ctx = context_of("train", *words)  # the name of a recipe follows
     options = parse_recipe_options(ctx, "text", ctx.params["options"])
     assert (options.keep, ctx.params["keep"]) == (keep, is_kept)

@@ -1,4 +1,4 @@
-"""Every option of torchrun, in both spellings: understood, or refused with what to type."""
+"""Tests that every option of torchrun, in both spellings, is accepted or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.cli.verbs.run import command
 from paceline.spec.errors import SettingError
 from paceline.spec.job import NodeRange
 
-# what is typed for the options that take a value, where it is not free
+# values for options that do not accept any value
 VALUES = {"--nnodes": "2", "--nproc-per-node": "auto", "--rdzv-backend": "c10d",
           "--max-restarts": "3", "--node-rank": "1", "--master-port": "29400"}  # fmt: skip
-# torchrun's option → the parameter of ours that it means
-MEANS = {
+# torchrun's option → Paceline's parameter
+EQUIVALENTS = {
     "--nnodes": "nnodes", "--nproc-per-node": "nproc_per_node", "--max-restarts": "max_restarts",
     "--rdzv-endpoint": "rdzv", "--rdzv-id": "rdzv_id", "--node-rank": "node_rank",
     "--master-port": "master_port", "--module": "module", "--no-python": "no_python",
 }  # fmt: skip
-UNDERSTOOD = {"--rdzv-backend", "--standalone"}  # true here without a setting of ours
+ACCEPTED = {"--rdzv-backend", "--standalone"}  # accepted without an effect, as always true
 
 
 def options() -> list[tuple[str, bool]]:
-    """Every spelling of torchrun's own parser, and whether a value follows it."""
+    """Returns every spelling in torchrun's parser, and whether it takes a value."""
     from torch.distributed.run import get_args_parser
 
     return [
@@ -44,66 +44,66 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def typed(*words: str) -> dict[str, Any]:
-    return command.make_context("run", [*words, "train.py"]).params
+def parse(*arguments: str) -> dict[str, Any]:
+    return command.make_context("run", [*arguments, "train.py"]).params
 
 
 @each_case(("spelling", "valued"), options())
-def test_an_option_of_torchrun(spelling: str, valued: bool) -> None:
-    plain = spelling.replace("_", "-")
-    words = [spelling, VALUES.get(plain, "word")] if valued else [spelling]
-    if plain in torchrun.UNSUPPORTED | torchrun.UNSUPPORTED_FLAGS:
+def test_torchrun_options_are_accepted_or_rejected(spelling: str, valued: bool) -> None:
+    normalized = spelling.replace("_", "-")
+    arguments = [spelling, VALUES.get(normalized, "word")] if valued else [spelling]
+    if normalized in torchrun.UNSUPPORTED | torchrun.UNSUPPORTED_FLAGS:
         with pytest.raises(SettingError) as caught:
-            typed(*words)
-        assert plain in caught.value.message
+            parse(*arguments)
+        assert normalized in caught.value.message
         assert caught.value.remedy
-        for flag in [word for word in caught.value.remedy.split() if word.startswith("--")]:
+        for flag in [part for part in caught.value.remedy.split() if part.startswith("--")]:
             assert any(flag.strip(",:") in p.opts for p in command.params) or flag == "--rank"
         return
-    params = typed(*words)
-    if plain in MEANS:
-        assert params[MEANS[plain]] not in (None, 0, False)
+    params = parse(*arguments)
+    if normalized in EQUIVALENTS:
+        assert params[EQUIVALENTS[normalized]] not in (None, 0, False)
     else:
-        assert plain in UNDERSTOOD
+        assert normalized in ACCEPTED
 
 
-def test_standalone_is_this_machine() -> None:
-    assert typed("--standalone", "--nproc_per_node=2")["hosts"] == "local"
+def test_standalone_uses_local_host() -> None:
+    assert parse("--standalone", "--nproc_per_node=2")["hosts"] == "local"
     Path("paceline.toml").write_text('[run]\nhosts = "n1,n2"\n')
-    assert typed("--standalone")["hosts"] == "local"
+    assert parse("--standalone")["hosts"] == "local"
     with pytest.raises(SettingError, match="standalone"):
-        typed("--standalone", "-H", "n1,n2")
+        parse("--standalone", "-H", "n1,n2")
 
 
-def test_a_range_of_nodes() -> None:
-    assert typed("--nnodes=1:4")["nnodes"] == NodeRange(1, 4)
-    assert typed("--nnodes", "2:")["nnodes"] == NodeRange(2)
+def test_parses_node_range() -> None:
+    assert parse("--nnodes=1:4")["nnodes"] == NodeRange(1, 4)
+    assert parse("--nnodes", "2:")["nnodes"] == NodeRange(2)
     Path("paceline.toml").write_text('[run]\nnnodes = "2:2"\nwait-for-nodes = "1h30m"\n')
-    assert typed()["nnodes"] == NodeRange(2, 2)
-    assert typed()["wait_for_nodes"] == 5400
+    assert parse()["nnodes"] == NodeRange(2, 2)
+    assert parse()["wait_for_nodes"] == 5400
     for wrong in ("many", "4:1", "0:2", ":3", "1:2:3", "-1:2"):
         with pytest.raises(click.BadParameter):
-            typed("--nnodes", wrong)
+            parse("--nnodes", wrong)
     for wrong in ("-1", "1x", "m", "inf", "1h30"):
         with pytest.raises(click.BadParameter):
-            typed("--wait-for-nodes", wrong)
+            parse("--wait-for-nodes", wrong)
 
 
-def test_another_store_is_refused() -> None:
+def test_rejects_etcd_backend() -> None:
     with pytest.raises(SettingError, match="etcd"):
-        typed("--rdzv_backend", "etcd")
+        parse("--rdzv_backend", "etcd")
 
 
-@pytest.mark.parametrize(("given", "taken"), [("gpu", "gpu"), ("cpu", "cpu"), ("4", 4)])
-def test_processes_a_node(given: str, taken: object) -> None:
-    assert typed("-p", given)["nproc_per_node"] == taken
-    Path("paceline.toml").write_text(f'[run]\nnproc_per_node = "{given}"\n')
-    assert typed()["nproc_per_node"] == taken
+@pytest.mark.parametrize(("argument", "expected"), [("gpu", "gpu"), ("cpu", "cpu"), ("4", 4)])
+def test_parses_processes_per_node(argument: str, expected: object) -> None:
+    assert parse("-p", argument)["nproc_per_node"] == expected
+    Path("paceline.toml").write_text(f'[run]\nnproc_per_node = "{argument}"\n')
+    assert parse()["nproc_per_node"] == expected
     with pytest.raises(click.BadParameter, match="auto, gpu, cpu"):
-        typed("-p", "xpu")
+        parse("-p", "xpu")
 
 
-def test_no_alias_stands_in_the_help_or_in_the_environment() -> None:
+def test_torchrun_aliases_are_hidden() -> None:
     hidden = [p for p in command.params if isinstance(p, click.Option) and p.hidden]
     assert len(hidden) == len(torchrun.UNSUPPORTED) + len(torchrun.UNSUPPORTED_FLAGS) + 2
     assert not any(option.envvar for option in hidden)

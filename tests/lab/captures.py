@@ -1,4 +1,4 @@
-"""What is readable on the network of a lab host while ``jobs/marked.py`` trains."""
+"""Captures packets while ``jobs/marked.py`` trains, and finds readable content in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from launches import Site
 
 GRADIENT = struct.unpack("<f", b"LIn=")[0]
-# where: bytes, any of which show that it can be read. Weights and gradients stand side by side.
+# Byte patterns that show that a kind of data is readable. Weights and gradients lie side by side.
 MARKS = {
     "weights": [b"PAc<" * 4],
     "store": [b"paceline's message"],
@@ -23,9 +23,9 @@ MARKS = {
 
 @contextlib.contextmanager
 def captured(site: Site, path: Path) -> Iterator[Callable[[], None]]:
-    """Writes all that n2 sends to other hosts and receives from them to a file.
+    """Records all packets that n2 exchanges with other hosts in a file.
 
-    Yields a function that ends it earlier.
+    Yields a function that ends the capture early.
     """
     argv = [sys.executable, "capture.py", str(path)]
     capture = site.lab.popen("n2", argv, cwd=site.project, stdout=subprocess.PIPE)
@@ -39,7 +39,7 @@ def captured(site: Site, path: Path) -> Iterator[Callable[[], None]]:
 
 
 def readable(path: Path) -> set[str]:
-    """Which of :data:`MARKS` a capture shows."""
+    """Returns the names of :data:`MARKS` whose bytes appear in a capture."""
     packets = path.read_bytes()
     assert len(packets) > 1_000_000
     return {name for name, marks in MARKS.items() if any(mark in packets for mark in marks)}

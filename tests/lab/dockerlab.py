@@ -1,4 +1,4 @@
-"""Real Docker on lab hosts: one dockerd a host, with an image made here, no registry."""
+"""Runs real Docker on lab hosts: one dockerd per host, an image that is built here, no registry."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ROOT = "root:x:0:0:root:/root:/bin/sh\n"
 
 
 def write_image(path: Path, users: str = ROOT) -> None:
-    """A root file system without files: programs come from the host's /usr, mounted."""
+    """Writes a root file system without files; programs come from the host's mounted /usr."""
     with tarfile.open(path, "w") as tar:
         for name in FOLDERS:
             _folder(tar, name)
@@ -62,13 +62,13 @@ def write_image(path: Path, users: str = ROOT) -> None:
 def write_image_with(
     path: Path, programs: Sequence[str], links: Mapping[str, str], users: str = ROOT
 ) -> None:
-    """A root file system that holds some of this machine's programs and their libraries.
+    """Writes a root file system that holds some of this machine's programs and their libraries.
 
     Args:
-        path: Of the tar file to write.
-        programs: Their paths here, which are kept.
+        path: Path of the tar file to write.
+        programs: Paths of the programs on this machine; they have the same paths in the image.
         links: Further names of programs, by path in the image.
-        users: Its ``passwd``.
+        users: Content of ``/etc/passwd``.
     """
     write_image(path, users)
     files = {*programs, *(library for program in programs for library in libraries(program))}
@@ -87,13 +87,13 @@ def write_image_with(
 
 
 def libraries(program: str) -> list[str]:
-    """Shared libraries and the loader, by path."""
+    """Returns the paths of the program's shared libraries and of the loader."""
     done = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
     return re.findall(r"(/\S+) \(0x", done.stdout)
 
 
 def own_place(name: str) -> str:
-    """A file's path in the image, where /bin and /lib are links into /usr."""
+    """Returns a file's path in the image, where /bin and /lib are links into /usr."""
     return re.sub(r"^/(bin|sbin|lib|lib64)/", r"/usr/\1/", name).lstrip("/")
 
 
@@ -117,7 +117,7 @@ def _text(tar: tarfile.TarFile, name: str, text: str, mode: int = 0o644) -> None
 
 
 class Docker:
-    """The daemons of one lab."""
+    """Controls the Docker daemons of one lab."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
@@ -125,7 +125,7 @@ class Docker:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def up(self) -> None:
-        """Daemons on all hosts, with the very same image."""
+        """Starts daemons on all hosts and gives all of them the same image."""
         self.folder.mkdir()
         write_image(self.folder / "root.tar")
         for name in self.lab.names:
@@ -160,7 +160,7 @@ class Docker:
         return done.stdout
 
     def containers(self) -> list[str]:
-        """Of all hosts, running or not."""
+        """Returns the containers of all hosts, including stopped ones."""
         found = []
         for name in self._daemons:
             found += [f"{name}: {c}" for c in self.tell(name, "ps", "-aq").split()]
@@ -184,6 +184,6 @@ def docker_on(lab: Lab, folder: Path) -> Iterator[Docker]:
 
 
 def python_mounts(prefixes: Sequence[str]) -> list[str]:
-    """Options that show the host's programs and this Python's environment in a container."""
-    folders = dict.fromkeys(["/usr", "/etc", *prefixes])  # a system Python has /usr for its prefix
+    """Returns options that mount the host's programs and this Python's environment."""
+    folders = dict.fromkeys(["/usr", "/etc", *prefixes])  # a system Python's prefix is /usr
     return [word for folder in folders for word in ("--mount", f"{folder}:{folder}:ro")]

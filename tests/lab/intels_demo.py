@@ -1,4 +1,4 @@
-"""The demo of Intel's containers, and what stands in for the libraries that it wants."""
+"""Locates the demo of Intel's containers, and provides stand-ins for the libraries it needs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from transports import PARTS
 HERE = Path(__file__).parent
 PUBLISHED = (PARTS / "scripts/intel-ai-containers/preset/deep-learning/demo/pytorch-distributed"
         / "pytorch_mnist.py")  # fmt: skip
-STAND_IN = HERE / "coming" / PUBLISHED.name  # meets as theirs does
+STAND_IN = HERE / "coming" / PUBLISHED.name  # initializes like the published script
 WORDS = (PUBLISHED.name, "--device", "cpu", "--save-model")
 FASHION = Path("/usr/share/datasets/fashion-mnist")
-# for PYTHONPATH; behind the name of oneCCL's bindings is gloo
+# for PYTHONPATH; the module with the name of oneCCL's bindings uses gloo
 LIBRARIES = ":".join(map(str, (HERE / "standins", HERE / "cpu_torchvision", PARTS / "torchvision",
                                PARTS / "frameworks")))  # fmt: skip
 
 
 def put_into(folder: Path, script: Path) -> None:
-    """The script and few pictures, where it looks for them."""
+    """Copies the script and a few pictures to where the script looks for them."""
     shutil.copy(script, folder)
     few_clothes(folder / "data" / "FashionMNIST" / "raw")
 
 
 def few_clothes(folder: Path) -> None:
-    """The first pictures of Fashion-MNIST, in the files that torchvision looks for."""
+    """Writes the first pictures of Fashion-MNIST in the files that torchvision looks for."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", 256), ("t10k", 64)):
         for kind, head, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):

@@ -1,4 +1,4 @@
-"""A stranger on another host, and another user of each host, try all that a job has opened."""
+"""Attacks a job's sockets and files from another host, and as another user of the job's hosts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 from launches import Site
 
 NONSENSE = (b"A", b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 2000, os.urandom(2000))
-# asks torch's store, as in its TCPStoreBackend.hpp, how many keys it has
+# asks torch's store for its number of keys (see TCPStoreBackend.hpp)
 STORE_REQUEST = b"\0" + (0x3C85F7CE).to_bytes(4, "little") + b"\7"
 MAX_REPLAYS = 16
 REPLAY_BYTES = 2000
-MAX_REPLY_BYTES = 1500  # a certificate without a name, for callers who begin TLS
-# processes of a job, but not those of MPI, Slurm and Docker that start them
+MAX_REPLY_BYTES = 1500  # a certificate without a name, sent to clients that start TLS
+# processes of a job; not those of MPI, Slurm and Docker, which start them
 OWN = re.compile(r"(\S*/)?(python[\d.]*|paceline) |.*\[(rank|fork)")
 _LISTEN = "0A"
 
 
 def own_listeners(site: Site, host: str) -> dict[str, str]:
-    """Listening TCP sockets of a job on a host, with the command lines of their processes."""
+    """Returns a job's listening TCP sockets on a host, with their processes' command lines."""
     listeners: dict[str, str] = {}
     for pid, command in site.lab.processes(host):
         if not OWN.match(command):
             continue
         process = Path(f"/proc/{pid}")
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             sockets = {str(entry.readlink()) for entry in (process / "fd").iterdir()}
             tables = [process / "net" / name for name in ("tcp", "tcp6")]
             rows = [line.split() for table in tables for line in table.read_text().splitlines()]
@@ -47,7 +47,7 @@ def own_listeners(site: Site, host: str) -> dict[str, str]:
 
 
 def greetings(packets: bytes) -> list[bytes]:
-    """Returns what the callers of captured TCP connections sent first.
+    """Returns the first bytes that the clients of captured TCP connections sent.
 
     ``packets``: Ethernet frames with IPv4 and ARP, as ``capture.py`` writes them.
     """
@@ -77,14 +77,14 @@ def check_intruders(
     since: float,
     hosts: tuple[str, ...] = ("n1", "n2"),
 ) -> list[str]:
-    """Attacks a running job; returns the listening sockets that the stranger could try.
+    """Attacks a running job; returns the listening sockets that the other host could try.
 
-    AssertionError if one of them answers more than a greeting or keeps unproven connections open,
-    or if other users can read or write files of the job.
+    Raises AssertionError if a socket sends more than a greeting, if one keeps unauthenticated
+    connections open, or if other users can read or write files of the job.
 
     Args:
-        packets: A capture of its start, to replay.
-        since: Time of its start.
+        packets: A capture of the job's start, whose connections are replayed.
+        since: Time of the job's start.
     """
     replays = greetings(packets.read_bytes())
     assert replays
@@ -98,7 +98,7 @@ def check_intruders(
                 outside[address if place.startswith(every) else place] = commands
     requests = [(stranger, dict.fromkeys(outside, False), {})]
     for host, listeners in opened.items():
-        # gloo cannot ask: other users of a host may connect to it
+        # gloo cannot reject by user: other users of a host may connect to it
         places = {place: "[rank" in commands for place, commands in listeners.items()}
         requests.append((host, places, {"user": True, "since": since}))
     payloads = [payload.hex() for payload in (*NONSENSE, STORE_REQUEST, *replays)]
@@ -118,7 +118,7 @@ def check_intruders(
         for place, outcome in result["places"].items():
             detail = host, place, outcome, commands.get(place)
             assert outcome["open"] == 0, detail
-            # the store, and what leads to it; on loopback, ranks may have greetings
+            # The store and the proxies to it send nothing; on loopback, ranks may send greetings.
             is_silent = place.startswith("127.") and "[rank" not in commands[place]
             most = 0 if is_silent or place.startswith("@") else MAX_REPLY_BYTES
             assert outcome["most"] <= most, detail

@@ -1,4 +1,4 @@
-"""How the lab's tests call ``paceline run``, and how they look at what is left of it."""
+"""Runs ``paceline run`` for the lab's tests, and inspects what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from paceline.lab import Lab
 JOBS = Path(__file__).with_name("jobs")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TEST_LIMIT_S = 150.0
-# what a command gets that is typed on a host; reports have tests of their own (see conftest.py)
+# environment of commands that are typed on a host; tests of reports are elsewhere (conftest.py)
 OURS = {"PYTHONPATH": str(SOURCE), "PACELINE_OPT_REPORT": "no"}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A launch that is over."""
+    """The result of a finished launch."""
 
     code: int
     out: str
@@ -34,12 +34,12 @@ class Ended:
     directory: Path
 
     def lines(self, rank: int) -> list[str]:
-        """What a rank wrote on standard output, as it was shown, without the label."""
+        """Returns a rank's standard output as it was shown, without the label."""
         mark = f"/{rank}] "
         return [line.split(mark, 1)[1] for line in self.out.splitlines() if mark in line]
 
     def said(self, rank: int) -> Any:
-        """The one line of JSON that a rank wrote."""
+        """Returns the only JSON object that a rank printed."""
         (line,) = [line for line in self.lines(rank) if line.startswith("{")]
         return json.loads(line)
 
@@ -53,7 +53,7 @@ class Ended:
 
 def paceline(*words: str, cwd: Path | None = None, timeout: float = 200.0,
              text: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """``paceline WORDS``, typed on this machine and run to its end; ``text`` is what it reads."""
+    """Runs ``paceline WORDS`` on this machine to its end; ``text`` is its standard input."""
     argv = [sys.executable, "-m", "paceline", *words]
     env = {**os.environ, "PYTHONPATH": str(SOURCE), **env}
     return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, input=text,
@@ -61,24 +61,24 @@ def paceline(*words: str, cwd: Path | None = None, timeout: float = 200.0,
 
 
 def on(lab: Lab) -> tuple[str, ...]:
-    """The options that name a lab's hosts."""
+    """Returns the options that name a lab's hosts."""
     return ("-H", str(lab.hostfile), "--ssh-config", str(lab.ssh_config))
 
 
 def trust_settings(folder: Path) -> None:
-    """Types ``paceline trust`` there."""
+    """Runs ``paceline trust`` in a folder."""
     paceline("trust", cwd=folder).check_returncode()
 
 
-# Before a command: takes root's capabilities away, as ordinary users have none. Files of root stay
-# readable: a checkout may be in root's home.
+# Prefix of a command: drops root's capabilities, as ordinary users have none. Root's files stay
+# readable, because a checkout may be in root's home.
 WITHOUT_CAPABILITIES = ("setpriv", "--inh-caps=-all", "--bounding-set=-all")
 
 
 def drop_capabilities(lab: Lab, *hosts: str) -> None:
     """Makes logins to hosts start without capabilities."""
     if os.geteuid() != 0:
-        return  # they do
+        return  # ordinary users have none
     for host in hosts:
         folder = lab.layout.etc(host)
         passwd, login_shell = folder / "passwd", folder / "login-shell"
@@ -86,13 +86,13 @@ def drop_capabilities(lab: Lab, *hosts: str) -> None:
         before_shell, _, shell = account.rpartition(":")
         login_shell.write_text(f'#!/bin/sh\nexec {" ".join(WITHOUT_CAPABILITIES)} {shell} "$@"\n')
         login_shell.chmod(0o755)
-        # in place: this file is mounted
+        # written in place, because this file is mounted
         passwd.write_text("\n".join([f"{before_shell}:{login_shell}", *others]) + "\n")
 
 
 @dataclass
 class Site:
-    """A lab, and a project folder with the jobs, seen by all its hosts or by the launcher only."""
+    """A lab and a project folder with the jobs, seen by all its hosts or by the launcher only."""
 
     lab: Lab
     project: Path
@@ -100,20 +100,20 @@ class Site:
 
     def argv(self, *words: str, hosts: str | None = None, inside: str | None = None,
              verb: str = "run") -> list[str]:  # fmt: skip
-        """A command line; ``inside`` names the host that it is typed on."""
+        """Returns a command line; ``inside`` names the host that it will run on."""
         source = ["-H", hosts or str(self.lab.hostfile)]
         config = [] if inside else ["--ssh-config", str(self.lab.ssh_config)]
         return [sys.executable, "-m", "paceline", verb, *source, *config, *words]
 
     def fresh(self) -> Path:
-        """A run directory that nobody had yet."""
+        """Returns an unused run directory."""
         self.runs += 1
         return self.project.parent / "runs" / str(self.runs)
 
     def run(self, *words: str | bytes, hosts: str | None = None, inside: str | None = None,
             env: Mapping[str, str | bytes] | None = None, timeout: float = TEST_LIMIT_S,
             cwd: Path | None = None) -> Ended:  # fmt: skip
-        """Runs to the end; ``words`` follow ``paceline run -H …``."""
+        """Runs ``paceline run -H … WORDS`` to its end."""
         directory = self.fresh()
         options = ["--run-dir", str(directory)]
         argv = [*self.argv(*options, hosts=hosts, inside=inside), *words]
@@ -138,17 +138,17 @@ class Site:
         return subprocess.Popen(argv, env={**os.environ, **mine}, cwd=folder, **pipes)
 
     def start(self, *words: str, **how: Any) -> Launch:
-        """Starts and returns at once; use it as a context manager."""
+        """Starts a launch and returns immediately; use the result as a context manager."""
         directory = self.fresh()
         return Launch(self, self.argv("--run-dir", str(directory), *words, **how), directory)
 
     def processes(self) -> dict[str, list[str]]:
-        """By host, the command lines of all that runs there (hosts that are off: nothing)."""
+        """Returns the command lines of all processes by host; empty for hosts that are off."""
         activity = self.lab.activity()
         return {name: [line for _, line in running] for name, (running, _) in activity.items()}
 
     def pid(self, host: str, pattern: str) -> int:
-        """The one process of a host whose command line matches, once there is one."""
+        """Waits for the only process of a host whose command line matches; returns its id."""
         found: list[int] = []
 
         def is_there() -> bool:
@@ -160,25 +160,25 @@ class Site:
         return found[0]
 
     def have_capabilities(self, *hosts: str) -> bool:
-        """Whether the rank of one of these hosts has a capability."""
+        """Returns whether the rank of any of these hosts has a capability."""
         pids = [self.pid(host, r"\[rank") for host in hosts]
         texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
         return not all(re.search(r"^CapEff:\s*0+$", text, re.MULTILINE) for text in texts)
 
     def clean(self, but: Sequence[str] = ()) -> bool:
-        """Nothing runs and nothing listens on any host that is up."""
+        """Returns whether no process and no listener is left on any host that is up."""
         activity = self.lab.activity()
         return not any(any(activity[name]) for name in activity if name not in but)
 
     def leftovers(self, patience: float = TIMEOUT_S, but: Sequence[str] = ()) -> str:
-        """What still runs or listens after a while, in words; empty when all is clean."""
+        """Waits for processes and listeners to end; describes those that are left ("" if none)."""
         if eventually(lambda: self.clean(but), patience):
             return ""
         return f"{self.lab.activity()}"
 
 
 class Launch(BackgroundCommand):
-    """A launch under way."""
+    """A running launch."""
 
     def __init__(self, site: Site, argv: list[str], directory: Path) -> None:
         self.directory = directory
@@ -187,7 +187,7 @@ class Launch(BackgroundCommand):
         super().__init__(directory, popen)
 
     def end(self, patience: float = TIMEOUT_S) -> Ended:
-        """Waits for its end."""
+        """Waits for the launch to end."""
         self.process.wait(patience)
         return Ended(self.process.returncode, self.out, self.err, self.directory)
 
@@ -197,18 +197,18 @@ class Launch(BackgroundCommand):
 
 
 def project_at(folder: Path) -> Path:
-    """A project folder of its own with the jobs in it."""
+    """Copies the jobs to a new project folder."""
     return Path(shutil.copytree(JOBS, folder, ignore=shutil.ignore_patterns("__pycache__")))
 
 
 def healed(site: Site) -> Iterator[Site]:
-    """For a fixture: heals the lab after a test, which must leave nothing running."""
+    """Heals the lab after a test and checks that nothing is left running; for fixtures."""
     yield site
     site.lab.heal()
     assert site.leftovers() == ""
 
 
 def shared_site(new_lab: Any, folder: Path, *more: Path, **options: Any) -> Site:
-    """A lab whose hosts all see the project, in ``folder``, and more folders."""
+    """Returns a lab whose hosts all see the project below ``folder``, and further folders."""
     project = project_at(folder / "project")
     return Site(new_lab(share=(str(project), *map(str, more)), **options), project)

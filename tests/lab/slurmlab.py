@@ -1,4 +1,4 @@
-"""Real Slurm on lab hosts: munge everywhere, the controller on n1, a daemon on every host."""
+"""Runs real Slurm on lab hosts: munge and slurmd on every host, the controller on n1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.lab import Lab
 
 SOCKET = "/run/munge/munge.socket.2"
 START_S = 60.0
-# what each host pretends to have: the nodes of a site whose guide asks for so much
+# resources that each host claims to have: those of the site in the guide
 CPUS, MEMORY = 16, 32768  # MB
 GPUS = "gpu:v100:2"
 
@@ -64,14 +64,14 @@ _GROUND = (
 
 
 def require() -> None:
-    """Skips without Slurm and munge."""
+    """Skips the test unless Slurm and munge are installed."""
     tools = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
     if lacking := [t for t in tools if shutil.which(t, path="/usr/sbin:/usr/bin") is None]:
         missing(f"not installed: {', '.join(lacking)}")
 
 
 class Slurm:
-    """The daemons of one lab.
+    """Controls the Slurm daemons of one lab.
 
     Attributes:
         env: Variables that every command needs.
@@ -91,7 +91,7 @@ class Slurm:
         config = _CONFIG.format(socket=SOCKET, folder=self.folder, names=",".join(self.lab.names),
                                 cpus=CPUS, memory=MEMORY, gpus=GPUS)  # fmt: skip
         (self.folder / "slurm.conf").write_text(config)
-        for number in range(2):  # files that stand for devices
+        for number in range(2):  # files in place of GPU devices
             (self.folder / f"gpu{number}").touch()
         (self.folder / "gres.conf").write_text(
             f"NodeName={','.join(self.lab.names)} Name=gpu Type=v100 File={self.folder}/gpu[0-1]\n"
@@ -103,7 +103,7 @@ class Slurm:
         assert eventually(lambda: ready in self.tell("sinfo", "-h", "-o", "%T %D"), START_S)
 
     def start(self, name: str) -> None:
-        """The daemons of one host."""
+        """Starts the daemons of one host."""
         self.lab.exec(name, ["sh", "-c", _GROUND], check=True, timeout=START_S)
         munge = ["/usr/sbin/munged", "--force", "--foreground", "--key-file",
                  str(self.folder / "munge.key"), "--socket", SOCKET,
@@ -135,7 +135,7 @@ class Slurm:
                 daemon.wait()
 
     def tell(self, *argv: str, host: str = "n1") -> str:
-        """What one of Slurm's commands says on a host."""
+        """Runs a Slurm command on a host and returns its output."""
         return self.lab.exec(host, argv, env=self.env, timeout=START_S).stdout
 
     def job(self, number: str) -> str:
@@ -143,7 +143,7 @@ class Slurm:
 
     @contextlib.contextmanager
     def allocation(self, nodes: int = 2, names: str = "n[1-2]") -> Iterator[dict[str, str]]:
-        """An allocation without a shell; the variables that its shell would have."""
+        """Allocates nodes without a shell; yields the variables that the shell would have."""
         argv = ["salloc", "--no-shell", f"-N{nodes}", f"--nodelist={names}", "--mem=100"]
         done = self.lab.exec("n1", argv, env=self.env, timeout=START_S)
         number = done.stderr.rsplit(maxsplit=1)[-1]
@@ -154,7 +154,7 @@ class Slurm:
             self.tell("scancel", number)
 
     def left(self) -> str:
-        """Jobs and steps that are not over, and processes that are not daemons."""
+        """Describes unfinished jobs and steps, and processes other than the daemons."""
         queue = self.tell("squeue", "-h", "-o", "%i %T").strip()
         daemons = ("munged", "slurmctld", "slurmd", "slurmscriptd")
         found = {
@@ -166,7 +166,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm_on(lab: Lab, folder: Path) -> Iterator[Slurm]:
-    """Slurm up and down."""
+    """Starts Slurm in a lab, and stops it afterwards."""
     require()
     slurm = Slurm(lab, folder)
     began = time.monotonic()

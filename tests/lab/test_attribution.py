@@ -1,4 +1,4 @@
-"""Whatever dies or hangs: the right one is named, quickly, and for a true reason."""
+"""Tests that a failure or a hang is quickly attributed to the right host, process and cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.lab
 LEASE_S = 6.0
 OPTIONS = ("--nnodes", "2", "--no-torch", "--lease", str(LEASE_S))
 TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S))
-LONG_GRACE = ("--grace", str(2 * TIMEOUT_S))  # nobody here waits to its end
+LONG_GRACE = ("--grace", str(2 * TIMEOUT_S))  # longer than the tests wait
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +30,17 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 def site(shared: Site) -> Iterator[Site]:
     yield shared
     shared.lab.heal()
-    # nodes whose launcher was killed may look for it for as long as the lease lasts
+    # nodes whose launcher was killed may wait for it until the lease ends
     assert shared.leftovers() == ""
 
 
-def running(site: Site, *words: str, attempt: str = "waiting") -> Launch:
-    return site.start(*OPTIONS, *words).wait_for(attempt, times=2)
+def running(site: Site, *arguments: str, attempt: str = "waiting") -> Launch:
+    return site.start(*OPTIONS, *arguments).wait_for(attempt, times=2)
 
 
-def training(site: Site, *words: str, **how: Any) -> Launch:
-    """A launch whose first checkpoints were made."""
-    launch = site.start(*TRAIN, *words, **how)
+def training(site: Site, *arguments: str, **how: Any) -> Launch:
+    """Starts a training and waits for its first checkpoint."""
+    launch = site.start(*TRAIN, *arguments, **how)
     return launch.until((launch.directory / "checkpoints" / "latest.json").exists)
 
 
@@ -48,10 +48,10 @@ def first(ended: Ended) -> Any:
     return ended.json("result.json")["first_failure"]
 
 
-# --- the launcher itself
+# --- failures of the launcher
 
 
-def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
+def test_stopped_launcher_blames_no_host(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
         for seconds in (LEASE_S / 3, LEASE_S + 3):
             launch.signal(signal.SIGSTOP)
@@ -70,10 +70,10 @@ def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
     assert first(ended)["kind"] == "launcher"
 
 
-def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site) -> None:
+def test_launcher_stopped_during_start_blames_no_host(site: Site) -> None:
     with site.start("--lease", str(LEASE_S), "--max-restarts", "0", "train.py") as launch:
-        there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
-        assert eventually(there)
+        has_fork_server = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
+        assert eventually(has_fork_server)
         launch.signal(signal.SIGSTOP)
         time.sleep(LEASE_S + 3)
         launch.signal(signal.SIGCONT)
@@ -83,15 +83,15 @@ def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site)
     assert "went away" not in ended.err
 
 
-# --- agent, guard, ssh
+# --- failures of the agent, the guard and ssh
 
 
-def test_a_killed_agent(site: Site) -> None:
+def test_reports_killed_agent(site: Site) -> None:
     with running(site, "end.py", "children") as launch:
         lines = [line for _, line in site.lab.processes("n2")]
         os.kill(site.pid("n2", "import select,sys;"), signal.SIGKILL)
         ended = launch.end()
-    # ranks can be told apart; a child that is just being started has the line of its rank
+    # the command line names the rank; a child between fork and exec still has its rank's line
     assert {line for line in lines if "end.py" in line} == {
         "python end.py children [rank 1 of 2, n2]"
     }, lines
@@ -100,14 +100,14 @@ def test_a_killed_agent(site: Site) -> None:
     )
 
 
-def test_a_killed_guard(site: Site) -> None:
+def test_reports_killed_guard(site: Site) -> None:
     with running(site, "end.py", "children") as launch:
         os.kill(site.pid("n2", " guard "), signal.SIGKILL)
         ended = launch.end()
     assert re.search(r"failed first: n2: its guard .* was killed; the agent ended", ended.err)
 
 
-def test_a_killed_ssh_server(site: Site) -> None:
+def test_reconnects_after_killed_ssh_server(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
         site.lab.fault("kill", "n2", "sshd: .*notty")
         assert eventually(lambda: "dialled again" in launch.err), launch.err
@@ -117,10 +117,10 @@ def test_a_killed_ssh_server(site: Site) -> None:
     assert "the connection to n2 was lost; dialled again after" in ended.err
 
 
-def test_a_host_goes_away_while_starting(site: Site) -> None:
+def test_reports_host_lost_during_start(site: Site) -> None:
     with site.start("--lease", str(LEASE_S), "--max-restarts", "0", "train.py") as launch:
-        there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
-        assert eventually(there)
+        has_fork_server = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
+        assert eventually(has_fork_server)
         site.lab.fault("power-off", "n2")
         ended = launch.end()
     assert ended.code == 1
@@ -128,11 +128,11 @@ def test_a_host_goes_away_while_starting(site: Site) -> None:
     assert not re.search(r"ImportError|cannot import|could not import", ended.err)
 
 
-# --- the fork server
+# --- failures of the fork server
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
+def test_replaces_fork_server(site: Site, signum: int) -> None:
     with running(site, "--max-restarts", "1", "end.py", "children") as launch:
         os.kill(site.pid("n2", "forkserver"), signum)
         launch.wait_for("waiting", times=4)
@@ -143,10 +143,10 @@ def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
     assert re.search(f"n2: the fork server .*{how}.*; starting all nodes again, 1 of 1", ended.err)
 
 
-# --- ranks that end before their time
+# --- ranks that end early
 
 
-def test_the_rank_that_was_told_to_stop(site: Site) -> None:
+def test_names_rank_stopped_by_sigterm(site: Site) -> None:
     with training(site, "steps.py") as launch:
         os.kill(site.pid("n2", r"rank 1 of 2"), signal.SIGTERM)
         ended = launch.end()
@@ -156,7 +156,7 @@ def test_the_rank_that_was_told_to_stop(site: Site) -> None:
     assert first(ended)["rank"] == 1
 
 
-def test_a_rank_that_ends_in_order_too_early(site: Site) -> None:
+def test_names_rank_that_exits_early(site: Site) -> None:
     ended = site.run(*TRAIN, "steps.py", "1000", "exit", "1", "5")
     assert ended.code == 1
     assert (
@@ -165,10 +165,10 @@ def test_a_rank_that_ends_in_order_too_early(site: Site) -> None:
     )
 
 
-# --- the user's wish, at any moment
+# --- interrupts by the user
 
 
-def test_nohup_outlives_the_terminal(site: Site) -> None:
+def test_nohup_survives_hangup(site: Site) -> None:
     directory = site.fresh()
     argv = site.argv("--run-dir", str(directory), *OPTIONS, "end.py", "echo")
     with Launch(site, ["nohup", *argv], directory) as launch:
@@ -180,17 +180,17 @@ def test_nohup_outlives_the_terminal(site: Site) -> None:
         assert launch.end().code == 143
 
 
-def test_interrupted_while_restarting(site: Site) -> None:
-    """Once, at any moment between the failure and the next start."""
+def test_interrupt_during_restart(site: Site) -> None:
+    """One interrupt, at several moments between the failure and the next start."""
     for delay in (0.1, 0.9, 1.6):
         with running(site, "--max-restarts", "3", *LONG_GRACE, "end.py", "ignore") as launch:
             os.kill(site.pid("n2", r"rank 1 of 2"), signal.SIGKILL)
             time.sleep(delay)
             launch.signal(signal.SIGINT)
-            over = lambda: launch.process.poll() is not None  # noqa: E731
-            again = lambda: launch.out.count("waiting") > 2  # noqa: E731
-            assert eventually(lambda: over() or again()), (delay, launch.err)  # noqa: B023
-            if not over():  # the ranks run again, and ignore the first wish
+            has_exited = lambda: launch.process.poll() is not None  # noqa: E731
+            restarted = lambda: launch.out.count("waiting") > 2  # noqa: E731
+            assert eventually(lambda: has_exited() or restarted()), (delay, launch.err)  # noqa: B023
+            if not has_exited():  # the ranks run again, and ignore the first interrupt
                 launch.signal(signal.SIGINT)
             ended = launch.end()
             assert ended.code == 130, ended.err  # also if the second came during the explanation
@@ -198,35 +198,35 @@ def test_interrupted_while_restarting(site: Site) -> None:
         assert eventually(site.clean)
 
 
-# --- where rank 0's host is gone for good
+# --- loss of rank 0's host
 
 
-def test_goes_on_elsewhere_at_once(site: Site) -> None:
-    """The launcher goes, too: else the rank that is left would just train on."""
+def test_resumes_on_remaining_hosts(site: Site) -> None:
+    """The launcher is killed, too: otherwise the remaining rank would continue its training."""
     with training(site, "steps.py") as launch:
         site.lab.fault("power-off", "n1")
         launch.kill()
-    home = launch.directory / "checkpoints"
-    assert not (home / "writer.json").exists()
-    words = ["--run-dir", str(launch.directory), *TRAIN, "steps.py", "300"]
-    again = Launch(site, site.argv(*words, hosts="n2,n3"), launch.directory)
-    with again:
-        again.wait_for("resumed after step")
-        again.wait_for("from ", times=2)
-        again.signal(signal.SIGINT)
-        again.end()
-    assert "another job writes" not in again.err
+    checkpoint_folder = launch.directory / "checkpoints"
+    assert not (checkpoint_folder / "writer.json").exists()
+    arguments = ["--run-dir", str(launch.directory), *TRAIN, "steps.py", "300"]
+    restarted = Launch(site, site.argv(*arguments, hosts="n2,n3"), launch.directory)
+    with restarted:
+        restarted.wait_for("resumed after step")
+        restarted.wait_for("from ", times=2)
+        restarted.signal(signal.SIGINT)
+        restarted.end()
+    assert "another job writes" not in restarted.err
 
     def clients() -> bool:
-        """ssh to the dead host, which nobody could end."""
+        """Returns whether an ssh client to the dead host still runs."""
         listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
         return any(str(site.lab.ssh_config) in line for line in listed.stdout.splitlines()
                    if line.startswith("ssh "))  # fmt: skip
 
-    assert eventually(lambda: not clients())  # it ends by itself, after 15 s without an answer
+    assert eventually(lambda: not clients())  # it exits by itself, after 15 s without an answer
 
 
-def test_a_host_that_comes_back_is_joined_again(site: Site) -> None:
+def test_recovered_host_rejoins(site: Site) -> None:
     with running(site, "--max-restarts", "1", "end.py", "echo") as launch:
         site.lab.fault("power-off", "n2")
         assert eventually(lambda: "dialling n2 again" in launch.err), launch.err
@@ -238,11 +238,11 @@ def test_a_host_that_comes_back_is_joined_again(site: Site) -> None:
     assert "n2 is back; starting all nodes again, 1 of 1" in ended.err
 
 
-# --- what is no hang (for hangs see test_hangs.py)
+# --- no hangs (for hangs see test_hangs.py)
 
 
-def test_work_of_one_rank_alone_is_no_hang(site: Site) -> None:
-    words = ("steps.py", "80", "evaluate,compile,write", "0", "40")
-    ended = site.run(*TRAIN, "--hang-timeout", "3", *words)
+def test_long_work_of_single_rank_is_no_hang(site: Site) -> None:
+    arguments = ("steps.py", "80", "evaluate,compile,write", "0", "40")
+    ended = site.run(*TRAIN, "--hang-timeout", "3", *arguments)
     assert ended.code == 0, ended.err
     assert "no step for" not in ended.err

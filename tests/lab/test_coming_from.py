@@ -1,4 +1,4 @@
-"""Scripts written for other launchers run unmodified, and each command of the guide does."""
+"""Tests unmodified scripts of other launchers, and each command of the migration guide."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cluster(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def cifar10(folder: Path) -> None:
-    """Two pictures in each of the six files."""
+    """Writes the data set's six files with two pictures each."""
     folder.mkdir()
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         rows = (bytes([label]) + bytes([20 * label]) * 3072 for label in (3, 9))
@@ -50,7 +50,7 @@ def cifar10(folder: Path) -> None:
 
 
 def resnet(folder: Path) -> None:
-    """A tiny one in the form of the published one; a folder of that name answers to the id."""
+    """Saves a tiny model in the published format, in a folder that is found by the published id."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -68,13 +68,13 @@ def site(cluster: tuple[Site, Slurm]) -> Site:
     return cluster[0]
 
 
-def test_a_script_with_an_address_of_its_own(site: Site) -> None:
-    """It opens the store itself: under a launcher that says it holds one, it would wait forever."""
+def test_script_with_custom_store_address(site: Site) -> None:
+    """The script opens the store itself; it hangs if told that the launcher holds one."""
     address = f"tcp://{site.lab.address('n1')}:23457"
-    typed = f"exec {sys.executable} main.py --dist-url {address} --dist-backend gloo"
-    typed += " --multiprocessing-distributed --world-size 2 --rank $RANK data"
+    guide_command = f"exec {sys.executable} main.py --dist-url {address} --dist-backend gloo"
+    guide_command += " --multiprocessing-distributed --world-size 2 --rank $RANK data"
     transport = Transport(site, ("-H", "n1,n2", "-p", "1"))
-    ended = transport.run("--no-python", "sh", "-c", typed)
+    ended = transport.run("--no-python", "sh", "-c", guide_command)
     assert ended.code == 0, ended.err
     lines = sorted(line.split("] ", 1)[1] for line in ended.out.splitlines())
     assert lines == [f"spawned {rank} of 4" for rank in range(4)]
@@ -84,7 +84,7 @@ def test_a_script_with_an_address_of_its_own(site: Site) -> None:
 
 
 def commands() -> list[str]:
-    """Every command of ours in the guide that stands in a block to be run."""
+    """Returns every paceline command in the guide's console blocks."""
     text = GUIDE.read_text(encoding="utf-8") if GUIDE.exists() else ""
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     joined = "\n".join(blocks).replace("\\\n", " ")
@@ -92,12 +92,12 @@ def commands() -> list[str]:
 
 
 def trained_as(size: int) -> list[str]:
-    """What the script for torchrun says."""
+    """Returns the lines that the script for torchrun prints."""
     return [f"trained as {rank} of {size}" for rank in range(size)]
 
 
 HOSTNAMES = ["[n1/0] n1", "[n2/1] n2"]
-SAYS = {  # how a command begins → what it says
+SAYS = {  # start of a command → texts in its output
     "paceline hosts hostfile": ["n1", "n2"],
     "paceline run -H hostfile --no-python hostname": HOSTNAMES,
     "paceline run -H hostfile --via mpi --no-python hostname": HOSTNAMES,
@@ -112,94 +112,100 @@ SAYS = {  # how a command begins → what it says
     "paceline run -p 1 train.py": trained_as(1),
     "paceline run --via slurm --nnodes 2 --gpus v100:4": trained_as(4),
 }
-# the length of a training is cut, and nothing else
-SHORTER = {"paceline train ": ["--steps", "1"]}
-TRAINING = next(text for text in commands() if "--run-dir output" in text)
-LADDER = next(text for text in commands() if "bench scaling" in text)
+# options that shorten the trainings; nothing else is changed
+EXTRA_ARGUMENTS = {"paceline train ": ["--steps", "1"]}
+TRAIN_COMMAND = next(text for text in commands() if "--run-dir output" in text)
+SCALING_COMMAND = next(text for text in commands() if "bench scaling" in text)
 
 
-IMAGENET_LINE = next(text for text in commands() if " main.py " in text)
+IMAGENET_COMMAND = next(text for text in commands() if " main.py " in text)
 
 
-@pytest.mark.parametrize("text", [t for t in commands() if t not in (LADDER, IMAGENET_LINE)])
-def test_each_command_of_the_guide(cluster: tuple[Site, Slurm], text: str) -> None:
-    """As typed on the first host, in a folder with the scripts that the guide speaks of."""
+@pytest.mark.parametrize(
+    "text", [t for t in commands() if t not in (SCALING_COMMAND, IMAGENET_COMMAND)]
+)
+def test_guide_commands_run(cluster: tuple[Site, Slurm], text: str) -> None:
+    """Typed on the first host, in a folder with the guide's scripts."""
     if text.endswith(" output") and not (cluster[0].project / "output").exists():
-        typed(cluster, TRAINING)
-    done = typed(cluster, text)
-    assert [w for w in SAYS[says_of(text)] if w not in done.stdout] == [], done.stdout
+        guide_command(cluster, TRAIN_COMMAND)
+    result = guide_command(cluster, text)
+    assert [w for w in SAYS[matching_prefix(text)] if w not in result.stdout] == [], result.stdout
 
 
-def says_of(text: str) -> str:
-    """The longest beginning in ``SAYS`` that a command has."""
+def matching_prefix(text: str) -> str:
+    """Returns the longest prefix in ``SAYS`` that matches a command."""
     return max((start for start in SAYS if text.startswith(start)), key=len, default="")
 
 
-def typed(cluster: tuple[Site, Slurm], text: str) -> subprocess.CompletedProcess[str]:
-    """A command of the guide, which ends well."""
+def guide_command(cluster: tuple[Site, Slurm], text: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the guide, which must succeed."""
     site, slurm = cluster
-    more = next((words for start, words in SHORTER.items() if text.startswith(start)), [])
-    words = [sys.executable, "-m", *shlex.split(text), *more]
+    extra = next(
+        (arguments for start, arguments in EXTRA_ARGUMENTS.items() if text.startswith(start)), []
+    )
+    arguments = [sys.executable, "-m", *shlex.split(text), *extra]
     env = variables(slurm)
-    if re.match("paceline (run|train) -(H|p) ", text) and "--via" not in text:  # others refuse it
-        env["PACELINE_OPT_KEEP_WARM"] = "2m"  # hosts import torch once, not for each command
-    done = site.lab.exec("n1", words, env=env, cwd=site.project, timeout=200)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    return done
+    if re.match("paceline (run|train) -(H|p) ", text) and "--via" not in text:  # others reject it
+        env["PACELINE_OPT_KEEP_WARM"] = "2m"  # hosts import torch once, not once per command
+    result = site.lab.exec("n1", arguments, env=env, cwd=site.project, timeout=200)
+    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+    return result
 
 
-def test_the_imagenet_line(cluster: tuple[Site, Slurm]) -> None:
-    """The script as published trains a model for each node on CPUs, and the run says so."""
-    folder, done = imagenet_line(cluster, fetched(IMAGENET), "--workers", "0")
-    assert done.stdout.count("=> creating model 'resnet50'") == 2, done.stdout
-    assert done.stdout.count("*   Acc@1 ") == 2, done.stdout
+def test_published_imagenet_command(cluster: tuple[Site, Slurm]) -> None:
+    """On CPUs, the published script trains a separate model on each node, and the run says so."""
+    folder, result = run_imagenet_command(cluster, fetched(IMAGENET), "--workers", "0")
+    assert result.stdout.count("=> creating model 'resnet50'") == 2, result.stdout
+    assert result.stdout.count("*   Acc@1 ") == 2, result.stdout
     assert (folder / "checkpoint.pth.tar").exists()
-    assert SEPARATE_MODELS in done.stderr
+    assert SEPARATE_MODELS in result.stderr
 
 
-def test_our_stand_in_for_the_imagenet_line(cluster: tuple[Site, Slurm]) -> None:
-    """One start a node, which spawns its ranks; they meet at the address that the launcher holds.
+def test_simplified_imagenet_command(cluster: tuple[Site, Slurm]) -> None:
+    """Paceline starts one process per node, which spawns its ranks; they use the launcher's store.
 
-    As the published one on CPUs, it does not wrap its model.
+    Like the published script on CPUs, it does not wrap its model.
     """
-    _, done = imagenet_line(cluster, SCRIPTS / "main.py")
-    assert [f"spawned {rank} of 4" in done.stdout for rank in range(4)] == [True] * 4
-    assert SEPARATE_MODELS in done.stderr
+    _, result = run_imagenet_command(cluster, SCRIPTS / "main.py")
+    assert [f"spawned {rank} of 4" in result.stdout for rank in range(4)] == [True] * 4
+    assert SEPARATE_MODELS in result.stderr
 
 
-def imagenet_line(
-    cluster: tuple[Site, Slurm], script: Path, *more: str
+def run_imagenet_command(
+    cluster: tuple[Site, Slurm], script: Path, *extra: str
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """As typed, in a folder with the script, unmodified; its 90 epochs are cut."""
+    """Runs the guide's command with the unmodified script, for one epoch instead of 90."""
     site, slurm = cluster
     folder = site.project.parent / f"imagenet-{script.parent.name}"
     pictures(folder / "data")
     shutil.copy(script, folder)
     shutil.copy(site.project / "hostfile", folder)
     env = variables(slurm)
-    libraries = TORCHVISION if script == IMAGENET else ()  # which every Python there would import
+    libraries = TORCHVISION if script == IMAGENET else ()  # every Python would import them
     env["PYTHONPATH"] = ":".join(map(str, (env["PYTHONPATH"], *libraries)))
-    words = [sys.executable, "-m", *shlex.split(IMAGENET_LINE), "--epochs", "1", *more]
-    # two hosts that share the CPUs, see the lab's page
-    words[4:4] = ["--env", "PYTHONPATH", "--env", "OMP_NUM_THREADS=1"]
-    done = site.lab.exec("n1", words, env=env, cwd=folder, timeout=190)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    return folder, done
+    arguments = [sys.executable, "-m", *shlex.split(IMAGENET_COMMAND), "--epochs", "1", *extra]
+    # the two hosts share the machine's CPUs
+    arguments[4:4] = ["--env", "PYTHONPATH", "--env", "OMP_NUM_THREADS=1"]
+    result = site.lab.exec("n1", arguments, env=env, cwd=folder, timeout=190)
+    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+    return folder, result
 
 
 def pictures(folder: Path) -> None:
-    """Two classes of two images, to train with and to evaluate."""
+    """Writes two classes of two images each, for training and for evaluation."""
     from PIL import Image
 
     for part, label, number in itertools.product(("train", "val"), ("cat", "dog"), range(2)):
-        where = folder / part / label
-        where.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (64, 64), (90 * number, 9, 99)).save(where / f"{number}.jpg")
+        class_folder = folder / part / label
+        class_folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (90 * number, 9, 99)).save(class_folder / f"{number}.jpg")
 
 
-def test_every_line_of_the_guide_has_its_output_checked() -> None:
-    typed_elsewhere = {LADDER, IMAGENET_LINE}
-    assert {says_of(text) for text in commands() if text not in typed_elsewhere} == SAYS.keys()
+def test_expected_output_covers_guide() -> None:
+    covered_separately = {SCALING_COMMAND, IMAGENET_COMMAND}
+    assert {
+        matching_prefix(text) for text in commands() if text not in covered_separately
+    } == SAYS.keys()
 
 
 def variables(slurm: Slurm) -> dict[str, str]:
@@ -207,30 +213,30 @@ def variables(slurm: Slurm) -> dict[str, str]:
     return {**slurm.env, **OURS, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def test_the_ladder_agrees_with_a_stopwatch(cluster: tuple[Site, Slurm]) -> None:
-    """The guide's command says when it begins each run, and somebody else looks at the clock."""
+def test_scaling_times_match_wall_clock(cluster: tuple[Site, Slurm]) -> None:
+    """Compares the reported times with times at which the command prints that it begins a run."""
     site, slurm = cluster
-    words = LADDER.replace(" scaling ", " scaling --out ladder ")
-    argv = [sys.executable, "-m", *shlex.split(words)]
+    arguments = SCALING_COMMAND.replace(" scaling ", " scaling --out ladder ")
+    argv = [sys.executable, "-m", *shlex.split(arguments)]
     child = site.lab.popen("n1", argv, env=variables(slurm), cwd=site.project, text=True,
                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
     with child:
         assert child.stderr is not None
-        begun = [time.monotonic() for line in child.stderr if ", run 1 of 1" in line]
-        begun.append(time.monotonic())
+        start_times = [time.monotonic() for line in child.stderr if ", run 1 of 1" in line]
+        start_times.append(time.monotonic())
     assert child.returncode == 0
     layouts = json.loads((site.project / "ladder" / "scaling.json").read_text())
     assert [(row["nodes"], row["processes"]) for row in layouts] == [(1, 1), (1, 2)]
-    for row, (began, ended) in zip(layouts, itertools.pairwise(begun), strict=True):
+    for row, (run_start, ended) in zip(layouts, itertools.pairwise(start_times), strict=True):
         (run,) = row["runs"]
         parts = run["startup"] + run["training"] + run["shutdown"]
         assert parts == pytest.approx(run["wall"], rel=0.001)
-        # a moment passes until the line is read, on a busy machine seconds
-        assert run["wall"] == pytest.approx(ended - began, rel=0.1, abs=3.0)
+        # reading the line takes a moment, on a busy machine seconds
+        assert run["wall"] == pytest.approx(ended - run_start, rel=0.1, abs=3.0)
 
 
-def test_the_guide_speaks_of_every_original_command() -> None:
-    """Ours are run above; theirs must all be there."""
+def test_guide_mentions_original_commands() -> None:
+    """The other tests run our commands; the other launchers' commands must all be shown."""
     text = GUIDE.read_text(encoding="utf-8")
     for original in (
         "tlt train", "mpiexec.hydra -ppn 1 -f hostfile hostname", "mpirun -l -ppn 1 -hosts",

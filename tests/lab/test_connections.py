@@ -1,4 +1,4 @@
-"""Connections that break while both ends live: nothing of the job is lost, nothing comes twice."""
+"""Tests lost connections between running processes: no output is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.lab
 
 LINES, PAUSE_S = 800, 0.01
 SESSION = "sshd: .*notty"
-LONG_LEASE = ("--lease", str(2 * TIMEOUT_S))  # nobody here waits to its end
-SIZE = 40 << 20  # bytes, so that some seconds pass on a link that is made slow
+LONG_LEASE = ("--lease", str(2 * TIMEOUT_S))  # longer than the tests wait
+SIZE = 40 << 20  # bytes; takes some seconds on a slow link
 COPIES = """
 import os
 from pathlib import Path
@@ -32,31 +32,31 @@ Path(os.environ["RANK"] + ".bin").write_bytes(content[::-1])
 
 
 @pytest.fixture(scope="module")
-def apart(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+def unshared_site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """The hosts do not see the project."""
     folder = tmp_path_factory.mktemp("connections")
     return Site(new_lab(hosts=2), project_at(folder / "project"))
 
 
 @pytest.fixture
-def site(apart: Site) -> Iterator[Site]:
-    yield apart
-    apart.lab.heal()
-    assert apart.leftovers() == ""
+def site(unshared_site: Site) -> Iterator[Site]:
+    yield unshared_site
+    unshared_site.lab.heal()
+    assert unshared_site.leftovers() == ""
 
 
 @contextlib.contextmanager
-def now_and_then(
+def at_random_times(
     act: Callable[[], object], times: int, within_s: float, seed: int
 ) -> Iterator[None]:
-    """Does it so often, at random moments of the next seconds."""
+    """Calls a function several times, at random moments of the next seconds."""
     moments = sorted(random.Random(seed).uniform(0, within_s) for _ in range(times))
-    over = threading.Event()
-    begun = time.monotonic()
+    finished = threading.Event()
+    start_time = time.monotonic()
 
     def run() -> None:
         for moment in moments:
-            if over.wait(max(0.0, begun + moment - time.monotonic())):
+            if finished.wait(max(0.0, start_time + moment - time.monotonic())):
                 return
             act()
 
@@ -65,26 +65,28 @@ def now_and_then(
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def killer(site: Site) -> Callable[[], object]:
-    """Kills a session, if there is one just now."""
-    chosen = random.Random(4)
-    return lambda: killed(site, chosen.choice(["n1", "n2"]))
+def session_killer(site: Site) -> Callable[[], object]:
+    """Returns a function that kills the SSH session of a random host, if it has one."""
+    rng = random.Random(4)
+    return lambda: kill_session(site, rng.choice(["n1", "n2"]))
 
 
-def killed(site: Site, host: str) -> bool:
-    """Whether there was one."""
-    with contextlib.suppress(LabError):  # it is just being dialled again
+def kill_session(site: Site, host: str) -> bool:
+    """Kills a host's SSH session; returns whether there was one."""
+    with contextlib.suppress(LabError):  # the session is just being reconnected
         site.lab.fault("kill", host, SESSION)
         return True
     return False
 
 
 def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(pid_text) for pid_text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
 
 
 def events_of(launch: Launch) -> str:
@@ -92,8 +94,8 @@ def events_of(launch: Launch) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def assert_all_said(ended: Ended, lines: int = LINES, width: int = 20) -> None:
-    """What both ranks wrote, in their logs and on the screen."""
+def assert_complete_output(ended: Ended, lines: int = LINES, width: int = 20) -> None:
+    """Checks that the logs and the screen have all lines of both ranks."""
     assert ended.code == 0, ended.err
     for rank, host in ((0, "n1"), (1, "n2")):
         log = (ended.directory / "logs" / host / f"{rank}.log").read_text().splitlines()
@@ -105,12 +107,12 @@ def assert_all_said(ended: Ended, lines: int = LINES, width: int = 20) -> None:
         assert ended.out.count(f"{rank} out ") == lines
 
 
-def test_sessions_that_are_killed_at_any_moment(site: Site) -> None:
+def test_survives_killed_sessions(site: Site) -> None:
     with site.start("--no-torch", *LONG_LEASE, "count.py", str(LINES), str(PAUSE_S)) as launch:
         launch.wait_for("out 0 ", times=2)
-        with now_and_then(killer(site), 20, LINES * PAUSE_S, seed=1):
+        with at_random_times(session_killer(site), 20, LINES * PAUSE_S, seed=1):
             ended = launch.end(TEST_LIMIT_S)
-    assert_all_said(ended)
+    assert_complete_output(ended)
     restored = ended.events("connection restored")
     print([event["seconds"] for event in restored])
     assert restored
@@ -118,8 +120,8 @@ def test_sessions_that_are_killed_at_any_moment(site: Site) -> None:
     assert site.leftovers() == ""
 
 
-def test_sessions_that_are_killed_while_files_travel(site: Site) -> None:
-    """From the first login to the last goodbye."""
+def test_survives_killed_sessions_during_transfer(site: Site) -> None:
+    """Kills sessions from the first login to the end of the run."""
     content = random.Random(2).randbytes(SIZE)
     (site.project / "sent.bin").write_bytes(content)
     (site.project / "mirror.py").write_text(COPIES)
@@ -127,21 +129,21 @@ def test_sessions_that_are_killed_while_files_travel(site: Site) -> None:
         site.lab.fault("slow", host, "100mbit")
     with site.start("--no-torch", *LONG_LEASE, "mirror.py") as launch:
         assert eventually(lambda: "connected" in events_of(launch))
-        with now_and_then(killer(site), 60, 15.0, seed=3):
-            coming = launch.directory / ".paceline-incoming"
-            assert eventually(lambda: any(coming.glob("*"))), launch.err
-            assert eventually(lambda: killed(site, "n1")), launch.err
+        with at_random_times(session_killer(site), 60, 15.0, seed=3):
+            incoming = launch.directory / ".paceline-incoming"
+            assert eventually(lambda: any(incoming.glob("*"))), launch.err
+            assert eventually(lambda: kill_session(site, "n1")), launch.err
             ended = launch.end(TEST_LIMIT_S)
     (site.project / "sent.bin").unlink()
     assert ended.code == 0, ended.err
-    for came in (site.project / "0.bin", ended.directory / "files/n2/1.bin"):
-        assert came.read_bytes() == content[::-1]
+    for mirrored in (site.project / "0.bin", ended.directory / "files/n2/1.bin"):
+        assert mirrored.read_bytes() == content[::-1]
     assert ended.events("connection restored")
     assert site.leftovers() == ""
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0])
-def test_packets_that_are_dropped_for_a_while(site: Site, seconds: float) -> None:
+def test_survives_dropped_packets(site: Site, seconds: float) -> None:
     lines = 900
     with site.start("--no-torch", *LONG_LEASE, "count.py", str(lines), str(PAUSE_S)) as launch:
         launch.wait_for("out 0 ", times=2)
@@ -149,10 +151,10 @@ def test_packets_that_are_dropped_for_a_while(site: Site, seconds: float) -> Non
         time.sleep(seconds)
         site.lab.heal()
         ended = launch.end(TEST_LIMIT_S)
-    assert_all_said(ended, lines)
+    assert_complete_output(ended, lines)
 
 
-def test_ssh_is_killed_on_our_side(site: Site) -> None:
+def test_survives_killed_ssh_client(site: Site) -> None:
     with site.start("--no-torch", *LONG_LEASE, "count.py", "300", str(PAUSE_S)) as launch:
         launch.wait_for("out 9 ", times=2)
         for _ in range(2):
@@ -160,11 +162,11 @@ def test_ssh_is_killed_on_our_side(site: Site) -> None:
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.5)
         ended = launch.end(TEST_LIMIT_S)
-    assert_all_said(ended, 300)
+    assert_complete_output(ended, 300)
     assert len(ended.events("connection restored")) >= 2
 
 
-def test_the_launcher_is_killed_while_it_dials(site: Site) -> None:
+def test_ends_job_if_launcher_dies_while_reconnecting(site: Site) -> None:
     with site.start("--no-torch", "count.py", "100000", str(PAUSE_S)) as launch:
         launch.wait_for("out 9 ", times=2)
         site.lab.fault("kill", "n1", SESSION)
@@ -173,16 +175,16 @@ def test_the_launcher_is_killed_while_it_dials(site: Site) -> None:
         assert eventually(site.clean)
 
 
-@pytest.mark.parametrize("what", ["launcher", "import select,sys;"])
-def test_what_ends_at_once_also_does_so_on_another_login(site: Site, what: str) -> None:
+@pytest.mark.parametrize("victim", ["launcher", "import select,sys;"])
+def test_killed_launcher_or_agent_ends_job_after_reconnect(site: Site, victim: str) -> None:
     with site.start("--no-torch", *LONG_LEASE, "count.py", "100000", str(PAUSE_S)) as launch:
         launch.wait_for("out 9 ", times=2)
         site.lab.fault("kill", "n2", SESSION)
         assert eventually(lambda: "connection restored" in events_of(launch))
-        if what == "launcher":
+        if victim == "launcher":
             launch.kill()
         else:
-            site.lab.fault("kill", "n2", what)
+            site.lab.fault("kill", "n2", victim)
             ended = launch.end(TEST_LIMIT_S)
             assert ended.code != 0
             assert "n2" in ended.err

@@ -1,4 +1,4 @@
-"""``--encrypt``: what is on the network, and who gets in, while ranks train, are lost and come."""
+"""Tests ``--encrypt``: what a network capture shows, and who can connect, also after a recovery."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from launches import Site, drop_capabilities, eventually, shared_site
 
 pytestmark = pytest.mark.lab
 
-STRANGER = "n3"
+INTRUDER_HOST = "n3"
 
 
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     site = shared_site(new_lab, tmp_path_factory.mktemp("encryption"), hosts=3)
-    drop_capabilities(site.lab, "n1")  # n2 has packet filters
+    drop_capabilities(site.lab, "n1")  # n2 keeps its packet filters
     return site
 
 
-def test_the_marks_are_on_the_network_without_encryption(site: Site) -> None:
+def test_traffic_is_readable_without_encryption(site: Site) -> None:
     with captured(site, site.project / "packets"):
         ended = site.run("--nnodes", "2", "--check", "none", "marked.py", "30")
     assert ended.code == 0, ended.err
     assert readable(site.project / "packets") == set(MARKS)
 
 
-def test_nothing_is_readable_nobody_gets_in_and_lost_ranks_come_back(site: Site) -> None:
+def test_encrypt_hides_traffic_rejects_intruders_and_recovers(site: Site) -> None:
     options = ("--encrypt", "--nnodes", "2", "--check", "none")
-    packets, since = site.project / "packets", time.time()
+    packets, start_time = site.project / "packets", time.time()
     with (
         captured(site, packets),
         site.start(*options, "marked.py", "100000") as launch,
@@ -49,14 +49,14 @@ def test_nothing_is_readable_nobody_gets_in_and_lost_ranks_come_back(site: Site)
         assert (site.have_capabilities("n1"), site.have_capabilities("n2")) == (False, True)
         os.kill(site.pid("n2", r"\[rank 1 of 2"), signal.SIGKILL)
         launch.until(lambda: "back after" in launch.err, "rank 1 is back")
-        # the gateway of each host, and the one to the store
-        assert len(check_intruders(site, STRANGER, packets, since)) == 3
+        # the proxy of each host, and the proxy to the store
+        assert len(check_intruders(site, INTRUDER_HOST, packets, start_time)) == 3
         copied = len(events("checkpoint copied"))
         launch.until(lambda: len(events("checkpoint copied")) > copied, "another has been copied")
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 128 + signal.SIGINT, ended.err
-    refused = {event["host"] for event in ended.events("stranger at the tunnels")}
-    assert refused == {"n1", "n2"}
+    reporting_hosts = {event["host"] for event in ended.events("stranger at the tunnels")}
+    assert reporting_hosts == {"n1", "n2"}
     assert readable(packets) == set()
     assert eventually(lambda: not any(site.processes().values()))

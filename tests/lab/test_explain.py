@@ -1,4 +1,4 @@
-"""Real runs that fail, and what ``paceline explain`` says of them."""
+"""Tests what ``paceline explain`` says about real runs that fail."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.lab import Lab
 
 pytestmark = pytest.mark.lab
 
-# what rank 1 does; the others wait for it: a traceback, words, signals. Other causes in what a rank
-# wrote are in tests/contract/test_recorded_failures.py and test_cures.py.
+# What rank 1 does while the others wait: a traceback, messages, signals. Further causes in a rank's
+# output are tested in tests/contract/test_recorded_failures.py and test_remedies_work.py.
 FAILURES = {
     "disk-full": (
         "import os\nf = open('/srv/checkpoint', 'wb', buffering=0)\n"
@@ -47,21 +47,21 @@ class Site:
     lab: Lab
     folder: Path
 
-    def run(self, text: str, *words: str) -> tuple[Path, str]:
-        """Runs a job that fails; its run directory and what was shown."""
+    def run(self, text: str, *args: str) -> tuple[Path, str]:
+        """Runs a job that fails; returns its run directory and what was shown."""
         number = len(list(self.folder.glob("run*")))
         (self.folder / "job.py").write_text(text)
         directory = self.folder / f"run{number}"
         hosts = ["-H", str(self.lab.hostfile), "--ssh-config", str(self.lab.ssh_config)]
-        done = paceline("run", *hosts, "--run-dir", str(directory), *words, "job.py",
+        result = paceline("run", *hosts, "--run-dir", str(directory), *args, "job.py",
                         cwd=self.folder)  # fmt: skip
-        assert done.returncode != 0
-        return directory, done.stderr
+        assert result.returncode != 0
+        return directory, result.stderr
 
 
 def explain(directory: Path) -> tuple[int, dict[str, Any]]:
-    done = paceline("explain", str(directory), "--json", cwd=directory)
-    return done.returncode, json.loads(done.stdout)
+    result = paceline("explain", str(directory), "--json", cwd=directory)
+    return result.returncode, json.loads(result.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,21 @@ def test_names_rank_host_and_cause(site: Site, rule: str) -> None:
     lines, cause = FAILURES[rule]
     text = JOB.format(lines="\n".join(f"    {line}" for line in lines.splitlines()))
     directory, shown = site.run(text, "--no-torch")
-    code, said = explain(directory)
+    code, explanation = explain(directory)
     assert code == 0
-    assert said["causes"][0]["rule"] == rule, said
-    assert said["conclusion"].startswith(cause)
-    assert said["causes"][0]["remedy"]
-    kept = json.loads((directory / "findings.json").read_text())["findings"]
-    assert next(one for one in kept if one["check"] == f"explain/{rule}")["outcome"] == "fail"
+    assert explanation["causes"][0]["rule"] == rule, explanation
+    assert explanation["conclusion"].startswith(cause)
+    assert explanation["causes"][0]["remedy"]
+    findings = json.loads((directory / "findings.json").read_text())["findings"]
+    assert (
+        next(finding for finding in findings if finding["check"] == f"explain/{rule}")["outcome"]
+        == "fail"
+    )
     assert f"[{rule}]" in shown or rule == "exception"
 
 
-def test_a_rank_that_ran_out_of_data(site: Site) -> None:
-    """And that saves, for longer than the others wait; for one that ends see ``test_cures.py``."""
+def test_explains_uneven_data(site: Site) -> None:
+    """It saves for longer than others wait; for one that exits see ``test_remedies_work.py``."""
     text = (
         "import os, datetime, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
@@ -95,13 +98,13 @@ def test_a_rank_that_ran_out_of_data(site: Site) -> None:
         "dist.destroy_process_group()\nimport time; time.sleep(20)\n"
     )
     directory, _ = site.run(text)
-    _, said = explain(directory)
-    assert said["causes"][0]["rule"] == "uneven-data", said
-    assert said["conclusion"].startswith("rank 1 on n2 ended its work after step 2")
+    _, explanation = explain(directory)
+    assert explanation["causes"][0]["rule"] == "uneven-data", explanation
+    assert explanation["conclusion"].startswith("rank 1 on n2 ended its work after step 2")
 
 
 # what rank 1 does while rank 0 waits in all_reduce (line 8)
-ELSEWHERE = {
+BLOCKING_FAILURES = {
     "rank-absent": ("time.sleep(300)", "rank 1 on n2 was in alone, job.py, line 4 while rank 0 on"),
     "collective-mismatch": (
         "dist.broadcast(torch.ones(5), 0)",
@@ -112,9 +115,9 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("case", ELSEWHERE)
-def test_names_the_rank_that_others_wait_for(site: Site, case: str) -> None:
-    lines, cause = ELSEWHERE[case]
+@pytest.mark.parametrize("case", BLOCKING_FAILURES)
+def test_names_rank_that_blocks_collective(site: Site, case: str) -> None:
+    lines, cause = BLOCKING_FAILURES[case]
     text = (
         "import os, datetime, time, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
@@ -124,31 +127,31 @@ def test_names_the_rank_that_others_wait_for(site: Site, case: str) -> None:
         "    dist.all_reduce(torch.ones(4))\n"
     )
     directory, shown = site.run(text)
-    _, said = explain(directory)
-    assert said["conclusion"].startswith(cause), said
+    _, explanation = explain(directory)
+    assert explanation["conclusion"].startswith(cause), explanation
     assert f"cause: {cause}" in shown
 
 
 @pytest.mark.parametrize(
-    ("words", "cause"),
+    ("args", "cause"),
     [
         (("--lr", "1e30", "--steps", "3"), "not finite"),
         (("--data", "/no/such/folder"), "--data /no/such/folder: no such folder"),
     ],
     ids=["nan", "data"],
 )
-def test_a_recipe_that_ends_by_itself(site: Site, words: tuple[str, ...], cause: str) -> None:
+def test_explains_recipe_error(site: Site, args: tuple[str, ...], cause: str) -> None:
     directory = site.folder / f"recipe{len(list(site.folder.glob('recipe*')))}"
     hosts = ["-H", str(site.lab.hostfile), "--ssh-config", str(site.lab.ssh_config)]
-    done = paceline("train", "image", *hosts, "--run-dir", str(directory), *words, cwd=site.folder)
-    assert done.returncode == 1, done.stderr
-    code, said = explain(directory)
+    result = paceline("train", "image", *hosts, "--run-dir", str(directory), *args, cwd=site.folder)
+    assert result.returncode == 1, result.stderr
+    code, explanation = explain(directory)
     assert code == 0
-    assert cause in said["conclusion"], said
-    assert said["causes"][0]["remedy"]
+    assert cause in explanation["conclusion"], explanation
+    assert explanation["causes"][0]["remedy"]
 
 
-def test_a_killed_launcher(site: Site) -> None:
+def test_explains_killed_launcher(site: Site) -> None:
     directory = site.folder / "run-orphan"
     (site.folder / "job.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(300)\n")
     argv = [sys.executable, "-m", "paceline", "run", "-H", str(site.lab.hostfile)]
@@ -158,45 +161,49 @@ def test_a_killed_launcher(site: Site) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=site.folder, env=env) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        _, said = explain(directory)
-        assert said["conclusion"].startswith("the run has not ended: its launcher is process")
+        _, explanation = explain(directory)
+        assert explanation["conclusion"].startswith(
+            "the run has not ended: its launcher is process"
+        )
         child.kill()
-    code, said = explain(directory)
-    assert (code, said["causes"][0]["rule"]) == (0, "launcher-killed")
-    assert "the launcher was killed" in said["conclusion"]
-    assert f"process {child.pid} on" in said["conclusion"]
+    code, explanation = explain(directory)
+    assert (code, explanation["causes"][0]["rule"]) == (0, "launcher-killed")
+    assert "the launcher was killed" in explanation["conclusion"]
+    assert f"process {child.pid} on" in explanation["conclusion"]
 
 
-def test_unequal_code_that_may_not_be_shipped(site: Site) -> None:
+def test_explains_code_mismatch_without_shipping(site: Site) -> None:
     text = "print('first')\n"
-    own = site.lab.home("n2") / "own"
-    own.mkdir()
-    (own / "job.py").write_text("print('second')\n")
+    other_workdir = site.lab.home("n2") / "own"
+    other_workdir.mkdir()
+    (other_workdir / "job.py").write_text("print('second')\n")
     settings = site.folder / "paceline.toml"
     settings.write_text(f'[hosts.n2]\nworkdir = "{site.lab.home_inside()}/own"\n')
     try:
         directory, _ = site.run(text, "--no-torch", "--ship", "never")
     finally:
         settings.unlink()
-    _, said = explain(directory)
-    assert said["conclusion"].startswith("the code on n2 is not the code of this machine"), said
-    assert "job.py" in said["conclusion"]
+    _, explanation = explain(directory)
+    assert explanation["conclusion"].startswith("the code on n2 is not the code of this machine"), (
+        explanation
+    )
+    assert "job.py" in explanation["conclusion"]
 
 
-def test_a_job_that_could_not_be_started(site: Site) -> None:
+def test_explains_missing_python(site: Site) -> None:
     (site.folder / "job.py").write_text("pass\n")
     directory = site.folder / "run-refused"
-    done = paceline(
+    result = paceline(
         "run", "-H", str(site.lab.hostfile), "--ssh-config", str(site.lab.ssh_config),
         "--python", "/no/python", "--run-dir", str(directory), "job.py", cwd=site.folder,
     )  # fmt: skip
-    assert done.returncode != 0
-    _, said = explain(directory)
-    assert said["causes"][0]["rule"] == "not-started"
-    assert "has no Python at /no/python" in said["conclusion"]
+    assert result.returncode != 0
+    _, explanation = explain(directory)
+    assert explanation["causes"][0]["rule"] == "not-started"
+    assert "has no Python at /no/python" in explanation["conclusion"]
 
 
-def test_a_powered_off_host(site: Site) -> None:
+def test_explains_powered_off_host(site: Site) -> None:
     text = "import os, subprocess, time\nprint('up', flush=True)\ntime.sleep(300)\n"
     (site.folder / "job.py").write_text(text)
     directory = site.folder / "run-lost"
@@ -212,12 +219,12 @@ def test_a_powered_off_host(site: Site) -> None:
         site.lab.fault("power-off", "n2")
         child.communicate(timeout=TEST_LIMIT_S)
     site.lab.heal("n2")
-    _, said = explain(directory)
-    assert said["causes"][0]["rule"] == "node-lost"
-    assert said["conclusion"].startswith("n2 went away")
+    _, explanation = explain(directory)
+    assert explanation["causes"][0]["rule"] == "node-lost"
+    assert explanation["conclusion"].startswith("n2 went away")
 
 
-def test_the_memory_killer(tmp_path: Path) -> None:
+def test_reports_kernel_out_of_memory_kill(tmp_path: Path) -> None:
     group = Path("/sys/fs/cgroup/memory/paceline-test")
     try:
         group.mkdir()
@@ -228,37 +235,39 @@ def test_the_memory_killer(tmp_path: Path) -> None:
         text = "    kept = []\n    while True: kept.append(bytearray(20 << 20))"
         (tmp_path / "job.py").write_text(JOB.format(lines=text))
         enter = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m paceline run"
-        done = subprocess.run(
+        result = subprocess.run(
             ["sh", "-c", f"{enter} --no-torch -p 2 --run-dir {tmp_path}/run job.py"],
             capture_output=True, text=True, cwd=tmp_path, timeout=TEST_LIMIT_S,
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
         )  # fmt: skip
-        assert done.returncode == 137, done.stderr
-        assert "killed by the kernel for its memory" in done.stderr
-        assert "(limit 300 MiB" in done.stderr
+        assert result.returncode == 137, result.stderr
+        assert "killed by the kernel for its memory" in result.stderr
+        assert "(limit 300 MiB" in result.stderr
     finally:
         group.rmdir()
 
 
-def test_a_log_of_another_launcher_and_a_bundle(tmp_path: Path) -> None:
+def test_foreign_log_bundle_redacts_token(tmp_path: Path) -> None:
     text = "n2: bash: torchrun: command not found\nn1: ok\nn1: done\nHF_TOKEN=hf_" + "a" * 30 + "\n"
-    done = paceline("explain", "--log", "-", "--bundle", "b.tar.gz", cwd=tmp_path, text=text)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "n2: there is no program torchrun"
+    result = paceline("explain", "--log", "-", "--bundle", "b.tar.gz", cwd=tmp_path, text=text)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "n2: there is no program torchrun"
     packed = subprocess.run(["tar", "xzOf", "b.tar.gz"], cwd=tmp_path, capture_output=True)
     assert b"torchrun" in packed.stdout
     assert b"aaaaaaaaaa" not in packed.stdout
 
 
-def test_what_nobody_knows_is_unknown(tmp_path: Path) -> None:
+def test_unknown_failure_reports_unknown_cause(tmp_path: Path) -> None:
     log = "step 3 loss 0.2\nsrun: error: n7: task 3: Exited with exit code 9\n"
-    done = paceline("explain", "--log", "-", cwd=tmp_path, text=log)
-    assert done.returncode == 2
-    assert done.stdout.startswith("unknown cause: rank 3 on n7")
-    assert "to collect: " in done.stdout
+    result = paceline("explain", "--log", "-", cwd=tmp_path, text=log)
+    assert result.returncode == 2
+    assert result.stdout.startswith("unknown cause: rank 3 on n7")
+    assert "to collect: " in result.stdout
 
 
-def test_a_log_of_another_program_shows_no_failure(tmp_path: Path) -> None:
-    done = paceline("explain", "--log", "-", cwd=tmp_path, text="make: *** [all] Error 2\n")
-    assert done.returncode == 0
-    assert done.stdout == "no failure found: nothing in this log shows that a training job failed\n"
+def test_unrelated_log_shows_no_failure(tmp_path: Path) -> None:
+    result = paceline("explain", "--log", "-", cwd=tmp_path, text="make: *** [all] Error 2\n")
+    assert result.returncode == 0
+    assert (
+        result.stdout == "no failure found: nothing in this log shows that a training job failed\n"
+    )

@@ -1,4 +1,4 @@
-"""The tutorial of the first run, typed from its first command to its last in an empty folder."""
+"""Types the commands of the first-run tutorial, from first to last, in an empty folder."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 PAGE = REPOSITORY / "docs" / "tutorial" / "first-run.md"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FAILING = ("will fail:", "paceline: failed first:")  # how the output of a failing command begins
+FAILURE_PREFIXES = (
+    "will fail:",
+    "paceline: failed first:",
+)  # starts of lines in failing commands' output
 TIMEOUT_S = 200
 
 
-def test_as_typed(tmp_path: Path) -> None:
+def test_tutorial_commands_print_shown_output(tmp_path: Path) -> None:
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path / "project"
     folder.mkdir()
     programs = Path(sys.executable).parent
-    own = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    environment = {**own, "PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "200",
+    inherited_env = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    environment = {**inherited_env, "PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "200",
                    "PYTHONPATH": str(SOURCE), "XDG_RUNTIME_DIR": str(tmp_path)}  # fmt: skip
     try:
         for language, name, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
@@ -42,44 +45,44 @@ def test_as_typed(tmp_path: Path) -> None:
                 write(folder / name, language, text.splitlines())
                 continue
             for command, expected in commands(text):
-                done = subprocess.run(
+                result = subprocess.run(
                     ["bash", "-c", command], cwd=folder, env=environment, text=True, check=False,
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
                 )  # fmt: skip
-                fails = any(line.startswith(FAILING) for line in expected)
-                assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}"
-                printed = {normalized(line) for line in done.stdout.splitlines()}
+                fails = any(line.startswith(FAILURE_PREFIXES) for line in expected)
+                assert (result.returncode != 0) == fails, f"{command}\n{result.stdout}"
+                printed = {normalized(line) for line in result.stdout.splitlines()}
                 missing = {normalized(line) for line in expected} - printed - {"…", ""}
-                assert not missing, f"{command}\n{done.stdout}"
+                assert not missing, f"{command}\n{result.stdout}"
     finally:
         down = [str(programs / "paceline"), "lab", "down"]
         subprocess.run(down, env=environment, check=False, capture_output=True, timeout=TIMEOUT_S)
 
 
 def write(file: Path, language: str, lines: list[str]) -> None:
-    """Writes a file that the page spells out, or changes it by a diff."""
+    """Writes a file that the page shows, or applies a diff to it."""
     if language == "diff":
         lines, _ = applied(file.read_text().splitlines(), lines)
     file.write_text("\n".join(lines) + "\n")
 
 
 def commands(block: str) -> list[tuple[str, list[str]]]:
-    """The commands of a console block, each with the output shown below it."""
-    found: list[tuple[str, list[str]]] = []
+    """Returns the commands of a console block, each with the output shown below it."""
+    parsed: list[tuple[str, list[str]]] = []
     for line in block.splitlines():
         if line.startswith("$ "):
-            found.append((line[2:], []))
+            parsed.append((line[2:], []))
         else:
-            found[-1][1].append(line)
-    return found
+            parsed[-1][1].append(line)
+    return parsed
 
 
 def normalized(line: str) -> str:
-    """A line without what differs from run to run: numbers, host names, which rank was first."""
+    """Returns a line without what differs between runs: numbers, host names, first failed rank."""
     host = re.escape(os.uname().nodename.split(".")[0])
     line = re.sub(rf"\b{host}\b", "myhost", line)
-    # a busy machine may slow a rank down, and the rank that fails first may still be running when
-    # its error is known, so that the other one is ended before it fails, too
+    # On a busy machine, a rank may be slow. The rank that fails first may still be running when its
+    # error is known, so that the other one is ended before it fails, too.
     line = re.sub(r"; rank \d on n\d held the others up| \(exit status 1\)", "", line)
     line = re.sub(r"^ +1 other rank failed after it$", "", line)
     return re.sub(r"\d[\d.,]*", "0", line)

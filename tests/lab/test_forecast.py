@@ -1,4 +1,4 @@
-"""``paceline forecast`` as it is typed, over a lab's slow links."""
+"""Tests ``paceline forecast`` over a lab's slow links."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ def lab(new_lab: Any) -> Lab:
     return made
 
 
-def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path: Path) -> None:
+def test_forecast_is_link_limited_and_compared_with_run(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    where = on(lab)
+    host_options = on(lab)
 
-    def typed(*words: str) -> tuple[str, str]:
-        done = paceline(*words, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
+    def run_paceline(*words: str) -> tuple[str, str]:
+        result = paceline(*words, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        return result.stdout, result.stderr
 
-    said, _ = typed(
-        *("forecast", *where, "--up-to", "4", "--seconds", "0", "--price", "2", "--json"),
+    output, _ = run_paceline(
+        *("forecast", *host_options, "--up-to", "4", "--seconds", "0", "--price", "2", "--json"),
         "job.py",
     )
-    found = json.loads(said)
-    one, two, three, four = found["forecasts"]
-    assert (one["hosts"], one["batch"], one["link"]) == (1, 64, 0)
-    assert {two["limit"], three["limit"], four["limit"]} == {"link"}
-    assert two["seconds"] > 0.18  # a megabyte each way at 40 Mbit/s: 0.21 s
-    assert three["seconds"] > 0.2
-    assert four["communication"]
-    assert four["price"] > one["price"]
-    (folder,) = tmp_path.glob("runs/*")  # what was tried is gone
+    report = json.loads(output)
+    one_host, two_hosts, three_hosts, four_hosts = report["forecasts"]
+    assert (one_host["hosts"], one_host["batch"], one_host["link"]) == (1, 64, 0)
+    assert {two_hosts["limit"], three_hosts["limit"], four_hosts["limit"]} == {"link"}
+    assert two_hosts["seconds"] > 0.18  # 1 MB each way at 40 Mbit/s takes 0.21 s
+    assert three_hosts["seconds"] > 0.2
+    assert four_hosts["communication"]
+    assert four_hosts["price"] > one_host["price"]
+    (folder,) = tmp_path.glob("runs/*")  # the probe's runs are deleted
     assert folder.name.startswith("forecast-")
     assert (folder / "forecast.svg").read_text().startswith("<svg")
-    _, ended = typed("run", *where, "--run-dir", "runs/real", "job.py")
+    _, ended = run_paceline("run", *host_options, "--run-dir", "runs/real", "job.py")
     assert "a step was forecast to take" in ended
-    again, _ = typed("forecast", "--compare", "runs/real")
-    assert again.split() == ended[ended.index("a step was forecast") :].split()
-    kept = json.loads((tmp_path / "runs/real/forecast.json").read_text())
-    assert kept["came"]["seconds"] > 0.18
+    comparison, _ = run_paceline("forecast", "--compare", "runs/real")
+    assert comparison.split() == ended[ended.index("a step was forecast") :].split()
+    saved = json.loads((tmp_path / "runs/real/forecast.json").read_text())
+    assert saved["came"]["seconds"] > 0.18
 
 
 JOB = """

@@ -1,4 +1,4 @@
-"""The disk of rank 0's host is full: the training goes on, and its model comes home anyway."""
+"""Tests that a training with a full disk on rank 0's host finishes and its model is fetched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     return shared_site(new_lab, tmp_path_factory.mktemp("full"), hosts=2)
 
 
-def test_a_full_disk_costs_checkpoints_but_no_training(site: Site) -> None:
+def test_full_disk_stops_checkpoints_but_not_training(site: Site) -> None:
     runs = f"{site.lab.home_inside()}/.cache/paceline/runs"
 
     def on_n1(text: str) -> None:

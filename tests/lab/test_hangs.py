@@ -1,6 +1,6 @@
-"""Nobody hangs unseen: who did not come, on which host, in which line, and what the others do.
+"""Tests which ranks, hosts and lines of code are named when a job hangs.
 
-A script of torch's alone and one on ``paceline.train`` hang side by side in the same ways.
+A plain torch script and a ``paceline.train`` session hang side by side in the same ways.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from launches import TIMEOUT_S, Launch, Site, eventually, healed, paceline, proj
 
 pytestmark = pytest.mark.lab
 
-WAITS = r" while rank 0 on n1, rank 2 on n3 wait for it in the backward pass \(hang\.py, line \d+"
-LINE = r"hang\.py, line \d+"
-STILL = rf"is stuck at {LINE}, in hang"
-# what is said of rank 1, by way
-SAID = {
-    "sleep": rf"rank 1 on n2 is stuck at {LINE}, in hang \(it sleeps\)" + WAITS,
-    "pipe": rf"rank 1 on n2 is stuck at {LINE}, in hang \(it writes to a full pipe that nobody "
-    rf"else could read\)" + WAITS,
-    "child": rf"rank 1 on n2 is stuck at {LINE}, in hang \(its child, process \d+ \(yes\), "
-    r"writes to a full pipe that only rank 1 on n2 could read\)" + WAITS,
-    "worker": rf"rank 1 on n2 waits for its data at {LINE}, in \w+: its data loader's worker, "
-    rf"process \d+, is stuck at {LINE}, in __getitem__ \(it waits for a lock or a thread\)" + WAITS,
-    "extra": rf"rank 1 on n2 waits in all_reduce \({LINE}, in hang\), its call \d+ was all_reduce "
-    rf"of \[7\] while rank 0 on n1, rank 2 on n3 wait in barrier \({LINE}, in misbehave\)",
+WAIT_RE = r" while rank 0 on n1, rank 2 on n3 wait for it in the backward pass \(hang\.py, line \d+"
+AT_RE = r"hang\.py, line \d+"
+STUCK_RE = rf"is stuck at {AT_RE}, in hang"
+# report about rank 1, by kind of hang
+HANG_PATTERNS = {
+    "sleep": rf"rank 1 on n2 is stuck at {AT_RE}, in hang \(it sleeps\)" + WAIT_RE,
+    "pipe": rf"rank 1 on n2 is stuck at {AT_RE}, in hang \(it writes to a full pipe that nobody "
+    rf"else could read\)" + WAIT_RE,
+    "child": rf"rank 1 on n2 is stuck at {AT_RE}, in hang \(its child, process \d+ \(yes\), "
+    r"writes to a full pipe that only rank 1 on n2 could read\)" + WAIT_RE,
+    "worker": rf"rank 1 on n2 waits for its data at {AT_RE}, in \w+: its data loader's worker, "
+    rf"process \d+, is stuck at {AT_RE}, in __getitem__ \(it waits for a lock or a thread\)"
+    + WAIT_RE,
+    "extra": rf"rank 1 on n2 waits in all_reduce \({AT_RE}, in hang\), its call \d+ was all_reduce "
+    rf"of \[7\] while rank 0 on n1, rank 2 on n3 wait in barrier \({AT_RE}, in misbehave\)",
 }
 
-# a plain script hangs in those ways in which torch's own loader and all ranks have a part
-WAYS = {"plain": ("worker", "extra"), "session": tuple(SAID)}
+# a plain script hangs only in ways that involve torch's own loader and all ranks
+HANGS_BY_SCRIPT = {"plain": ("worker", "extra"), "session": tuple(HANG_PATTERNS)}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own, there before the hosts are."""
+    """A file system of its own, mounted before the hosts start."""
     image, mount = folder / "image", folder / "disk"
     image.touch()
     os.truncate(image, 8 << 20)
@@ -69,78 +70,91 @@ def site(shared: Site) -> Iterator[Site]:
     yield from healed(shared)
 
 
-def typed(verb: str, launch: Launch) -> str:
-    """What a verb prints of a run."""
+def run_verb(verb: str, launch: Launch) -> str:
+    """Returns what a paceline command prints about a run."""
     return paceline(*verb.split(), str(launch.directory)).stdout
 
 
 def status(launch: Launch) -> Any:
-    return json.loads(typed("status --json", launch))
+    return json.loads(run_verb("status --json", launch))
 
 
-def saw(launch: Launch, said: str, times: int = 1) -> bool:
-    """Whether it is told at last."""
-    return eventually(lambda: len(re.findall(said, launch.err)) >= times, 2 * TIMEOUT_S)
+def is_reported(launch: Launch, pattern: str, times: int = 1) -> bool:
+    """Waits for a message of the launcher; returns whether it came."""
+    return eventually(lambda: len(re.findall(pattern, launch.err)) >= times, 2 * TIMEOUT_S)
 
 
-def test_each_hang_is_named_with_its_line_and_its_reason(site: Site) -> None:
+def test_reports_line_and_reason_of_hang(site: Site) -> None:
     with ExitStack() as stack:
         launches = {
             kind: stack.enter_context(
-                site.start("--nnodes", "3", "--hang-timeout", "0", "hang.py", kind, *ways)
+                site.start("--nnodes", "3", "--hang-timeout", "0", "hang.py", kind, *hangs)
             )
-            for kind, ways in WAYS.items()
+            for kind, hangs in HANGS_BY_SCRIPT.items()
         }
-        for way, said in SAID.items():
-            hung = [(kind, launches[kind]) for kind, ways in WAYS.items() if way in ways]
+        for hang, pattern in HANG_PATTERNS.items():
+            hung = [
+                (kind, launches[kind]) for kind, hangs in HANGS_BY_SCRIPT.items() if hang in hangs
+            ]
             for kind, launch in hung:
-                assert saw(launch, said), (kind, way, launch.err, launch.out)
-            if way == "extra":
+                assert is_reported(launch, pattern), (kind, hang, launch.err, launch.out)
+            if hang == "extra":
                 break
-            if way == "sleep":
+            if hang == "sleep":
                 # the state of the ranks is recorded about once a second, after the line is printed
                 assert eventually(lambda: status(launches["session"])["hang"])
-                now = status(launches["session"])
-                where = [(one["host"], one["phase"]) for one in now["ranks"]]
-                assert where == [("n1", "train"), ("n2", "train"), ("n3", "train")]
-                assert all(one["step"] <= 40 and one["silent_s"] > 5 for one in now["ranks"])
-                assert "rank 1 on n2 is stuck" in now["hang"]
+                current_status = status(launches["session"])
+                host_phases = [(entry["host"], entry["phase"]) for entry in current_status["ranks"]]
+                assert host_phases == [("n1", "train"), ("n2", "train"), ("n3", "train")]
+                assert all(
+                    entry["step"] <= 40 and entry["silent_s"] > 5
+                    for entry in current_status["ranks"]
+                )
+                assert "rank 1 on n2 is stuck" in current_status["hang"]
             for kind, launch in hung:
-                (launch.directory / way).touch()
-                times = WAYS[kind].index(way) + 1
-                assert saw(launch, "the job continues, after", times), (kind, way, launch.err)
+                (launch.directory / hang).touch()
+                times = HANGS_BY_SCRIPT[kind].index(hang) + 1
+                assert is_reported(launch, "the job continues, after", times), (
+                    kind,
+                    hang,
+                    launch.err,
+                )
         for launch in launches.values():
             launch.signal(signal.SIGINT)
         for kind, launch in launches.items():
             ended = launch.end(2 * TIMEOUT_S)
             assert ended.code == 130
             assert re.search("paceline: it hung: rank 1 on n2 waits in all_reduce", ended.err), kind
-            assert "the job hung: rank 1 on n2 waits in all_reduce" in typed("explain", launch)
+            assert "the job hung: rank 1 on n2 waits in all_reduce" in run_verb("explain", launch)
 
 
-def test_a_hang_is_ended_where_it_was_asked_for_or_the_ranks_go_on(site: Site) -> None:
-    """A session by itself, after five times its slowest step, at least 30 s; a script never is."""
+def test_hang_timeout_ends_script_or_replaces_rank(site: Site) -> None:
+    """A session after five times its slowest step (at least 30 s); a script only on request."""
     with ExitStack() as stack:
-        words = {"plain": ("--hang-timeout", "8"), "session": ()}
+        args = {"plain": ("--hang-timeout", "8"), "session": ()}
         launches = {
             kind: stack.enter_context(
                 site.start("--nnodes", "2", *options, "hang.py", kind, "sleep")
             )
-            for kind, options in words.items()
+            for kind, options in args.items()
         }
         ended = launches["plain"].end(2 * TIMEOUT_S)
         assert ended.code == 1
         assert re.search(
-            rf"rank 1 on n2: hung for longer than --hang-timeout 8: {STILL}", ended.err
+            rf"rank 1 on n2: hung for longer than --hang-timeout 8: {STUCK_RE}", ended.err
         )
         launch = launches["session"]
-        replaced = rf"rank 1 on n2 hung for longer than \d+ s: {STILL}.*Training went on with the"
-        assert saw(launch, rf"{replaced} other rank after \d+\.\d s; no step was lost"), launch.err
+        replaced = (
+            rf"rank 1 on n2 hung for longer than \d+ s: {STUCK_RE}.*Training went on with the"
+        )
+        assert is_reported(launch, rf"{replaced} other rank after \d+\.\d s; no step was lost"), (
+            launch.err
+        )
         launch.signal(signal.SIGINT)
         launch.end()
 
 
-def test_a_stopped_rank_is_frozen_and_its_script_goes_on_with_it(site: Site) -> None:
+def test_stopped_rank_is_reported_frozen_then_continues(site: Site) -> None:
     with site.start("--nnodes", "2", "hang.py", "plain", "none") as launch:
         events = launch.directory / "events.jsonl"
         joined = lambda: events.exists() and events.read_text().count("world joined") == 2  # noqa: E731
@@ -148,50 +162,52 @@ def test_a_stopped_rank_is_frozen_and_its_script_goes_on_with_it(site: Site) -> 
         lines = site.lab.processes("n2")
         rank = min(
             pid for pid, line in lines if "rank 1 of 2" in line
-        )  # its data's worker is later
+        )  # the data loader's worker has a higher process id
         os.kill(rank, signal.SIGSTOP)
-        assert saw(launch, r"rank 1 on n2 is frozen: stopped by a signal for 3 s"), launch.err
+        assert is_reported(launch, r"rank 1 on n2 is frozen: stopped by a signal for 3 s"), (
+            launch.err
+        )
         assert re.search(r"\(SIGSTOP\); on n2: kill -CONT \d+", launch.err)
         os.kill(rank, signal.SIGCONT)
-        assert saw(launch, "paceline: the job continues, after"), launch.err
+        assert is_reported(launch, "paceline: the job continues, after"), launch.err
         launch.signal(signal.SIGINT)
         assert launch.end().code == 130
 
 
-def test_another_tensors_shape_names_who_came_with_it(site: Site) -> None:
+def test_names_rank_with_mismatched_tensor_shape(site: Site) -> None:
     with site.start("--nnodes", "3", "hang.py", "plain", "shape") as launch:
         ended = launch.end(2 * TIMEOUT_S)
     assert ended.code != 0
     assert re.search(
         rf"cause: ranks came to one collective with different tensors: rank \d on n\d .*"
-        rf"all_reduce \({LINE}, in misbehave\) with .* on n\d .*all_reduce of \[\d+\]",
+        rf"all_reduce \({AT_RE}, in misbehave\) with .* on n\d .*all_reduce of \[\d+\]",
         ended.err,
     ), ended.err
 
 
-def test_a_disk_that_does_not_answer_is_told_from_a_slow_one(site: Site, disk: Path) -> None:
-    """A frozen file system is a dead disk: whoever writes there is in state D until it thaws."""
-    words = ("--nnodes", "2", "--no-torch", "write_on.py", str(disk / "file"))
-    with site.start(*words) as launch:
+def test_reports_rank_frozen_by_dead_disk(site: Site, disk: Path) -> None:
+    """Writers to a frozen file system are in state D until it thaws, as with a dead disk."""
+    args = ("--nnodes", "2", "--no-torch", "write_on.py", str(disk / "file"))
+    with site.start(*args) as launch:
         launch.wait_for("writes", times=2)
         subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
         try:
-            said = r"rank 0 on n1 is frozen: it waits in the kernel for a disk that does not "
-            said += r"answer for 1\d s: write \S+/disk/file \(ext4 of /dev/loop\d+ at \S+/disk"
-            assert saw(launch, said), launch.err
+            pattern = r"rank 0 on n1 is frozen: it waits in the kernel for a disk that does not "
+            pattern += r"answer for 1\d s: write \S+/disk/file \(ext4 of /dev/loop\d+ at \S+/disk"
+            assert is_reported(launch, pattern), launch.err
         finally:
             subprocess.run(["fsfreeze", "-u", str(disk)], check=True)
         launch.signal(signal.SIGINT)
         launch.end()
 
 
-def test_processes_that_ranks_start_and_that_do_not_meet_are_named(site: Site) -> None:
-    place = r"process \d+ waits in init_process_group \(unmet\.py, line \d+, in work\)"
+def test_reports_child_processes_stuck_in_rendezvous(site: Site) -> None:
+    location = r"process \d+ waits in init_process_group \(unmet\.py, line \d+, in work\)"
     with site.start("--nnodes", "2", "unmet.py") as launch:
-        said = f"of rank 0 on n1, {place}; of rank 1 on n2, {place}"
-        assert saw(launch, said), launch.err
+        pattern = f"of rank 0 on n1, {location}; of rank 1 on n2, {location}"
+        assert is_reported(launch, pattern), launch.err
         launch.signal(signal.SIGINT)
         launch.end()
-        assert "Give each process that the script starts a rank of its own" in typed(
+        assert "Give each process that the script starts a rank of its own" in run_verb(
             "explain", launch
         )

@@ -1,4 +1,4 @@
-"""The lab itself, for real: namespaces, sshd, faults, and nothing left afterwards."""
+"""Tests the lab with real namespaces, sshd and faults, and that nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import paceline.lab
 from background import TIMEOUT_S, eventually
 from paceline.hosts.lab import list_labs, parent_folder, read_owner
 from paceline.lab import Lab, LabOptions
-from paceline.lab import processes as looking
+from paceline.lab import processes as lab_processes
 from paceline.spec.errors import LabError
 
 pytestmark = pytest.mark.lab
@@ -75,13 +75,13 @@ with socket.create_connection((host, 7000)) as s:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _labs_can_be_made() -> None:
+def _require_lab() -> None:
     assert Lab.available() is None
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Lab]:
-    """Two hosts as Debian's installer leaves them, shared by tests that leave them as found."""
+    """Two hosts as Debian's installer sets them up, shared by tests that change nothing."""
     with Lab(LabOptions(hosts=2, debian_hosts=True)) as lab:
         yield lab
         assert [lab.processes(name) for name in lab.names] == [[], []]
@@ -89,7 +89,7 @@ def pair() -> Iterator[Lab]:
 
 @pytest.fixture
 def healed(pair: Lab) -> Iterator[Lab]:
-    """The same two hosts, for faults."""
+    """The two hosts of ``pair``, healed after each test that causes faults."""
     yield pair
     pair.heal()
 
@@ -98,14 +98,14 @@ def output(lab: Lab, host: str, *argv: str) -> str:
     return lab.exec(host, argv, timeout=2 * TIMEOUT_S, check=True).stdout.strip()
 
 
-def ssh(lab: Lab, host: str, *words: str, patience: int = 30) -> subprocess.CompletedProcess[str]:
-    options = ["-o", f"ConnectTimeout={patience}"]
+def ssh(lab: Lab, host: str, *words: str, timeout_s: int = 30) -> subprocess.CompletedProcess[str]:
+    options = ["-o", f"ConnectTimeout={timeout_s}"]
     argv = ["ssh", "-F", str(lab.ssh_config), *options, host, *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
 
 
-def connect(lab: Lab, host: str, to: str, port: int, patience: float = TIMEOUT_S) -> str:
-    return output(lab, host, sys.executable, "-c", CONNECT, to, str(port), str(patience))
+def connect(lab: Lab, host: str, to: str, port: int, timeout_s: float = TIMEOUT_S) -> str:
+    return output(lab, host, sys.executable, "-c", CONNECT, to, str(port), str(timeout_s))
 
 
 @contextlib.contextmanager
@@ -122,10 +122,10 @@ def seconds_to_send(lab: Lab, size: int) -> float:
     return float(output(lab, "n1", sys.executable, "-c", SEND, lab.address("n2"), str(size)))
 
 
-# --- what a host is
+# --- properties of a host
 
 
-def test_hosts_are_machines_of_their_own(pair: Lab) -> None:
+def test_hosts_have_separate_names_and_network(pair: Lab) -> None:
     assert pair.names == ("n1", "n2")
     assert output(pair, "n1", "hostname") == "n1"
     assert pair.address("n1") in output(pair, "n1", "ip", "-brief", "address")
@@ -135,13 +135,13 @@ def test_hosts_are_machines_of_their_own(pair: Lab) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/dev/shm", "/tmp", "/run", "~"])
-def test_hosts_have_folders_of_their_own(pair: Lab, folder: str) -> None:
+def test_hosts_have_separate_folders(pair: Lab, folder: str) -> None:
     pair.exec("n1", ["sh", "-c", f"touch {folder}/only-here"], check=True)
     assert "only-here" not in output(pair, "n2", "sh", "-c", f"ls {folder}")
     assert not Path(folder, "only-here").expanduser().exists()
 
 
-def test_identity_of_machine_and_boot_differ(pair: Lab) -> None:
+def test_machine_and_boot_ids_differ(pair: Lab) -> None:
     # a container's image has no machine-id before its first boot
     machine_id = [path for path in ("/etc/machine-id",) if Path(path).exists()]
     for file in (*machine_id, "/proc/sys/kernel/random/boot_id"):
@@ -157,8 +157,8 @@ def test_interpreter_and_project_are_shared(pair: Lab) -> None:
 
 
 def test_ssh_from_outside(pair: Lab) -> None:
-    done = ssh(pair, "n2", "hostname; echo $HOME")
-    assert (done.returncode, done.stdout.split()) == (0, ["n2", pair.home_inside()])
+    result = ssh(pair, "n2", "hostname; echo $HOME")
+    assert (result.returncode, result.stdout.split()) == (0, ["n2", pair.home_inside()])
     assert ssh(pair, pair.address("n1"), "hostname").stdout == "n1\n"
     assert "Accepted publickey" in pair.sshd_log("n2").read_text()
 
@@ -168,57 +168,57 @@ def test_ssh_from_host_to_host_needs_no_option(pair: Lab) -> None:
     assert output(pair, "n1", "ssh", "-F", str(pair.ssh_config), "n2", "hostname") == "n2"
 
 
-def test_ssh_gives_a_terminal(pair: Lab) -> None:
-    done = ssh(pair, "n1", "-tt", "tty")
-    assert done.stdout.strip().startswith("/dev/pts/")
+def test_ssh_allocates_terminal(pair: Lab) -> None:
+    result = ssh(pair, "n1", "-tt", "tty")
+    assert result.stdout.strip().startswith("/dev/pts/")
 
 
-def test_changed_host_key_is_refused(pair: Lab) -> None:
+def test_rejects_changed_host_key(pair: Lab) -> None:
     known = pair.layout.known_hosts
     original = known.read_text()
     lines = original.splitlines()
     swapped = [lines[0].split()[0], *lines[1].split()[1:]]
     known.write_text(" ".join(swapped) + "\n")
     try:
-        done = ssh(pair, "n1", "true")
+        result = ssh(pair, "n1", "true")
     finally:
         known.write_text(original)
-    assert done.returncode == 255
-    assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.stderr
+    assert result.returncode == 255
+    assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in result.stderr
 
 
-def test_refused_connection_reads_as_ssh_says_it(pair: Lab) -> None:
-    done = ssh(pair, "n1", "-p", "23", "true")
-    assert done.returncode == 255
-    assert "port 23: Connection refused" in done.stderr
+def test_closed_port_gives_ssh_error(pair: Lab) -> None:
+    result = ssh(pair, "n1", "-p", "23", "true")
+    assert result.returncode == 255
+    assert "port 23: Connection refused" in result.stderr
 
 
 # --- exec
 
 
-def test_arguments_and_environment_arrive_byte_for_byte(pair: Lab) -> None:
+def test_exec_preserves_arguments_and_environment(pair: Lab) -> None:
     hostile = ["a b", ";", "$HOME", "*", "'\"", "\n", "", "ü€", "--", "-x"]
     show = "import sys, os, json; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
     argv = [sys.executable, "-I", "-X", "utf8", "-c", show, *hostile]
     env = {"HOSTILE": "".join(hostile), "PYTHONCOERCECLOCALE": "0"}
     arguments, environment = json.loads(pair.exec("n1", argv, env=env, check=True).stdout)
     assert arguments == hostile
-    assert environment.pop("LC_CTYPE", "C.UTF-8") == "C.UTF-8"  # added by the child's own Python
+    assert environment.pop("LC_CTYPE", "C.UTF-8") == "C.UTF-8"  # the child's Python adds it
     assert environment == {**pair.environment("n1"), **env}
 
 
-def test_no_variable_is_added(pair: Lab) -> None:
+def test_exec_adds_no_environment_variable(pair: Lab) -> None:
     names = {line.split("=")[0] for line in output(pair, "n1", "env").splitlines()}
     assert names == set(pair.environment("n1"))
 
 
-def test_environment_of_the_caller_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIDE", "secret")
     with Lab(LabOptions(hosts=1)) as lab:
         assert "secret" not in output(lab, "n1", "cat", "/proc/1/environ", "/proc/self/environ")
 
 
-def test_exit_status_signal_and_input(pair: Lab) -> None:
+def test_exec_passes_stdin_and_returns_status(pair: Lab) -> None:
     assert pair.exec("n1", ["sh", "-c", "exit 7"]).returncode == 7
     assert pair.exec("n1", ["sh", "-c", "kill -TERM $$"]).returncode == -signal.SIGTERM
     assert pair.exec("n1", ["sh", "-c", "kill -KILL $$"]).returncode == -signal.SIGKILL
@@ -230,13 +230,13 @@ def test_exit_status_signal_and_input(pair: Lab) -> None:
     )
 
 
-def test_time_out_kills_on_the_host(pair: Lab) -> None:
+def test_exec_timeout_kills_process_on_host(pair: Lab) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         pair.exec("n1", ["sleep", "100"], timeout=0.3)
     assert eventually(lambda: pair.processes("n1") == [])
 
 
-def test_signals_are_passed_on(pair: Lab) -> None:
+def test_popen_forwards_signals(pair: Lab) -> None:
     trap = "trap 'echo got it; exit 5' TERM; echo ready; while :; do sleep 0.05; done"
     with pair.popen("n1", ["sh", "-c", trap], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -246,7 +246,7 @@ def test_signals_are_passed_on(pair: Lab) -> None:
     assert child.returncode == 5
 
 
-def test_processes_and_listeners_are_seen(pair: Lab) -> None:
+def test_lists_processes_and_listeners(pair: Lab) -> None:
     with serving(pair, "n1", SERVE, "6000"):
         ((pid, command),) = pair.processes("n1")
         assert command.startswith(sys.executable)
@@ -257,7 +257,7 @@ def test_processes_and_listeners_are_seen(pair: Lab) -> None:
     assert eventually(lambda: pair.processes("n1") == [])
 
 
-def test_unknown_host_is_named(pair: Lab) -> None:
+def test_error_names_unknown_host(pair: Lab) -> None:
     with pytest.raises(LabError, match="no host 'n9'"):
         pair.exec("n9", ["true"])
 
@@ -271,16 +271,19 @@ def test_power_off_and_on(healed: Lab) -> None:
         assert eventually(lambda: len(healed.processes("n2")) == 1)
         healed.fault("power-off", "n2")
         assert child.wait(TIMEOUT_S) == -signal.SIGKILL
-    refused = healed.exec("n2", ["true"])
-    assert (refused.returncode, refused.stderr) == (255, "paceline lab: n2 is powered off\n")
-    done = ssh(healed, "n2", "true", patience=1)
-    assert done.returncode == 255
-    assert "port 22: Connection timed out" in done.stderr
+    powered_off = healed.exec("n2", ["true"])
+    assert (powered_off.returncode, powered_off.stderr) == (
+        255,
+        "paceline lab: n2 is powered off\n",
+    )
+    result = ssh(healed, "n2", "true", timeout_s=1)
+    assert result.returncode == 255
+    assert "port 22: Connection timed out" in result.stderr
     healed.heal("n2")
     assert "kept" in ssh(healed, "n2", "ls").stdout
 
 
-def test_power_off_says_nothing_to_peers(healed: Lab) -> None:
+def test_connection_to_powered_off_host_times_out(healed: Lab) -> None:
     with serving(healed, "n2", SERVE, "6000"):
         assert connect(healed, "n1", "n2", 6000) == "hello"
         healed.fault("power-off", "n2")
@@ -290,7 +293,7 @@ def test_power_off_says_nothing_to_peers(healed: Lab) -> None:
 def test_freeze_and_thaw(healed: Lab) -> None:
     with serving(healed, "n2", SERVE, "6000"):
         healed.fault("freeze", "n2")
-        # The kernel still completes the handshake; nobody answers.
+        # The kernel still completes the handshake, but no process answers.
         assert connect(healed, "n1", "n2", 6000, 0.3) == "timeout"
         healed.undo("freeze", "n2")
         assert connect(healed, "n1", "n2", 6000) == "hello"
@@ -319,50 +322,50 @@ def test_reject_ports(healed: Lab) -> None:
 
 
 @pytest.mark.parametrize("kind", ["drop", "reject"])
-def test_all_ephemeral_leaves_ssh(healed: Lab, kind: str) -> None:
+def test_blocking_ephemeral_ports_keeps_ssh_open(healed: Lab, kind: str) -> None:
     with serving(healed, "n2", SERVE, "6000"), serving(healed, "n1", SERVE, "6000"):
         healed.fault(kind, "n2", "all-ephemeral")
         assert connect(healed, "n1", "n2", 6000, 0.3) != "hello"
-        assert connect(healed, "n2", "n1", 6000) == "hello"  # outwards all is open
+        assert connect(healed, "n2", "n1", 6000) == "hello"  # connections from n2 are open
         assert connect(healed, "n2", "n2", 6000) == "hello"
         assert ssh(healed, "n2", "hostname").stdout == "n2\n"
 
 
 @pytest.mark.parametrize("kind", ["drop", "reject"])
-def test_all_closes_everything(healed: Lab, kind: str) -> None:
+def test_blocking_ports_closes_ssh(healed: Lab, kind: str) -> None:
     healed.fault(kind, "n2", "all")
     assert not connect(healed, "n1", "n2", 22, 0.3).startswith("SSH")
     healed.undo(kind, "n2")
     assert connect(healed, "n1", "n2", 22).startswith("SSH")
 
 
-def test_unreachable_is_no_route(healed: Lab) -> None:
+def test_unreachable_fault_gives_no_route(healed: Lab) -> None:
     healed.fault("unreachable", "n1", "n2")
     assert connect(healed, "n1", "n2", 22) == str(errno.EHOSTUNREACH)
 
 
-def test_deaf_is_one_way(healed: Lab) -> None:
+def test_deaf_fault_drops_incoming_packets(healed: Lab) -> None:
     receive = "import socket; s = socket.create_server(('', 6001)); s.settimeout(1); s.accept()"
     healed.fault("deaf", "n2", "n1")
     assert connect(healed, "n1", "n2", 22, 0.3) == "timeout"
     assert healed.exec("n2", [sys.executable, "-c", receive]).returncode != 0
 
 
-def test_slow_link_is_slow(healed: Lab) -> None:
+def test_slow_fault_limits_rate(healed: Lab) -> None:
     with serving(healed, "n2", RECEIVE):
 
-        def within(seconds: float) -> bool:
+        def is_sent_in(seconds: float) -> bool:
             return seconds_to_send(healed, 1_000_000) < seconds
 
-        assert eventually(lambda: within(0.3))  # once is enough: a busy machine holds some up
+        assert eventually(lambda: is_sent_in(0.3))  # once is enough: a busy machine delays some
         healed.fault("slow", "n2", "20mbit")
         assert seconds_to_send(healed, 1_000_000) > 0.3  # 8 Mbit at 20 Mbit/s
-        assert eventually(lambda: within(0.8))
+        assert eventually(lambda: is_sent_in(0.8))
         healed.undo("slow", "n2")
-        assert eventually(lambda: within(0.3))
+        assert eventually(lambda: is_sent_in(0.3))
 
 
-def test_loss_of_everything_and_of_some(healed: Lab) -> None:
+def test_total_and_partial_packet_loss(healed: Lab) -> None:
     healed.fault("loss", "n2", "100")
     assert connect(healed, "n1", "n2", 22, 0.3) == "timeout"
     healed.undo("loss", "n2")
@@ -372,7 +375,7 @@ def test_loss_of_everything_and_of_some(healed: Lab) -> None:
     assert "statistic" not in output(healed, "n2", "true")
 
 
-def test_kill_by_number_and_by_name(healed: Lab) -> None:
+def test_kill_by_pid_and_by_pattern(healed: Lab) -> None:
     with healed.popen("n2", ["sleep", "101"]) as child:
         assert eventually(lambda: len(healed.processes("n2")) == 1)
         healed.fault("kill", "n2", "sleep 10.")
@@ -386,7 +389,7 @@ def test_kill_by_number_and_by_name(healed: Lab) -> None:
         healed.fault("kill", "n2", "sleep 10.")
 
 
-def test_faults_are_listed_and_refused_twice(healed: Lab) -> None:
+def test_lists_faults_and_rejects_duplicates(healed: Lab) -> None:
     healed.fault("unplug", "n2")
     assert healed.status()["faults"] == [{"kind": "unplug", "host": "n2", "arguments": []}]
     with pytest.raises(LabError, match="already active on n2"):
@@ -397,7 +400,7 @@ def test_faults_are_listed_and_refused_twice(healed: Lab) -> None:
         healed.undo("unplug", "n2")
 
 
-def test_power_off_ends_other_faults(healed: Lab) -> None:
+def test_power_off_clears_other_faults(healed: Lab) -> None:
     for kind, *arguments in (("loss", "50"), ("drop", "all"), ("freeze",), ("power-off",)):
         healed.fault(kind, "n2", *arguments)
     assert [fault["kind"] for fault in healed.status()["faults"]] == ["power-off"]
@@ -408,7 +411,7 @@ def test_power_off_ends_other_faults(healed: Lab) -> None:
 # --- options
 
 
-def test_adversarial_network_all_at_once() -> None:
+def test_adversarial_network_options_combined() -> None:
     options = LabOptions(
         hosts=2,
         debian_hosts=True,
@@ -424,11 +427,11 @@ def test_adversarial_network_all_at_once() -> None:
         }
         assert output(lab, "n1", "hostname", "-I").split()[0] == "10.66.0.11"
         assert connect(lab, "n1", "10.66.0.12", 22, 0.3) == "timeout"
-        assert connect(lab, "n1", "172.17.0.1", 22).startswith("SSH")  # it is n1 itself
+        assert connect(lab, "n1", "172.17.0.1", 22).startswith("SSH")  # an address of n1 itself
         assert output(lab, "n1", "ssh", "n2", "hostname") == "n2"
 
 
-def test_own_name_can_mean_the_dead_interface() -> None:
+def test_hostname_can_resolve_to_dead_interface() -> None:
     with Lab(LabOptions(hosts=1, dead_interface=True, dead_name=True)) as lab:
         assert output(lab, "n1", "getent", "hosts", "n1").split()[0] == "10.66.0.11"
 
@@ -468,14 +471,14 @@ def test_private_hidden_and_small_folders(tmp_path: Path) -> None:
     assert (tmp_path / "own" / "file").read_text() == "machine\n"
 
 
-def test_hosts_may_share_one_home() -> None:
+def test_hosts_can_share_home() -> None:
     with Lab(LabOptions(hosts=2, shared_home=True)) as lab:
         lab.exec("n1", ["sh", "-c", "echo n1 > ~/file"], check=True)
         assert ssh(lab, "n2", "cat file").stdout == "n1\n"
         assert (lab.home("n2") / "file").read_text() == "n1\n"
 
 
-def test_another_python_and_a_host_without_sshd(tmp_path: Path) -> None:
+def test_custom_python_and_disabled_sshd(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
@@ -497,7 +500,7 @@ def test_ipv6_only() -> None:
         assert "10.77" not in output(lab, "n1", "ip", "address")
 
 
-# --- the end
+# --- removal of labs
 
 
 def _mounts() -> list[str]:
@@ -509,18 +512,18 @@ def _interfaces() -> list[str]:
 
 
 def _processes_in(namespaces: set[int]) -> list[str]:
-    """Processes that are in any of these namespaces, whichever kind."""
-    everyone = looking.all_processes()
+    """Returns the processes that are in any of these namespaces, of whatever kind."""
+    everyone = lab_processes.all_processes()
     running = (p for p in everyone if p.state != "Z")
     return [p.command for p in running if namespaces & _namespaces_of(p.pid)]
 
 
 def _namespaces_of(pid: int) -> set[int]:
-    found = set()
+    inodes = set()
     for kind in ("pid", "net", "mnt", "uts", "ipc"):
         with contextlib.suppress(OSError):
-            found.add(Path(f"/proc/{pid}/ns/{kind}").stat().st_ino)
-    return found
+            inodes.add(Path(f"/proc/{pid}/ns/{kind}").stat().st_ino)
+    return inodes
 
 
 def _namespaces_of_lab(lab: Lab) -> set[int]:
@@ -548,8 +551,8 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("victim", ["owner", "caller"])
-def test_kill_9_leaves_nothing(victim: str) -> None:
-    before = (_mounts(), _interfaces())
+def test_sigkill_cleans_up_mounts_and_processes(victim: str) -> None:
+    initial_state = (_mounts(), _interfaces())
     name = f"test-{os.getpid()}"
     argv = [sys.executable, "-c", HOLD, name]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as caller:
@@ -562,14 +565,14 @@ def test_kill_9_leaves_nothing(victim: str) -> None:
         assert eventually(lambda: not owner.is_alive())
         caller.kill()
     assert eventually(lambda: _processes_in(namespaces) == [])
-    assert (_mounts(), _interfaces()) == before
-    with Lab(LabOptions(hosts=1)):  # the next one clears what a killed owner left on disk
+    assert (_mounts(), _interfaces()) == initial_state
+    with Lab(LabOptions(hosts=1)):  # the next lab removes the files of a killed owner
         assert name not in _labs()
 
 
 @pytest.mark.parametrize(("latency", "fault"), [("", ""), ("100ms", ""), ("1ms", "unplug")])
-def test_down_leaves_nothing_and_can_be_repeated(latency: str, fault: str) -> None:
-    before = (_mounts(), _interfaces())
+def test_down_cleans_up_and_is_idempotent(latency: str, fault: str) -> None:
+    initial_state = (_mounts(), _interfaces())
     lab = Lab(LabOptions(hosts=2, latency=latency)).up()
     namespaces = _namespaces_of_lab(lab)
     folder = lab.layout.root
@@ -579,20 +582,20 @@ def test_down_leaves_nothing_and_can_be_repeated(latency: str, fault: str) -> No
         if fault:
             lab.fault(fault, "n1")
         lab.down()
-        assert client.wait(TIMEOUT_S) == 255  # it sees its connection end
+        assert client.wait(TIMEOUT_S) == 255  # ssh's status for a lost connection
     lab.down()
     assert not folder.exists()
-    # one that was killed may not have been waited for yet
+    # the parent may not have waited for a killed process yet
     assert eventually(lambda: _processes_in(namespaces) == []), _processes_in(namespaces)
-    assert (_mounts(), _interfaces()) == before
+    assert (_mounts(), _interfaces()) == initial_state
 
 
-def test_name_is_taken_while_up() -> None:
+def test_rejects_name_of_running_lab() -> None:
     with Lab(LabOptions(hosts=1)) as lab, pytest.raises(LabError, match="is up already"):
         Lab(LabOptions(hosts=1, name=lab.name)).up()
 
 
-def test_failed_start_leaves_nothing() -> None:
+def test_failed_start_cleans_up() -> None:
     name = f"failing-{os.getpid()}"
     with pytest.raises(LabError, match="not a folder here"):
         Lab(LabOptions(hosts=1, name=name, hide=("/no/such/folder",))).up()
@@ -600,7 +603,7 @@ def test_failed_start_leaves_nothing() -> None:
         Lab(LabOptions(hosts=2, name=name, hide=("/usr/sbin",))).up()
     assert "sshd" in caught.value.found
     assert name not in _labs()
-    assert not [p for p in looking.all_processes() if name in p.command]
+    assert not [p for p in lab_processes.all_processes() if name in p.command]
 
 
 def test_many_hosts() -> None:
@@ -608,11 +611,11 @@ def test_many_hosts() -> None:
         assert connect(lab, "n1", "n16", 22).startswith("SSH")
 
 
-# --- surroundings
+# --- the machine around the lab
 
 
-def test_filtering_beside_it_does_not_reach_in() -> None:
-    """dockerd sets FORWARD to DROP and filters bridges; both are per network."""
+def test_lab_ignores_packet_filters_of_machine() -> None:
+    """dockerd sets FORWARD to DROP and filters bridges; both are per network namespace."""
     script = (
         "iptables -P FORWARD DROP && sysctl -qw net.ipv4.ip_forward=1;"
         f" {sys.executable} - <<'END'\n"
@@ -622,12 +625,14 @@ def test_filtering_beside_it_does_not_reach_in() -> None:
         "END\n"
     )
     argv = ["unshare", "--net", "sh", "-c", script]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("n2", 0), done.stderr
+    result = subprocess.run(
+        argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False
+    )
+    assert (result.stdout.strip(), result.returncode) == ("n2", 0), result.stderr
 
 
-def test_a_host_that_cannot_start_says_why() -> None:
-    """And not what failed on the switch because that host was gone."""
+def test_failed_host_start_reports_cause() -> None:
+    """The error does not name a later failure of the switch that the missing host caused."""
     with pytest.raises(LabError, match="mount overlay on /proc"):
         Lab(LabOptions(hosts=2, private=("/proc",))).up()
 
@@ -650,27 +655,29 @@ with Lab(LabOptions(hosts=2, rate="100mbit", private=("/srv",))) as lab:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root already")
 def test_rootless(readable_source: str) -> None:
-    user = pwd.getpwnam("daemon")  # every machine has it, and nobody uses it
+    user = pwd.getpwnam("daemon")  # every machine has this user, and nothing runs as it
     uid = user.pw_uid
     pythons = [sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin")]
     usable = [python for python in pythons if python and _runs_for(uid, python, readable_source)]
     assert usable, "no Python that other users may run"
-    done = _as_user(uid, [usable[0], "-c", ROOTLESS], readable_source)
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.split()
+    result = _as_user(uid, [usable[0], "-c", ROOTLESS], readable_source)
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
     assert words[:2] == ["n2", str(uid)]
     assert words[-3:] == ["n2", "[]", "[]"]
-    assert "/dev/pts/" in done.stdout
+    assert "/dev/pts/" in result.stdout
     shutil.rmtree(f"/tmp/paceline-lab-{uid}", ignore_errors=True)
 
 
 @pytest.fixture
 def readable_source() -> Iterator[str]:
-    """A copy of the code that any user may read; a clone in root's home is for root alone."""
+    """Copies the code to a folder that any user may read; a checkout in root's home is closed."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-source-", dir="/tmp"))
     folder.chmod(0o755)
-    ours = Path(paceline.lab.__file__).parents[1]
-    shutil.copytree(ours, folder / ours.name, ignore=shutil.ignore_patterns("__pycache__"))
+    package_dir = Path(paceline.lab.__file__).parents[1]
+    shutil.copytree(
+        package_dir, folder / package_dir.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
     yield str(folder)
     shutil.rmtree(folder)
 
@@ -709,7 +716,7 @@ def paceline_lab(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
 
 
-def test_commands_from_up_to_down() -> None:
+def test_cli_from_up_to_down() -> None:
     name = f"cli-{os.getpid()}"
     try:
         up = paceline_lab("up", "--name", name, "--hosts", "2")
@@ -717,8 +724,10 @@ def test_commands_from_up_to_down() -> None:
         assert up.returncode == 0, up.stderr
         assert config in up.stdout
         assert ssh(Lab.attach(name), "n2", "hostname").stdout == "n2\n"
-        inside = paceline_lab("shell", "--name", name, "n2", "--", "sh", "-c", "hostname; exit 3")
-        assert (inside.stdout, inside.returncode) == ("n2\n", 3)
+        shell_result = paceline_lab(
+            "shell", "--name", name, "n2", "--", "sh", "-c", "hostname; exit 3"
+        )
+        assert (shell_result.stdout, shell_result.returncode) == ("n2\n", 3)
         assert paceline_lab("fault", "--name", name, "slow", "n1", "1mbit").returncode == 0
         status = json.loads(paceline_lab("status", "--name", name, "--json").stdout)[name]
         assert status["faults"] == [{"kind": "slow", "host": "n1", "arguments": ["1mbit"]}]
@@ -746,8 +755,8 @@ def test_foreground_ends_with_sigterm() -> None:
     assert "fg" not in _labs()
 
 
-def test_the_lab_stands_for_its_hosts(tmp_path: Path) -> None:
-    """``-H lab`` is its host file and its ssh config, typed and in the settings."""
+def test_lab_name_as_hosts_option(tmp_path: Path) -> None:
+    """``-H lab`` and the setting stand for the lab's host file and its ssh config."""
     (tmp_path / "paceline.toml").write_text('[run]\nhosts = "lab:settings"\n')
     with Lab(LabOptions(hosts=2, name="settings")) as lab:
         shown = launches.paceline("hosts", "--json", "-H", "lab:settings", cwd=tmp_path)
@@ -759,6 +768,6 @@ def test_the_lab_stands_for_its_hosts(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         assert {"[n1/0] n1", "[n2/1] n2"} == set(ran.stdout.splitlines())
         assert lab.name == "settings"
-    gone = launches.paceline("hosts", cwd=tmp_path)
-    assert gone.returncode == 2
-    assert "no lab called 'settings' is up" in gone.stderr
+    after_down = launches.paceline("hosts", cwd=tmp_path)
+    assert after_down.returncode == 2
+    assert "no lab called 'settings' is up" in after_down.stderr

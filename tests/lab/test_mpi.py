@@ -1,4 +1,4 @@
-"""Nodes started by three real MPIs: the same run as over SSH, the same ends, clear errors."""
+"""Tests nodes that three real MPIs start: same results and exits as over SSH, clear errors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transports import Transport, fetched, mpiexec, site_in, sniffed
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 FLAVOURS = ("intel", "mpich", "openmpi")
-# for what depends on the nodes that an MPI has started, not on the MPI
-one_flavour = pytest.mark.parametrize("transport", ["openmpi"], indirect=True)
-one_hydra = pytest.mark.parametrize("transport", ["intel"], indirect=True)
+# for tests that depend on nodes started by an MPI, but not on which MPI
+openmpi_only = pytest.mark.parametrize("transport", ["openmpi"], indirect=True)
+intel_only = pytest.mark.parametrize("transport", ["intel"], indirect=True)
 SECRET = "T0p-secret-0123456789-of-mine"
 
 
@@ -31,12 +31,12 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture
 def site(shared: Site) -> Iterator[Site]:
-    """Nothing may run or listen after a test."""
+    """Heals the lab; checks that nothing runs or listens after a test."""
     yield shared
     shared.lab.heal()
     login = ["ssh", "-o", "BatchMode=yes", "n2", "true"]
     assert eventually(lambda: shared.lab.exec("n1", login, timeout=20).returncode == 0)
-    # nodes whose launcher was killed may look for it for as long as the lease lasts
+    # nodes whose launcher was killed may wait for it until the lease ends
     assert shared.leftovers(12.0) == ""
 
 
@@ -47,39 +47,39 @@ def transport(request: pytest.FixtureRequest, site: Site) -> Transport:
 
 
 class TestMpi(EveryTransport):
-    """Each of the three starts agents, and starts one again that was lost.
+    """Runs the tests of all transports; each MPI starts agents, and starts lost agents again.
 
-    How ranks end is between the launcher and its agents, whoever started these: one MPI is enough.
+    Exits of ranks involve only the launcher and its agents, so one MPI is enough for them.
     """
 
-    @one_flavour
+    @openmpi_only
     def test_same_parameters_and_files_as_over_ssh(self, transport: Transport) -> None:
         super().test_same_parameters_and_files_as_over_ssh(transport)
 
-    @one_flavour
+    @openmpi_only
     def test_a_rank_is_killed(self, transport: Transport) -> None:
         super().test_a_rank_is_killed(transport)
 
-    @one_hydra
+    @intel_only
     def test_strangers_and_other_users_get_nothing(self, transport: Transport) -> None:
         super().test_strangers_and_other_users_get_nothing(transport)
 
-    @one_hydra
+    @intel_only
     def test_interrupted(self, transport: Transport) -> None:
         super().test_interrupted(transport)
 
-    @one_hydra
+    @intel_only
     def test_stopped_from_another_terminal(self, transport: Transport) -> None:
         super().test_stopped_from_another_terminal(transport)
 
 
-def test_key_and_forwarded_secret_are_in_no_command_line_and_not_on_the_wire(
+def test_secrets_are_not_in_command_lines_or_traffic(
     transport: Transport,
 ) -> None:
     """MPI sends the environment in the clear, and to whoever asks: it must not have them."""
     transport = replace(transport, env={"T_SECRET": SECRET})
-    words = ("--env", "T_SECRET", "--no-torch", "-p", "1", "end.py", "wait")
-    with sniffed(transport.site) as seen, transport.started(*words) as (_, directory):
+    args = ("--env", "T_SECRET", "--no-torch", "-p", "1", "end.py", "wait")
+    with sniffed(transport.site) as seen, transport.started(*args) as (_, directory):
         assert transport.waits(directory, 2)
         pids = [pid for name in ("n1", "n2") for pid, _ in transport.site.lab.processes(name)]
         keys = {_environment(pid).get("PACELINE_CALL_KEY") for pid in pids} - {None}
@@ -103,16 +103,18 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def test_dead_hosts_are_named_and_the_others_answer(transport: Transport) -> None:
-    """What `mpiexec -ppn 1 -f hostfile hostname` is used for."""
-    off = "impi" in transport.options[-1]  # the other two only refuse, which is quicker to find out
-    transport.site.lab.fault(*(("power-off", "n2") if off else ("reject", "n2", "22")))
+def test_names_unreachable_and_answering_hosts(transport: Transport) -> None:
+    """Users run ``mpiexec -ppn 1 -f hostfile hostname`` for this."""
+    is_powered_off = (
+        "impi" in transport.options[-1]
+    )  # the others get a refused port, which they notice faster
+    transport.site.lab.fault(*(("power-off", "n2") if is_powered_off else ("reject", "n2", "22")))
     options = ("-H", "n1,n2,n3", *transport.options[2:])
     ended = Transport(transport.site, options).run("--no-python", "hostname")
     assert ended.code == 1, ended.err
     assert "cannot start anything on 1 of 3 hosts: n2" in ended.err
     assert "answered: n1, n3" in ended.err
-    causes = ("n2: no answer", "n2: no route") if off else ("n2: refused",)
+    causes = ("n2: no answer", "n2: no route") if is_powered_off else ("n2: refused",)
     assert any(cause in ended.err for cause in causes)
 
 
@@ -121,21 +123,21 @@ def test_dead_hosts_are_named_and_the_others_answer(transport: Transport) -> Non
     [*((flavour, "n3") for flavour in FLAVOURS), ("intel", "n1"), ("openmpi", "n1")],
     indirect=["transport"],
 )
-def test_a_launching_machine_whose_name_nobody_knows(transport: Transport, typed_on: str) -> None:
-    """As an ordinary laptop: neither the hosts nor it itself can resolve what it is called."""
+def test_runs_from_machine_with_unresolvable_name(transport: Transport, typed_on: str) -> None:
+    """As on an ordinary laptop: neither the hosts nor the machine itself can resolve its name."""
     unknown = ("unshare", "--uts", "sh", "-c", 'hostname a-laptop; exec "$@"', "sh")
     laptop = Transport(transport.site, transport.options, host=typed_on, prefix=unknown)
     ended = laptop.run("--no-python", "hostname")
     assert ended.code == 0, ended.err
-    assert ended.lines(0) in (["n1"], ["a-laptop"])  # itself, where MPI starts it without ssh
+    assert ended.lines(0) in (["n1"], ["a-laptop"])  # its own name if MPI starts it without ssh
     assert ended.lines(1) == ["n2"]
 
 
 @pytest.mark.parametrize("transport", ["intel", "mpich"], indirect=True)
-def test_a_name_that_cannot_be_resolved_is_said_to_be_one(transport: Transport) -> None:
-    """The words of the log decide: no word of ports and firewalls.
+def test_reports_unresolvable_launcher_name(transport: Transport) -> None:
+    """The error follows the words of the log; it does not mention ports and firewalls.
 
-    Open MPI has no such name: its daemons are told addresses.
+    Open MPI has no such name: its daemons get addresses.
     """
     unknown = ("unshare", "--uts", "sh", "-c", 'hostname a-laptop; exec "$@"', "sh")
     by_name = (*transport.options, "--via-arg=-localhost", "--via-arg=a-laptop")
@@ -149,27 +151,27 @@ def test_a_name_that_cannot_be_resolved_is_said_to_be_one(transport: Transport) 
     assert "Traceback" not in ended.err
 
 
-def test_an_mpi_that_one_host_lacks(site: Site) -> None:
-    """Intel MPI at a path that only the first host has."""
+def test_reports_host_without_mpi(site: Site) -> None:
+    """Intel MPI is at a path that only the first host has."""
     source = Path(mpiexec("intel")).parents[1]
-    own = "/var/tmp/own-mpi"
-    copy = ["sh", "-c", f"mkdir -p {own} && cp -r {source}/bin {source}/lib {own}/"]
+    mpi_copy = "/var/tmp/own-mpi"
+    copy = ["sh", "-c", f"mkdir -p {mpi_copy} && cp -r {source}/bin {source}/lib {mpi_copy}/"]
     site.lab.exec("n1", copy, timeout=TEST_LIMIT_S, check=True)
-    options = ("-H", "n1,n2", "--via", "mpi", "--mpiexec", f"{own}/bin/mpiexec.hydra")
+    options = ("-H", "n1,n2", "--via", "mpi", "--mpiexec", f"{mpi_copy}/bin/mpiexec.hydra")
     ended = Transport(site, options).run("--no-python", "hostname")
     assert ended.code == 1
     assert "cannot start anything on 1 of 2 hosts: n2" in ended.err, ended.err
     assert "MPI is not installed there" in ended.err
 
 
-def test_no_mpi(site: Site) -> None:
+def test_reports_missing_mpi(site: Site) -> None:
     transport = Transport(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": "/nowhere"})
     ended = transport.run("--no-python", "hostname")
     assert ended.code == 2
     assert "--via mpi needs an MPI, and there is none" in ended.err
 
 
-def test_two_mpis_mixed(site: Site) -> None:
+def test_rejects_mixed_mpis_on_path(site: Site) -> None:
     folder = site.project.parent / "mixed"
     folder.mkdir(exist_ok=True)
     for name, flavour in (("mpiexec", "mpich"), ("mpirun", "openmpi")):
@@ -181,45 +183,45 @@ def test_two_mpis_mixed(site: Site) -> None:
     assert "two MPIs are mixed on PATH" in ended.err
 
 
-@one_hydra
-def test_the_demo_of_intels_containers(transport: Transport) -> None:
-    """Unmodified: it reads PMI_RANK and MPI_LOCALRANKID. Behind oneCCL's name is gloo here."""
-    run_intels_demo(transport, fetched(intels_demo.PUBLISHED))
+@intel_only
+def test_runs_intel_container_demo(transport: Transport) -> None:
+    """The script is unmodified and reads PMI_RANK and MPI_LOCALRANKID; gloo replaces oneCCL."""
+    run_intel_demo(transport, fetched(intels_demo.PUBLISHED))
 
 
-@one_flavour
-def test_our_stand_in_for_the_demo_of_intels_containers(transport: Transport) -> None:
-    run_intels_demo(transport, intels_demo.STAND_IN)
+@openmpi_only
+def test_runs_stand_in_for_intel_demo(transport: Transport) -> None:
+    run_intel_demo(transport, intels_demo.STAND_IN)
 
 
-def run_intels_demo(transport: Transport, script: Path) -> None:
+def run_intel_demo(transport: Transport, script: Path) -> None:
     project = transport.site.project
     intels_demo.put_into(project, script)
     env = ["--env", f"PYTHONPATH={intels_demo.LIBRARIES}", "--backend", "ccl"]
     ended = transport.run("-p", "1", *env, *intels_demo.WORDS)
     assert ended.code == 0, ended.err
-    told = [line for rank in (0, 1) for line in ended.lines(rank) if "accuracy=" in line]
-    assert len(told) == 2, ended.out
+    accuracy_lines = [line for rank in (0, 1) for line in ended.lines(rank) if "accuracy=" in line]
+    assert len(accuracy_lines) == 2, ended.out
     assert (project / "mnist_cnn.pt").exists()
 
 
-def test_the_users_own_mpirun(transport: Transport) -> None:
-    """A script that only knows RANK, started by mpirun, through `paceline env`."""
+def test_env_command_under_mpirun(transport: Transport) -> None:
+    """mpirun starts ``paceline env`` with a script that reads only RANK."""
     mpiexec_path = transport.options[-1]
     address = transport.site.lab.address("n1")
-    meet = {"MASTER_ADDR": address, "MASTER_PORT": "29517", "PYTHONPATH": str(SOURCE)}
+    rendezvous_env = {"MASTER_ADDR": address, "MASTER_PORT": "29517", "PYTHONPATH": str(SOURCE)}
     script = "import os, socket; print(os.environ['RANK'], os.environ['WORLD_SIZE'], " \
              "os.environ['LOCAL_RANK'], socket.gethostname(), flush=True)"  # fmt: skip
     command = [sys.executable, "-m", "paceline", "env", sys.executable, "-c", script]
     if "openmpi" in mpiexec_path:
-        forwarded = [word for name in meet for word in ("-x", name)]
+        forwarded = [word for name in rendezvous_env for word in ("-x", name)]
         head = ["--host", "n1:2,n2:2", "-np", "4", "--map-by", "slot", *forwarded]
         head += ["--allow-run-as-root"]
     else:
         head = ["-hosts", "n1,n2", "-ppn", "2", "-n", "4"]
-    done = transport.site.lab.exec(
-        "n1", [mpiexec_path, *head, *command], env=meet, timeout=TEST_LIMIT_S
+    result = transport.site.lab.exec(
+        "n1", [mpiexec_path, *head, *command], env=rendezvous_env, timeout=TEST_LIMIT_S
     )
-    assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.split("\n")[:-1])
+    assert result.returncode == 0, result.stderr
+    lines = sorted(result.stdout.split("\n")[:-1])
     assert lines == ["0 4 0 n1", "1 4 1 n1", "2 4 0 n2", "3 4 1 n2"]

@@ -1,6 +1,6 @@
-"""A script that nobody here wrote, unmodified, over two hosts: one of Accelerate's own tests.
+"""Tests a third-party script, unmodified, over two hosts: one of Accelerate's own tests.
 
-And Accelerate's own launcher, by the files that `paceline setup accelerate` writes.
+Also tests Accelerate's own launcher with the files that ``paceline setup accelerate`` writes.
 """
 
 from __future__ import annotations
@@ -26,63 +26,65 @@ SCRIPT = str(Path(__file__).with_name("coming") / "with_accelerate.py")
 MODULE = "accelerate.test_utils.scripts.test_sync"
 
 
-def test_runs_over_two_hosts(tmp_path: Path) -> None:
+def test_runs_accelerate_test_script_on_two_hosts(tmp_path: Path) -> None:
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)
     with Lab(LabOptions(hosts=2, debian_hosts=True, share=(str(tmp_path),))) as lab:
-        where = ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", "run", *where, "--run-dir", "run",
+        host_options = ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+        result = subprocess.run(
+            [sys.executable, "-m", "paceline", "run", *host_options, "--run-dir", "run",
              "--env", "ACCELERATE_USE_CPU=true", "-m", MODULE],
             cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
-        launched = launch_by_files(lab, tmp_path, where)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "[n1/0] **Test Distributed `no_sync` context manager**" in done.stdout
+        launched = launch_by_files(lab, tmp_path, host_options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "[n1/0] **Test Distributed `no_sync` context manager**" in result.stdout
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert events.count('"event": "world joined", "world_size": 2, "backend": "gloo"') == 2
     assert launched == ["accelerate 0 of 2 saw 32", "accelerate 1 of 2 saw 32"]
 
 
-def launch_by_files(lab: Lab, folder: Path, where: list[str]) -> list[str]:
-    """What is printed where each host types the line that was written for it.
+def launch_by_files(lab: Lab, folder: Path, host_options: list[str]) -> list[str]:
+    """Runs on each host the command that was written for it; returns what they print.
 
-    The first has its file in the folder, the second where Accelerate looks by itself, put there
-    over SSH, beside the file that it had.
+    The first host has its file in the folder. The second host's file is installed over SSH at
+    Accelerate's default path, beside the file that was there.
     """
-    own = lab.home("n2") / ".cache/huggingface/accelerate/default_config.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("mine: true\n")
+    user_config = lab.home("n2") / ".cache/huggingface/accelerate/default_config.yaml"
+    user_config.parent.mkdir(parents=True)
+    user_config.write_text("mine: true\n")
     by_file, installed = (
         subprocess.run(
-            [sys.executable, "-m", "paceline", "setup", "accelerate", *where, *words],
+            [sys.executable, "-m", "paceline", "setup", "accelerate", *host_options, *words],
             cwd=folder, capture_output=True, text=True, timeout=200, check=True,
         ).stdout
         for words in (("--mixed-precision", "bf16"), ("--mixed-precision", "bf16", "--install"))
     )  # fmt: skip
     assert f"n2: {lab.home_inside()}/.cache/huggingface/accelerate/default_config" in installed
-    assert own.read_text() == (folder / "accelerate-config" / "n2.yaml").read_text()
-    assert own.with_name(own.name + ".before-paceline").read_text() == "mine: true\n"
-    typed = [re.findall(r"^(.*)accelerate launch (.*)SCRIPT$", text, re.MULTILINE)[number]
+    assert user_config.read_text() == (folder / "accelerate-config" / "n2.yaml").read_text()
+    assert (
+        user_config.with_name(user_config.name + ".before-paceline").read_text() == "mine: true\n"
+    )
+    launch_lines = [re.findall(r"^(.*)accelerate launch (.*)SCRIPT$", text, re.MULTILINE)[number]
              for number, text in enumerate((by_file, installed))]  # fmt: skip
-    assert [options for _, options in typed] == ["--config_file n1.yaml ", ""]
+    assert [options for _, options in launch_lines] == ["--config_file n1.yaml ", ""]
     children = [
         lab.popen(
             host,
             [sys.executable, "-m", "accelerate.commands.launch", *options.split(), SCRIPT],
-            env=dict(one.split("=", 1) for one in before.split()), cwd=folder / "accelerate-config",
+            env=dict(var.split("=", 1) for var in before.split()), cwd=folder / "accelerate-config",
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for host, (before, options) in zip(("n1", "n2"), typed, strict=True)
+        for host, (before, options) in zip(("n1", "n2"), launch_lines, strict=True)
     ]  # fmt: skip
-    said = [child.communicate(timeout=200)[0] for child in children]
-    found = sorted(line for text in said for line in text.splitlines() if " saw " in line)
-    assert found, said
-    return found
+    outputs = [child.communicate(timeout=200)[0] for child in children]
+    seen_lines = sorted(line for text in outputs for line in text.splitlines() if " saw " in line)
+    assert seen_lines, outputs
+    return seen_lines
 
 
-# In a process of its own, for torchvision is not in the tests' environment
+# Runs in its own process, because torchvision is not in the tests' environment.
 TORCHVISION = """
 import json, sys
 from pathlib import Path
@@ -102,20 +104,22 @@ assert evaluate.main(["--run=run", "--device=cpu"]) == 0
 """
 
 
-def test_a_model_of_torchvision_is_trained_further(tmp_path: Path) -> None:
-    """With weights of ours in the published file; the backbone stays, bit for bit."""
+def test_finetunes_torchvision_model(tmp_path: Path) -> None:
+    """The published file gets new weights; training leaves the backbone unchanged, bit for bit."""
     if not (PARTS / "torchvision").is_dir():
         missing("torchvision is not installed")
-    here = Path(__file__).parent
-    libraries = [here / "cpu_torchvision", PARTS / "torchvision", SOURCE]
+    test_dir = Path(__file__).parent
+    libraries = [test_dir / "cpu_torchvision", PARTS / "torchvision", SOURCE]
     env = {**os.environ, "PYTHONPATH": ":".join(map(str, libraries)), "XDG_CACHE_HOME": "cache"}
-    done = subprocess.run([sys.executable, "-c", TORCHVISION], cwd=tmp_path, env=env,
+    result = subprocess.run([sys.executable, "-c", TORCHVISION], cwd=tmp_path, env=env,
                           capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "weights of torchvision/mobilenet_v3_small with a new head; the backbone" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert (
+        "weights of torchvision/mobilenet_v3_small with a new head; the backbone" in result.stdout
+    )
     (file,) = (tmp_path / "cache").rglob("mobilenet*.pth")
     before = torch.load(file, weights_only=True)
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     backbone = {name: tensor for name, tensor in before.items() if f"model.{name}" in after}
-    assert len(backbone) == len(before) - 2  # the last layer's weight and bias
+    assert len(backbone) == len(before) - 2  # without the last layer's weight and bias
     assert all(torch.equal(after[f"model.{name}"], backbone[name]) for name in backbone)

@@ -1,4 +1,4 @@
-"""The text and translation recipes on two lab hosts that share no folder with the launcher."""
+"""Tests the text, translation and sft recipes on hosts that share no folder with the launcher."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pairs.tsv").write_text("\n".join(lines))
     texts = [("up" if row < row[::-1] else "down", " ".join(row)) for row in rows]
     (folder / "words").mkdir()
-    for part, some in (("train", texts[:400]), ("test", texts[400:])):
-        (folder / "words" / f"{part}.csv").write_text("\n".join(map(",".join, some)))
+    for part, subset in (("train", texts[:400]), ("test", texts[400:])):
+        (folder / "words" / f"{part}.csv").write_text("\n".join(map(",".join, subset)))
     return folder
 
 
@@ -40,25 +40,27 @@ def two_hosts(new_lab: Any) -> Lab:
 
 def test_translation(two_hosts: Lab, project: Path) -> None:
     flags = ["--data=pairs.tsv", "--model=tiny", "--steps=4", "--lr=4e-3", "--dropout=0"]
-    more = ["--samples=0", "--score-every=99", "--global-batch=16", "--run-dir=reverser"]
-    trained = paceline("train", "translation", *on(two_hosts), *flags, *more, cwd=project)
+    extra_flags = ["--samples=0", "--score-every=99", "--global-batch=16", "--run-dir=reverser"]
+    trained = paceline("train", "translation", *on(two_hosts), *flags, *extra_flags, cwd=project)
     assert trained.returncode == 0, trained.stderr[-3000:]
     run = project / "reverser"
     plan = json.loads((run / "plan.json").read_text())
     assert [node["host"] for node in plan["nodes"]] == list(two_hosts.names)
     recorded = json.loads((run / "model/config.json").read_text())["metrics"]["val"]
     assert (run / "translations.jsonl").is_file()
-    spread = paceline("evaluate", "reverser", *on(two_hosts), cwd=project)
-    assert f"exact {recorded['exact']:.4f}" in spread.stdout, spread.stderr[-3000:]
+    distributed_eval = paceline("evaluate", "reverser", *on(two_hosts), cwd=project)
+    assert f"exact {recorded['exact']:.4f}" in distributed_eval.stdout, distributed_eval.stderr[
+        -3000:
+    ]
 
 
 def test_sft(two_hosts: Lab, project: Path) -> None:
-    """Model and conversations are only where the launcher is."""
+    """Model and conversations are only on the launching machine."""
     base = tiny_language_model.save(project / "base")
     tiny_language_model.write_jsonl(project / "chat.jsonl", tiny_language_model.chats(24))
     flags = ["--model=base", "--data=chat.jsonl", "--steps=2", "--sample-tokens=4"]
-    more = ["--lora-rank=4", "--run-dir=chat"]
-    trained = paceline("train", "sft", *on(two_hosts), *flags, *more, cwd=project)
+    extra_flags = ["--lora-rank=4", "--run-dir=chat"]
+    trained = paceline("train", "sft", *on(two_hosts), *flags, *extra_flags, cwd=project)
     assert trained.returncode == 0, trained.stderr[-3000:]
     run = project / "chat"
     assert json.loads((run / "model/config.json").read_text())["model"] == str(base)
@@ -66,22 +68,22 @@ def test_sft(two_hosts: Lab, project: Path) -> None:
     assert adapter["base_model_name_or_path"] == str(base)
     assert (run / "adapters/last/adapter_model.safetensors").is_file()
     assert (run / "samples.jsonl").is_file()
-    alone = paceline("evaluate", "chat", cwd=project)
-    loss, bits = alone.stdout.split("  bits per byte ")
-    assert loss in trained.stdout, alone.stderr
+    local_eval = paceline("evaluate", "chat", cwd=project)
+    loss, bits = local_eval.stdout.split("  bits per byte ")
+    assert loss in trained.stdout, local_eval.stderr
     assert float(bits.split()[0]) > 0
 
 
 def test_text(two_hosts: Lab, project: Path) -> None:
-    """The data are a folder that only the launcher has."""
+    """The data are in a folder that only the launching machine has."""
     flags = ["--data=words", "--steps=10", "--run-dir=texts"]
     trained = paceline("train", "text", *on(two_hosts), *flags, cwd=project)
     assert trained.returncode == 0, trained.stderr[-3000:]
     names = sorted(path.name for path in (project / "texts").rglob("*"))
     assert "tokenizer.json" in names, (names, trained.stderr)
     assert "sending data" in trained.stderr
-    alone = paceline("evaluate", "texts", cwd=project)
-    assert alone.stdout.split("  (")[0] in trained.stdout, alone.stderr
-    spread = paceline("evaluate", "texts", *on(two_hosts), cwd=project)
-    assert alone.stdout.split("  (")[0] in spread.stdout, spread.stderr
-    assert "sending data" not in spread.stderr  # they have them
+    local_eval = paceline("evaluate", "texts", cwd=project)
+    assert local_eval.stdout.split("  (")[0] in trained.stdout, local_eval.stderr
+    distributed_eval = paceline("evaluate", "texts", *on(two_hosts), cwd=project)
+    assert local_eval.stdout.split("  (")[0] in distributed_eval.stdout, distributed_eval.stderr
+    assert "sending data" not in distributed_eval.stderr  # the hosts have the data already

@@ -1,4 +1,4 @@
-"""Every command of the reference's pages runs, too, beside those of ``test_documents_run.py``."""
+"""Tests that every command in the reference pages runs; others: ``test_documents_run.py``."""
 
 from __future__ import annotations
 

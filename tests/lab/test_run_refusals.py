@@ -1,4 +1,4 @@
-"""What cannot be is refused: the host, the cause and the remedy are named, and nothing runs on."""
+"""Tests that impossible launches are refused with host, cause and remedy, and leave nothing."""
 
 from __future__ import annotations
 
@@ -30,136 +30,136 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture
 def site(shared: Site) -> Iterator[Site]:
-    """Nothing may be left running, whatever was refused."""
+    """Checks that a refused launch leaves nothing running."""
     yield from healed(shared)
 
 
-def refused(ended: Ended, *words: str, code: int = 1) -> None:
-    """The error is ours, says these words and has this status."""
+def assert_error(ended: Ended, *words: str, code: int = 1) -> None:
+    """Checks that a launch failed with this status, these words, a remedy and no traceback."""
     assert ended.code == code, ended.err
     assert "Traceback" not in ended.err
     assert [word for word in words if word not in ended.err] == [], ended.err
     assert "remedy:" in ended.err, ended.err
 
 
-# --- what can be seen from here
+# --- errors that the launcher finds
 
 
-def test_too_few_hosts(site: Site) -> None:
-    refused(site.run("--nnodes", "3", "tell.py"), "3 nodes", "n1, n2", "--nnodes 2", code=2)
+def test_rejects_nnodes_above_number_of_hosts(site: Site) -> None:
+    assert_error(site.run("--nnodes", "3", "tell.py"), "3 nodes", "n1, n2", "--nnodes 2", code=2)
 
 
-def test_too_few_slots(site: Site, tmp_path: Path) -> None:
+def test_rejects_nproc_above_slots(site: Site, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("n1 slots=2\nn2 slots=1\n")
     ended = site.run("--no-torch", "-p", "2", "tell.py", hosts=str(hostfile))
-    refused(ended, "n2 has 1 slot", "--nproc-per-node 1", code=2)
+    assert_error(ended, "n2 has 1 slot", "--nproc-per-node 1", code=2)
 
 
-def test_a_host_file_that_is_not_there(site: Site) -> None:
+def test_reports_missing_host_file(site: Site) -> None:
     ended = site.run("tell.py", hosts="./no-such-file")
     assert ended.code == 2
     assert "no-such-file" in ended.err
 
 
-def test_a_run_directory_in_use(site: Site) -> None:
-    with site.start("--no-torch", "end.py", "echo") as one:
-        one.wait_for("waiting", times=2)
-        argv = site.argv("--run-dir", str(one.directory), "--no-torch", "tell.py")
+def test_rejects_run_directory_in_use(site: Site) -> None:
+    with site.start("--no-torch", "end.py", "echo") as first:
+        first.wait_for("waiting", times=2)
+        argv = site.argv("--run-dir", str(first.directory), "--no-torch", "tell.py")
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        two = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
-        one.signal(15)
-        one.end()
-    assert two.returncode == 2, two.stderr
-    assert "in use" in two.stderr
-    assert str(one.process.pid) in two.stderr
+        second = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
+        first.signal(15)
+        first.end()
+    assert second.returncode == 2, second.stderr
+    assert "in use" in second.stderr
+    assert str(first.process.pid) in second.stderr
 
 
-def test_a_run_directory_that_cannot_be(site: Site) -> None:
+def test_reports_invalid_run_directory(site: Site) -> None:
     argv = site.argv("--run-dir", "/proc/runs/1", "--no-torch", "tell.py")
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "run directory /proc/runs/1" in done.stderr
-    assert "--run-dir" in done.stderr
+    result = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "run directory /proc/runs/1" in result.stderr
+    assert "--run-dir" in result.stderr
 
 
 # --- logging in
 
 
-def changed(site: Site, tmp_path: Path, *changes: tuple[str, str]) -> Path:
+def modified_ssh_config(site: Site, tmp_path: Path, *changes: tuple[str, str]) -> Path:
     """A copy of the lab's ssh configuration with some words replaced."""
     text = site.lab.ssh_config.read_text()
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
+    for original, replacement in changes:
+        assert original in text
+        text = text.replace(original, replacement)
     file = tmp_path / "ssh_config"
     file.write_text(text)
     return file
 
 
 def run_with(site: Site, config: Path, *words: str, hosts: str = "n1,n2") -> Ended:
-    # the last --ssh-config counts
+    # the last --ssh-config wins
     return site.run("--ssh-config", str(config), *words, "--no-torch", "tell.py", hosts=hosts)
 
 
-def test_no_such_host(site: Site) -> None:
+def test_reports_unknown_host_name(site: Site) -> None:
     ended = site.run("--no-torch", "tell.py", hosts="n1,nowhere.invalid")
-    refused(ended, "1 of 2 hosts", "nowhere.invalid", "name not found")
+    assert_error(ended, "1 of 2 hosts", "nowhere.invalid", "name not found")
 
 
-def test_a_host_that_is_off(site: Site) -> None:
+def test_reports_powered_off_host(site: Site) -> None:
     site.lab.fault("power-off", "n2")
     ended = site.run("--no-torch", "tell.py")
-    refused(ended, "1 of 2 hosts", "n2")
+    assert_error(ended, "1 of 2 hosts", "n2")
     assert "n1:" not in ended.err
 
 
-def test_the_wrong_key(site: Site, tmp_path: Path) -> None:
+def test_reports_rejected_ssh_key(site: Site, tmp_path: Path) -> None:
     key = tmp_path / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    config = changed(site, tmp_path, (str(site.lab.layout.identity), str(key)))
-    refused(run_with(site, config), "2 of 2 hosts", "login refused", "n1", "n2", "ssh-copy-id")
+    config = modified_ssh_config(site, tmp_path, (str(site.lab.layout.identity), str(key)))
+    assert_error(run_with(site, config), "2 of 2 hosts", "login refused", "n1", "n2", "ssh-copy-id")
 
 
-def test_a_key_that_others_can_read(site: Site, tmp_path: Path) -> None:
+def test_reports_world_readable_key(site: Site, tmp_path: Path) -> None:
     key = tmp_path / "open"
     shutil.copy(site.lab.layout.identity, key)
     key.chmod(0o644)
-    config = changed(site, tmp_path, (str(site.lab.layout.identity), str(key)))
-    refused(run_with(site, config), "open to others", "chmod 600")
+    config = modified_ssh_config(site, tmp_path, (str(site.lab.layout.identity), str(key)))
+    assert_error(run_with(site, config), "open to others", "chmod 600")
 
 
 def fingerprint(public: Path) -> str:
-    done = subprocess.run(["ssh-keygen", "-lf", str(public)], capture_output=True, text=True)
-    return done.stdout.split()[1]
+    result = subprocess.run(["ssh-keygen", "-lf", str(public)], capture_output=True, text=True)
+    return result.stdout.split()[1]
 
 
-def test_a_changed_host_key(site: Site, tmp_path: Path) -> None:
+def test_reports_changed_host_key(site: Site, tmp_path: Path) -> None:
     keys = {name: site.lab.layout.host_key(name).with_suffix(".pub") for name in ("n1", "n2")}
     lines = site.lab.layout.known_hosts.read_text().splitlines()
-    wrong = lines[1].split()[:2] + lines[0].split()[2:]  # n2 under n1's key
+    swapped = lines[1].split()[:2] + lines[0].split()[2:]  # n1's key under the name n2
     known = tmp_path / "known_hosts"
-    known.write_text(f"{lines[0]}\n{' '.join(wrong)}\n")
-    config = changed(site, tmp_path, (str(site.lab.layout.known_hosts), str(known)))
-    before = known.read_text()
-    for more in ((), ("--accept-new-host-keys",)):
-        ended = run_with(site, config, *more)
-        refused(ended, "1 of 2 hosts", "host key changed", "n2", "ssh-keygen -R")
-        assert fingerprint(keys["n2"]) in ended.err  # what it shows
-        assert fingerprint(keys["n1"]) in ended.err  # what was pinned
-        assert known.read_text() == before
+    known.write_text(f"{lines[0]}\n{' '.join(swapped)}\n")
+    config = modified_ssh_config(site, tmp_path, (str(site.lab.layout.known_hosts), str(known)))
+    initial_text = known.read_text()
+    for extra_args in ((), ("--accept-new-host-keys",)):
+        ended = run_with(site, config, *extra_args)
+        assert_error(ended, "1 of 2 hosts", "host key changed", "n2", "ssh-keygen -R")
+        assert fingerprint(keys["n2"]) in ended.err  # the key that n2 presents
+        assert fingerprint(keys["n1"]) in ended.err  # the key that was pinned
+        assert known.read_text() == initial_text
 
 
-def test_an_unknown_host_key(site: Site, tmp_path: Path) -> None:
+def test_accepts_unknown_host_key_only_on_request(site: Site, tmp_path: Path) -> None:
     known = tmp_path / "known_hosts"
     known.write_text("")
-    config = changed(
+    config = modified_ssh_config(
         site, tmp_path, (str(site.lab.layout.known_hosts), str(known)),
-        ("StrictHostKeyChecking yes", "StrictHostKeyChecking no"),  # it is not for the file to say
+        ("StrictHostKeyChecking yes", "StrictHostKeyChecking no"),  # the file must not disable it
     )  # fmt: skip
     ended = run_with(site, config)
-    refused(ended, "2 of 2 hosts", "host key not known", "--accept-new-host-keys")
+    assert_error(ended, "2 of 2 hosts", "host key not known", "--accept-new-host-keys")
     key = fingerprint(site.lab.layout.host_key("n2").with_suffix(".pub"))
     assert key in ended.err
     assert known.read_text() == ""
@@ -180,8 +180,8 @@ time.sleep(float(sys.argv[2]))
 
 
 @pytest.fixture
-def strict(site: Site) -> Iterator[Site]:
-    """n2's sshd takes one login at a time and drops the rest."""
+def strict_site(site: Site) -> Iterator[Site]:
+    """n2's sshd accepts one login at a time and drops the others."""
     file = site.lab.layout.sshd_config("n2")
     text = file.read_text()
     file.write_text(text + "MaxStartups 1:100:1\n")
@@ -193,29 +193,29 @@ def strict(site: Site) -> Iterator[Site]:
     site.lab.heal()
 
 
-def test_dropped_logins_are_tried_again(strict: Site) -> None:
-    hold = [sys.executable, "-c", HOLD, strict.lab.address("n2"), "1.0"]
-    with strict.lab.popen("n1", hold, stdout=subprocess.PIPE, text=True) as holder:
+def test_retries_dropped_logins(strict_site: Site) -> None:
+    hold = [sys.executable, "-c", HOLD, strict_site.lab.address("n2"), "1.0"]
+    with strict_site.lab.popen("n1", hold, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
-        ended = strict.run("--no-torch", "tell.py")
+        ended = strict_site.run("--no-torch", "tell.py")
     assert ended.code == 0, ended.err
 
 
-def test_logins_that_are_always_dropped(strict: Site) -> None:
-    hold = [sys.executable, "-c", HOLD, strict.lab.address("n2"), "60"]
-    with strict.lab.popen("n1", hold, stdout=subprocess.PIPE, text=True) as holder:
+def test_reports_persistently_dropped_logins(strict_site: Site) -> None:
+    hold = [sys.executable, "-c", HOLD, strict_site.lab.address("n2"), "60"]
+    with strict_site.lab.popen("n1", hold, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
-        ended = strict.run("--no-torch", "tell.py")
+        ended = strict_site.run("--no-torch", "tell.py")
         holder.kill()
-    refused(ended, "n2", "MaxStartups")
+    assert_error(ended, "n2", "MaxStartups")
 
 
 # --- the hosts' Python
 
 
-def with_python(site: Site, python: str, *words: str) -> Ended:
+def run_with_python(site: Site, python: str, *words: str) -> Ended:
     settings = site.project / "paceline.toml"
     settings.write_text(f'[hosts.n2]\npython = "{python}"\n')
     trust_settings(site.project)
@@ -225,28 +225,30 @@ def with_python(site: Site, python: str, *words: str) -> Ended:
         settings.unlink()
 
 
-def test_an_interpreter_that_is_not_there(site: Site) -> None:
-    ended = with_python(site, "/opt/none/bin/python", "train.py")
-    refused(ended, "n2", "/opt/none/bin/python", "paceline.toml")
+def test_reports_missing_interpreter(site: Site) -> None:
+    ended = run_with_python(site, "/opt/none/bin/python", "train.py")
+    assert_error(ended, "n2", "/opt/none/bin/python", "paceline.toml")
 
 
-def test_no_python_at_all(site: Site) -> None:
-    away = "cd /usr/bin; mkdir away; find . -maxdepth 1 -name 'python*' -exec mv -t away {} +"
-    back = "cd /usr/bin; find away -mindepth 1 -exec mv -t . {} +; rmdir away"
+def test_reports_host_without_python(site: Site) -> None:
+    hide_python = (
+        "cd /usr/bin; mkdir away; find . -maxdepth 1 -name 'python*' -exec mv -t away {} +"
+    )
+    restore_python = "cd /usr/bin; find away -mindepth 1 -exec mv -t . {} +; rmdir away"
     start_up = site.lab.home("n2") / ".bashrc"
     start_up.write_text("PATH=/usr/bin:/bin\n")
     try:
-        site.lab.exec("n2", ["sh", "-c", away], check=True)
-        ended = with_python(site, "/opt/none/bin/python", "train.py")
+        site.lab.exec("n2", ["sh", "-c", hide_python], check=True)
+        ended = run_with_python(site, "/opt/none/bin/python", "train.py")
     finally:
-        site.lab.exec("n2", ["sh", "-c", back], check=True)
+        site.lab.exec("n2", ["sh", "-c", restore_python], check=True)
         start_up.unlink()
-    refused(ended, "n2", "no Python", "Python 3.9")
+    assert_error(ended, "n2", "no Python", "Python 3.9")
 
 
 @pytest.fixture(scope="module")
 def environments(shared: Site) -> Path:
-    """Virtual environments: ``none`` without torch, ``old`` with another version's number."""
+    """Makes virtual environments: ``none`` without torch, ``old`` with another torch version."""
     folder = shared.project.parent / "environments"
     for name in ("none", "old"):
         venv.create(folder / name, with_pip=False, symlinks=True)
@@ -256,17 +258,17 @@ def environments(shared: Site) -> Path:
     return folder
 
 
-def test_no_torch_on_a_host(site: Site, environments: Path) -> None:
-    ended = with_python(site, f"{environments}/none/bin/python", "train.py")
-    refused(ended, "no torch on n2", "pip install torch", "--no-torch")
+def test_reports_host_without_torch(site: Site, environments: Path) -> None:
+    ended = run_with_python(site, f"{environments}/none/bin/python", "train.py")
+    assert_error(ended, "no torch on n2", "pip install torch", "--no-torch")
 
 
-def test_different_torch_versions(site: Site, environments: Path) -> None:
-    ended = with_python(site, f"{environments}/old/bin/python", "train.py")
-    refused(ended, "different torch versions", "n1: torch", "n2: torch 2.10.1", "pip install")
+def test_reports_different_torch_versions(site: Site, environments: Path) -> None:
+    ended = run_with_python(site, f"{environments}/old/bin/python", "train.py")
+    assert_error(ended, "different torch versions", "n1: torch", "n2: torch 2.10.1", "pip install")
 
 
-def test_a_torch_that_cannot_be_imported(site: Site, environments: Path) -> None:
+def test_reports_torch_import_error(site: Site, environments: Path) -> None:
     import torch
 
     (packages,) = (environments / "old").glob("lib/python*/site-packages")
@@ -275,18 +277,18 @@ def test_a_torch_that_cannot_be_imported(site: Site, environments: Path) -> None
     version.write_text(f"__version__ = '{torch.__version__}'\n")
     (packages / "torch/__init__.py").write_text("raise OSError('libfoo.so: cannot open')\n")
     try:
-        ended = with_python(site, f"{environments}/old/bin/python", "train.py")
+        ended = run_with_python(site, f"{environments}/old/bin/python", "train.py")
     finally:
         version.write_text(text)
-    refused(ended, "n2 cannot import torch", "libfoo.so")
+    assert_error(ended, "n2 cannot import torch", "libfoo.so")
 
 
-def test_a_backend_that_torch_lacks(site: Site) -> None:
+def test_reports_unavailable_backend(site: Site) -> None:
     ended = site.run("--backend", "nccl", "train.py")
-    refused(ended, "nccl", "gloo", "--backend gloo")
+    assert_error(ended, "nccl", "gloo", "--backend gloo")
 
 
-def test_a_program_that_is_not_there(site: Site) -> None:
+def test_reports_missing_program(site: Site) -> None:
     ended = site.run("--no-python", "no-such-program-anywhere")
     assert ended.code == 127
     assert "no-such-program-anywhere" in ended.err
@@ -296,36 +298,36 @@ def test_a_program_that_is_not_there(site: Site) -> None:
 # --- disks
 
 
-def test_the_disk_of_the_run_directory_is_full(site: Site) -> None:
+def test_reports_full_disk_of_run_directory(site: Site) -> None:
     small = site.project.parent / "small"
     words = ["--run-dir", f"{small}/run", "--no-torch", "--show", "none", "end.py", "flood"]
     argv = site.argv(*words, inside="n1")
-    done = site.lab.exec("n1", argv, cwd=site.project, timeout=TIMEOUT_S,
+    result = site.lab.exec("n1", argv, cwd=site.project, timeout=TIMEOUT_S,
                          env={"PYTHONPATH": str(SOURCE)})  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "No space left" in done.stderr
-    assert "--run-dir" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1, result.stderr
+    assert "No space left" in result.stderr
+    assert "--run-dir" in result.stderr
+    assert "Traceback" not in result.stderr
     site.lab.exec("n1", ["sh", "-c", f"rm -rf {small}/*"], check=True)
 
 
-def test_results_that_do_not_fit_here(site: Site) -> None:
+def test_reports_disk_too_small_for_results(site: Site) -> None:
     small = site.project.parent / "small"
     words = ["--run-dir", f"{small}/run", "--no-torch", "--ship", "always", "end.py", "large"]
     argv = site.argv(*words, inside="n1")
-    done = site.lab.exec("n1", argv, cwd=site.project, timeout=TIMEOUT_S,
+    result = site.lab.exec("n1", argv, cwd=site.project, timeout=TIMEOUT_S,
                          env={"PYTHONPATH": str(SOURCE)})  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "the results on n2 do not fit on this disk" in done.stderr
-    assert re.search(r"scp .*-r \S*n2:", done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
-    found = site.lab.exec("n1", ["find", f"{small}/run", "-name", "large*"])
-    assert found.stdout == ""  # no half of it
+    assert result.returncode == 1, result.stderr
+    assert "the results on n2 do not fit on this disk" in result.stderr
+    assert re.search(r"scp .*-r \S*n2:", result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    matching_files = site.lab.exec("n1", ["find", f"{small}/run", "-name", "large*"])
+    assert matching_files.stdout == ""  # no partial file
     site.lab.exec("n1", ["sh", "-c", f"rm -rf {small}/*"], check=True)
-    (site.project / "large.bin").unlink(missing_ok=True)  # rank 0 ran in place
+    (site.project / "large.bin").unlink(missing_ok=True)  # rank 0 ran in the project
 
 
-def test_the_disk_of_a_host_is_full(site: Site) -> None:
+def test_full_host_disk_fails_check_but_not_run(site: Site) -> None:
     small = site.project.parent / "small"
     start_up = site.lab.home("n2") / ".bashrc"
     start_up.write_text(f"export XDG_CACHE_HOME={small} TMPDIR={small}\n")
@@ -335,13 +337,13 @@ def test_the_disk_of_a_host_is_full(site: Site) -> None:
         ended = site.run("--check", "none", "--no-torch", "--ship", "always", "tell.py")
     finally:
         start_up.unlink()
-    refused(checked, "n2", str(small), "full")
-    # what cannot be kept in the cache is kept in a folder of the job's own, on another disk
+    assert_error(checked, "n2", str(small), "full")
+    # code that does not fit into the cache is stored in a folder of the job, on another disk
     assert ended.code == 0, ended.err
     assert str(small) not in ended.said(1)["cwd"]
 
 
-def test_the_code_does_not_fit_on_a_host(site: Site) -> None:
+def test_reports_host_disk_too_small_for_code(site: Site) -> None:
     small = site.project.parent / "small"
     start_up = site.lab.home("n2") / ".bashrc"
     start_up.write_text(f"export XDG_CACHE_HOME={small}\n")
@@ -351,4 +353,4 @@ def test_the_code_does_not_fit_on_a_host(site: Site) -> None:
     finally:
         start_up.unlink()
         (site.project / "large.bin").unlink()
-    refused(ended, "n2", "No space left")
+    assert_error(ended, "n2", "No space left")

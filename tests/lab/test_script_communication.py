@@ -1,4 +1,4 @@
-"""``paceline run --communication``: unchanged scripts send their gradients in fewer bytes."""
+"""Tests ``paceline run --communication``: unchanged scripts send compressed gradients."""
 
 from __future__ import annotations
 
@@ -27,43 +27,46 @@ def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     return Site(new_lab(hosts=2, rate="100mbit"), project)
 
 
-def figures(out: str) -> tuple[float, float]:
-    """Seconds of a step, and the loss at the end."""
+def parse_figures(out: str) -> tuple[float, float]:
+    """Returns the seconds of a step and the final loss that a job printed."""
     seconds, loss = re.findall(r"/0\] seconds (\S+) loss (\S+)", out)[0]
     return float(seconds), float(loss)
 
 
-def test_the_same_script_is_faster(site: Site) -> None:
-    plain = site.run("job.py")
-    coded = site.run("--communication", "int8", "job.py")
-    assert (plain.code, coded.code) == (0, 0), plain.err + coded.err
-    (exact_s, exact_loss), (coded_s, coded_loss) = figures(plain.out), figures(coded.out)
+def test_int8_communication_speeds_up_script(site: Site) -> None:
+    exact_run = site.run("job.py")
+    int8_run = site.run("--communication", "int8", "job.py")
+    assert (exact_run.code, int8_run.code) == (0, 0), exact_run.err + int8_run.err
+    (exact_s, exact_loss), (coded_s, coded_loss) = (
+        parse_figures(exact_run.out),
+        parse_figures(int8_run.out),
+    )
     assert exact_s > 0.5  # 8.4 MB each way at 100 Mbit/s: 0.67 s
     assert coded_s < exact_s / 2
     assert coded_loss == pytest.approx(exact_loss, rel=0.005)
-    assert [event["text"] for event in coded.events("communication")]
-    assert not plain.events("communication")
-    for node in coded.json("plan.json")["nodes"]:
+    assert [event["text"] for event in int8_run.events("communication")]
+    assert not exact_run.events("communication")
+    for node in int8_run.json("plan.json")["nodes"]:
         assert node["env"]["PACELINE_COMMUNICATION"]["value"] == "int8"
-    assert "did nothing" not in coded.err
-    assert "2 hosts train slower than one would. With --communication int8 a step" in plain.err
-    assert "goes into sending gradients, by --communication int8" in coded.err
-    assert len(plain.events("measured")) == 1
+    assert "did nothing" not in int8_run.err
+    assert "2 hosts train slower than one would. With --communication int8 a step" in exact_run.err
+    assert "goes into sending gradients, by --communication int8" in int8_run.err
+    assert len(exact_run.events("measured")) == 1
 
 
-def test_a_script_without_ddp_is_told_so(site: Site) -> None:
+def test_warns_script_without_ddp(site: Site) -> None:
     ended = site.run("--communication", "int8", "job.py", "alone")
     assert ended.code == 0, ended.err
     assert "--communication int8 did nothing: the script made no Distr" in ended.err
 
 
-def test_a_restart_says_that_rounding_errors_are_lost(site: Site) -> None:
+def test_restart_reports_lost_rounding_errors(site: Site) -> None:
     ended = site.run("--max-restarts", "1", "--communication", "int8", "job.py", "once")
     assert ended.code == 0, ended.err
     assert ended.err.count("the rounding errors of the last start are lost") == 1
 
 
-def test_replicas_that_differ_are_named(site: Site) -> None:
+def test_reports_diverged_replicas(site: Site) -> None:
     ended = site.run("job.py", "diverges")
     assert ended.code == 0, ended.err
     warning = (
@@ -73,7 +76,7 @@ def test_replicas_that_differ_are_named(site: Site) -> None:
     assert len(ended.events("replicas differ")) == 1
 
 
-def test_nothing_is_verified_and_measured_where_that_is_not_wanted(site: Site) -> None:
+def test_no_verify_and_no_measure_options(site: Site) -> None:
     ended = site.run("--no-verify", "--no-measure", "job.py", "diverges")
     assert ended.code == 0, ended.err
     assert "different models" not in ended.err
@@ -82,7 +85,7 @@ def test_nothing_is_verified_and_measured_where_that_is_not_wanted(site: Site) -
 
 
 @needs_trainer
-def test_the_trainer_of_transformers(site: Site) -> None:
+def test_compresses_transformers_trainer(site: Site) -> None:
     ended = site.run("--communication", "int8", "trainer.py")
     assert ended.code == 0, ended.err
     assert ended.events("communication")
@@ -91,7 +94,7 @@ def test_the_trainer_of_transformers(site: Site) -> None:
 
 
 @needs_trainer
-def test_a_hook_of_the_trainer_is_refused(site: Site) -> None:
+def test_rejects_trainer_communication_hook(site: Site) -> None:
     ended = site.run("--communication", "int8", "trainer.py", "hook")
     assert ended.code == 1
     assert "--communication int8: the script registers a communication hook of its own" in ended.err

@@ -1,7 +1,7 @@
-"""A real share of SMB, mounted by a kernel: locks, renames and flushes as our code needs them.
+"""Tests our use of locks, renames and flushes on a real SMB share that a kernel mounts.
 
-This machine's own kernel need not know such mounts: one of the trial's own does (``uml.py``).
-``bench/shares`` does the same with NFS, and trains.
+This machine's kernel may not support SMB, so a user-mode kernel mounts the share (``uml.py``).
+``bench/shares`` does the same with NFS, and trains a model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TRIALS = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trial_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if reason := uml.missing(["smbd", "smbpasswd", "mount.cifs"]):
         pytest.skip(reason)
     return uml.boot(Path(tmp_path_factory.mktemp("uml")), "cifs", *TRIALS)
 
 
 @pytest.mark.parametrize("trial", ["mounted", *TRIALS])
-def test_a_share_of_smb(said: dict[str, Any], trial: str) -> None:
-    found = said.get(trial, said["all"][-3000:])
-    assert found == {"mounted": True, **TRIALS}[trial], found
+def test_smb_share(trial_results: dict[str, Any], trial: str) -> None:
+    result = trial_results.get(trial, trial_results["all"][-3000:])
+    assert result == {"mounted": True, **TRIALS}[trial], result

@@ -1,4 +1,4 @@
-"""Real Slurm: in an allocation, submitted from outside, over the time limit, with lost nodes."""
+"""Tests real Slurm: allocations, batch jobs, time limits and lost nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cluster(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def site(cluster: tuple[Site, Slurm]) -> Iterator[Site]:
-    """Slurm's state must be clean after a test: no job, no step, no process."""
+    """Checks that Slurm has no job, step or process left after a test."""
     site, slurm = cluster
     yield site
     assert eventually(lambda: not slurm.left()), slurm.left()
@@ -51,20 +51,20 @@ def slurm(cluster: tuple[Site, Slurm]) -> Slurm:
 
 
 @pytest.fixture
-def inside(site: Site, slurm: Slurm) -> Iterator[Transport]:
-    """Typed in an allocation of n1 and n2."""
+def in_allocation(site: Site, slurm: Slurm) -> Iterator[Transport]:
+    """Types commands in an allocation of n1 and n2."""
     with slurm.allocation() as env:
         yield Transport(site, (), env=env)
 
 
 @pytest.fixture
 def batch(site: Site, slurm: Slurm) -> Transport:
-    """Typed on the login node."""
+    """Types commands on the login node."""
     options = ("--via", "slurm", "--nnodes", "2", "--sbatch-arg=--nodelist=n[1-2]", "--mem", "100")
     return Transport(site, options, env=slurm.env)
 
 
-def number_of(err: str) -> str:
+def slurm_job_id(err: str) -> str:
     match = re.search(r"Slurm job (\d+), run directory", err)
     assert match, err
     return match.group(1)
@@ -74,23 +74,23 @@ def number_of(err: str) -> str:
 
 
 class TestSrun(EveryTransport):
-    """In an allocation."""
+    """Runs the tests of all transports in an allocation."""
 
-    test_same_parameters_and_files_as_over_ssh = None  # a batch trains in its allocation, too
-    test_strangers_and_other_users_get_nothing = None  # as in a batch
+    test_result_matches_ssh_run = None  # tested with a batch, which uses this, too
+    test_rejects_intruders = None  # tested with a batch
 
     @pytest.fixture
-    def transport(self, inside: Transport) -> Transport:
-        return inside
+    def transport(self, in_allocation: Transport) -> Transport:
+        return in_allocation
 
 
-def test_a_forwarded_secret_cannot_be_read_off_the_wire(inside: Transport) -> None:
-    """srun passes the environment on in the clear: it must not have it."""
-    check_secret_is_unseen(inside)
+def test_forwarded_secret_is_not_in_traffic(in_allocation: Transport) -> None:
+    """srun passes the environment on in clear text, so it must not contain the secret."""
+    check_secret_is_unseen(in_allocation)
 
 
-def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:
-    """Tasks a node are ranks a node, and a step for one CPU does not bind the ranks to it."""
+def test_salloc_tasks_set_ranks_per_node(site: Site, slurm: Slurm) -> None:
+    """Tasks per node become ranks per node; a step for one CPU does not bind the ranks to it."""
     prefix = ("salloc", "-N2", "--ntasks-per-node=2", "--mem=100", "--nodelist=n[1-2]")
     ended = Transport(site, (), prefix=prefix, env=slurm.env).run("--no-torch", "tell.py")
     assert ended.code == 0, ended.err
@@ -100,29 +100,33 @@ def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "typed", "ranks"),
+    ("slurm_options", "extra_args", "ranks"),
     [((), (), 2), (("--ntasks-per-node=2",), ("-p", "3"), 6)],
 )
-def test_processes_are_typed_or_asked_of_slurm(
-    site: Site, slurm: Slurm, asked: tuple[str, ...], typed: tuple[str, ...], ranks: int
+def test_nproc_option_overrides_slurm_tasks(
+    site: Site,
+    slurm: Slurm,
+    slurm_options: tuple[str, ...],
+    extra_args: tuple[str, ...],
+    ranks: int,
 ) -> None:
-    """One task a node is Slurm's default, and what was asked of Slurm yields to `-p`."""
-    prefix = ("salloc", "-N2", *asked, "--mem=100", "--nodelist=n[1-2]")
+    """Slurm's default is one task per node, and ``-p`` overrides the requested tasks."""
+    prefix = ("salloc", "-N2", *slurm_options, "--mem=100", "--nodelist=n[1-2]")
     transport = Transport(site, (), prefix=prefix, env=slurm.env)
-    ended = transport.run("--no-torch", *typed, "tell.py")
+    ended = transport.run("--no-torch", *extra_args, "tell.py")
     assert ended.code == 0, ended.err
     assert ended.said(ranks - 1)["place"]["WORLD_SIZE"] == str(ranks)
-    assert ("the allocation's tasks are fewer: n1 2, n2 2" in ended.err) is bool(asked)
+    assert ("the allocation's tasks are fewer: n1 2, n2 2" in ended.err) is bool(slurm_options)
 
 
-def test_an_allocation_that_is_too_small(inside: Transport) -> None:
-    ended = inside.run("--nnodes", "3", "tell.py")
+def test_rejects_too_small_allocation(in_allocation: Transport) -> None:
+    ended = in_allocation.run("--nnodes", "3", "tell.py")
     assert ended.code == 2
     assert "3 nodes were asked for" in ended.err
     assert "2 in Slurm" in ended.err
 
 
-def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
+def test_reports_expired_allocation(site: Site, slurm: Slurm) -> None:
     with slurm.allocation() as env:
         pass
     ended = Transport(site, (), env=env).run("--no-torch", "tell.py")
@@ -130,41 +134,47 @@ def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
     assert "the allocation is over" in ended.err
 
 
-# --- GPUs, as the guide of a site asks for them
+# --- GPUs, as a site's guide requests them
 
 
-# by the document's own commands; sizes of jobs are those of its nodes
-ASKED = ("--cpus-per-task=16", "--mem=32GB", "--time=1:00:00")
+# options of the guide's commands; they fit the guide's nodes
+RESOURCE_OPTIONS = ("--cpus-per-task=16", "--mem=32GB", "--time=1:00:00")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asked", "options", "ranks"),
+    ("nodes", "slurm_options", "options", "ranks"),
     [
         ("-N1", "--gpus=v100:1", (), 1),
         ("-N2", "--gpus=v100:4", (), 4),
         ("-N2", "--gpus=v100:4", ("--nnodes", "1"), 2),
     ],
 )
-def test_ranks_by_the_gpus_of_an_allocation(
-    site: Site, slurm: Slurm, nodes: str, asked: str, options: tuple[str, ...], ranks: int
+def test_ranks_follow_gpus_of_allocation(
+    site: Site, slurm: Slurm, nodes: str, slurm_options: str, options: tuple[str, ...], ranks: int
 ) -> None:
-    """One for each; that torch sees none of them here is said.
-
-    For one node that is full see ``test_training_in_a_shell_of_srun``.
-    """
-    prefix = ("salloc", nodes, *ASKED, asked, "--nodelist=n1" if nodes == "-N1" else "-wn[1-2]")
+    """Each GPU gets a rank, and a message says that torch sees none of the GPUs here."""
+    prefix = (
+        "salloc",
+        nodes,
+        *RESOURCE_OPTIONS,
+        slurm_options,
+        "--nodelist=n1" if nodes == "-N1" else "-wn[1-2]",
+    )
     transport = Transport(site, (), prefix=prefix, env=slurm.env)
-    tell = """echo "{\\"ranks\\": $WORLD_SIZE, \\"gpus\\": $SLURM_GPUS_ON_NODE}" """
-    ended = transport.run(*options, "--no-python", "sh", "-c", tell)
+    script = """echo "{\\"ranks\\": $WORLD_SIZE, \\"gpus\\": $SLURM_GPUS_ON_NODE}" """
+    ended = transport.run(*options, "--no-python", "sh", "-c", script)
     assert ended.code == 0, ended.err
-    assert ended.said(ranks - 1) == {"ranks": ranks, "gpus": 1 if asked == "--gpus=v100:1" else 2}
+    assert ended.said(ranks - 1) == {
+        "ranks": ranks,
+        "gpus": 1 if slurm_options == "--gpus=v100:1" else 2,
+    }
     assert "torch sees no GPU on n1" in ended.err
 
 
-def test_gpus_of_a_batch(site: Site, slurm: Slurm) -> None:
-    """Asked for as by the document; Slurm gives each node its share of that kind.
+def test_batch_requests_gpus(site: Site, slurm: Slurm) -> None:
+    """GPUs are requested as in the guide; Slurm gives each node its share.
 
-    What the script gets stays its own, even if it looks like options of ours.
+    The script's own arguments reach it even if they look like options of Paceline.
     """
     arguments = ["--time", "a 'b' $c", "--mem=3"]
     options = ("--via", "slurm", "--nnodes", "2", "--gpus", "v100:4", "--cpus-per-task", "8",
@@ -172,14 +182,14 @@ def test_gpus_of_a_batch(site: Site, slurm: Slurm) -> None:
     ended = Transport(site, options, env=slurm.env).run("--no-torch", "tell.py", *arguments)
     assert ended.code == 0, ended.err
     assert [bytes.fromhex(word).decode() for word in ended.said(0)["argv"]] == arguments
-    state = slurm.job(number_of(ended.err))
+    state = slurm.job(slurm_job_id(ended.err))
     assert "TresPerNode=gres:gpu:v100:2" in state
     assert "Features=v100" in state
     assert ended.said(3)["place"]["WORLD_SIZE"] == "4"
     assert "torch sees no GPU on n" in ended.out
 
 
-DOCUMENTS_BATCH = """#!/bin/bash
+GUIDE_BATCH = """#!/bin/bash
 #SBATCH -N2
 #SBATCH --time=1:00:00
 #SBATCH --cpus-per-task=16
@@ -192,19 +202,19 @@ time {python} -m paceline run --run-dir {runs} train.py --ddp --epochs 5
 PYTHON = f"env PYTHONPATH={SOURCE} OMP_NUM_THREADS=1 {sys.executable}"
 
 
-def guides_project(site: Site) -> Path:
-    """A folder with a script that trains with torch and has the guide's options."""
+def guide_project(site: Site) -> Path:
+    """Returns a folder with a torch training script that has the guide's options."""
     folder = site.project / "guide"
     folder.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).with_name("coming") / "train.py", folder)
     return folder
 
 
-def test_the_documents_own_batch(site: Site, slurm: Slurm) -> None:
-    """Its directives and the line that submits it; only the line with the helper is ours."""
-    project, directory = guides_project(site), site.fresh()
+def test_batch_script_of_site_guide(site: Site, slurm: Slurm) -> None:
+    """The guide's directives and its submit command; only the helper's line is Paceline's."""
+    project, directory = guide_project(site), site.fresh()
     (project / "train.sh").write_text(
-        DOCUMENTS_BATCH.format(project=project, python=PYTHON, runs=directory)
+        GUIDE_BATCH.format(project=project, python=PYTHON, runs=directory)
     )
     line = "sbatch -N2 --cpus-per-task=16 --mem=32GB --gpus=v100:4 --output=output.txt train.sh"
     site.lab.exec("n1", line.split(), env=slurm.env, cwd=project, timeout=TIMEOUT_S, check=True)
@@ -217,11 +227,11 @@ def test_the_documents_own_batch(site: Site, slurm: Slurm) -> None:
     assert [f"trained as {rank} of 4" in text_of(output) for rank in range(4)] == [True] * 4
 
 
-def test_training_in_a_shell_of_srun(site: Site, slurm: Slurm) -> None:
-    """``srun … --gpus=v100:2 --pty bash`` on a terminal, and the guide's command in that shell."""
-    project = guides_project(site)
-    words = "srun -N1 --nodelist=n1 --cpus-per-task=16 --mem=32GB --gpus=v100:2 --time=1:00:00"
-    argv = site.lab.command("n1", [*words.split(), "--pty", "bash", "--norc"])
+def test_trains_in_srun_shell(site: Site, slurm: Slurm) -> None:
+    """Types ``srun … --gpus=v100:2 --pty bash``, and the guide's command in that shell."""
+    project = guide_project(site)
+    args = "srun -N1 --nodelist=n1 --cpus-per-task=16 --mem=32GB --gpus=v100:2 --time=1:00:00"
+    argv = site.lab.command("n1", [*args.split(), "--pty", "bash", "--norc"])
     env = {**site.lab.environment("n1"), **slurm.env, "PWD": str(project)}
     with on_terminal(argv, project, columns=200, **env) as terminal:
         command = f"cd {project}; {PYTHON} -m paceline run --run-dir {site.fresh()} train.py --ddp"
@@ -232,42 +242,42 @@ def test_training_in_a_shell_of_srun(site: Site, slurm: Slurm) -> None:
         assert terminal.ends() == 0
 
 
-def test_the_four_rungs_in_one_batch(site: Site, slurm: Slurm) -> None:
-    """One process, one node full, all nodes, all full: one command on the login node."""
+def test_bench_scaling_runs_in_single_batch(site: Site, slurm: Slurm) -> None:
+    """One command measures one process, one full node, all nodes, and all nodes full."""
     out = site.fresh()
     options = ("--via", "slurm", "--nnodes", "2", "--gpus", "v100:4", "--mem", "100", "--out")
-    words = (*options, str(out), "--sbatch-arg=--nodelist=n[1-2]", "train.py")
-    argv = [sys.executable, "-m", "paceline", "bench", "scaling", *words]
-    done = site.lab.exec("n1", argv, env={**slurm.env, "PYTHONPATH": str(SOURCE)},
+    args = (*options, str(out), "--sbatch-arg=--nodelist=n[1-2]", "train.py")
+    argv = [sys.executable, "-m", "paceline", "bench", "scaling", *args]
+    completed = site.lab.exec("n1", argv, env={**slurm.env, "PYTHONPATH": str(SOURCE)},
                          cwd=site.project, timeout=2 * TEST_LIMIT_S)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     rungs = json.loads((out / "scaling.json").read_text())
     assert [(r["nodes"], r["processes"]) for r in rungs] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    assert "one process: limited by" in done.stdout
-    assert "2 processes on each of 2 nodes: " in done.stdout
-    assert re.search(r"Slurm job \d+ waited \d+ s in the queue", done.stdout)
-    assert done.stdout.count("torch sees no GPU on n1, n2") == 1
-    assert "JobState=COMPLETED" in slurm.job(number_of(done.stderr))
+    assert "one process: limited by" in completed.stdout
+    assert "2 processes on each of 2 nodes: " in completed.stdout
+    assert re.search(r"Slurm job \d+ waited \d+ s in the queue", completed.stdout)
+    assert completed.stdout.count("torch sees no GPU on n1, n2") == 1
+    assert "JobState=COMPLETED" in slurm.job(slurm_job_id(completed.stderr))
 
 
-# --- submitted
+# --- batch jobs
 
 
 class TestSbatch(EveryTransport):
-    """From outside."""
+    """Runs the tests of all transports with batch jobs."""
 
-    test_interrupted = None  # test_batch_interrupted looks at the job, too
+    test_interrupt_ends_unresponsive_ranks = None  # a test below also checks the job's state
 
     @pytest.fixture
     def transport(self, batch: Transport) -> Transport:
         return batch
 
 
-def test_batch_that_fails(batch: Transport, slurm: Slurm) -> None:
-    """FAILED in Slurm, with the rank's exit status; its output is followed to the terminal."""
+def test_failed_batch_reports_rank_exit_status(batch: Transport, slurm: Slurm) -> None:
+    """Slurm reports FAILED with the rank's exit status; the output is followed on the terminal."""
     ended = batch.run("--no-torch", "-p", "1", "end.py", "exit", "1")
     assert ended.code == 7, ended.err
-    state = slurm.job(number_of(ended.err))
+    state = slurm.job(slurm_job_id(ended.err))
     assert "JobState=FAILED" in state
     assert "ExitCode=7:0" in state
     assert ended.out.count("failed first: rank 1 on n2: exit status 7") == 1, ended.out
@@ -275,18 +285,18 @@ def test_batch_that_fails(batch: Transport, slurm: Slurm) -> None:
     assert (ended.directory / "logs" / "n2" / "1.log").exists()
 
 
-def test_batch_interrupted(batch: Transport, slurm: Slurm) -> None:
-    """Ranks that do not listen."""
-    words = ("--no-torch", "-p", "1", "--grace", "1", "end.py", "ignore")
-    with batch.started(*words) as (child, directory):
+def test_interrupted_batch_is_cancelled(batch: Transport, slurm: Slurm) -> None:
+    """The ranks ignore the signal."""
+    args = ("--no-torch", "-p", "1", "--grace", "1", "end.py", "ignore")
+    with batch.started(*args) as (child, directory):
         assert batch.waits(directory, 2)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 128 + signal.SIGINT
-    assert "JobState=CANCELLED" in slurm.job(number_of(err))
+    assert "JobState=CANCELLED" in slurm.job(slurm_job_id(err))
 
 
-def test_batch_refused(site: Site, slurm: Slurm) -> None:
+def test_reports_batch_rejected_by_slurm(site: Site, slurm: Slurm) -> None:
     options = ("--via", "slurm", "--nnodes", "2", "--partition", "nosuch")
     ended = Transport(site, options, env=slurm.env).run("tell.py")
     assert ended.code == 1
@@ -294,53 +304,53 @@ def test_batch_refused(site: Site, slurm: Slurm) -> None:
     assert "invalid partition specified" in ended.err
 
 
-def test_over_the_time_limit_and_back(batch: Transport, slurm: Slurm) -> None:
-    """In mid-epoch: a checkpoint, back into the queue, and the same bits as never interrupted."""
+def test_time_limit_requeues_and_resumes_bit_exact(batch: Transport, slurm: Slurm) -> None:
+    """In mid-epoch: it saves, is requeued, and ends with the bits of an uninterrupted run."""
     options = (*batch.options, "--requeue", "--time", "10", "--sbatch-arg=--signal=B:USR1@57")
     transport = Transport(batch.site, options, env=batch.env)
     batch.site.lab.fault("slow", "n2", "2mbit")
     with transport.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (
         child,
-        where,
+        run_dir,
     ):
-        assert eventually(lambda: bool(records(where)))
-        number = json.loads(text_of(where / "batch.json"))["job"]
-        # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer
+        assert eventually(lambda: bool(records(run_dir)))
+        number = json.loads(text_of(run_dir / "batch.json"))["job"]
+        # Slurm counts in minutes and checks every 30 s; on a slow link an epoch lasts longer
         slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=1")
-        assert eventually(lambda: "back into the queue" in output_of(where), 200)
+        assert eventually(lambda: "back into the queue" in output_of(run_dir), 200)
         batch.site.lab.heal()
-        slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=10")  # once is enough
+        slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=10")  # one limit is enough
         out, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, (out, err)
-    assert "Restarts=1 " in slurm.job(number_of(err))
-    found = re.search(r"resumed after step (\d+)", out)
-    assert found, out
-    steps = [record["step"] for record in records(where) if record["split"] == "train"]
+    assert "Restarts=1 " in slurm.job(slurm_job_id(err))
+    resumed = re.search(r"resumed after step (\d+)", out)
+    assert resumed, out
+    steps = [record["step"] for record in records(run_dir) if record["split"] == "train"]
     assert steps == list(range(1, max(steps) + 1))
-    assert 0 < int(found.group(1)) < max(steps)
-    assert largest_difference(where, reference(batch.site)) == 0.0
+    assert 0 < int(resumed.group(1)) < max(steps)
+    assert largest_difference(run_dir, reference(batch.site)) == 0.0
 
 
-def test_a_time_limit_before_the_first_step(batch: Transport, slurm: Slurm) -> None:
-    """Nothing was saved yet: it comes back all the same, and begins anew.
+def test_time_limit_at_startup_requeues(batch: Transport, slurm: Slurm) -> None:
+    """Nothing is saved yet: the job is requeued nevertheless, and starts from the beginning.
 
-    In the set-up, before there is a launcher: tests/contract/test_schedulers.py.
+    Limits during the set-up, before the launcher starts, are in tests/contract/test_schedulers.py.
     """
     options = (*batch.options, "--requeue", "--setup-command=echo in the set-up")
     transport = Transport(batch.site, options, env=batch.env)
     with transport.started("-p", "1", *IMAGE_RECIPE, "--steps", "2", verb="train") as (
         child,
-        where,
+        run_dir,
     ):
-        assert eventually((where / "events.jsonl").exists)
-        assert "in the set-up" in output_of(where)
-        number = json.loads(text_of(where / "batch.json"))["job"]
+        assert eventually((run_dir / "events.jsonl").exists)
+        assert "in the set-up" in output_of(run_dir)
+        number = json.loads(text_of(run_dir / "batch.json"))["job"]
         slurm.tell("scancel", "--batch", "--signal=USR1", number)
         out, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, (out, err)
     assert "back into the queue" in out
     assert "Restarts=1 " in slurm.job(number)
-    assert [record["step"] for record in records(where) if record["split"] == "train"][-1] == 2
+    assert [record["step"] for record in records(run_dir) if record["split"] == "train"][-1] == 2
 
 
 def output_of(directory: Path) -> str:
@@ -351,17 +361,17 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text_of(directory / "metrics.jsonl").splitlines()]
 
 
-def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
-    """Slurm's own word for it is shown; the other node trains on until Slurm takes it back.
+def test_lost_node_reports_slurm_reason_and_recovers(batch: Transport, slurm: Slurm) -> None:
+    """The node's state in Slurm is shown; the other node trains until Slurm stops the job.
 
-    Then the job comes back on other nodes. With what is left of a short training the other node may
-    be through before.
+    Then the job is requeued on other nodes. If little of the short training is left, the other node
+    may finish it before.
     """
     options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100")
     transport = Transport(batch.site, options, env=batch.env)
     set_state(slurm, "n2", "drain")
     batch.site.lab.fault("slow", "n3", "20mbit")
-    words = (
+    args = (
         "-p",
         "1",
         "--lease",
@@ -372,8 +382,8 @@ def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
         "--checkpoint-every",
         "2",
     )
-    with transport.started(*words, verb="train") as (child, where):
-        assert eventually(lambda: len(records(where)) > 5)
+    with transport.started(*args, verb="train") as (child, run_dir):
+        assert eventually(lambda: len(records(run_dir)) > 5)
         set_state(slurm, "n2", "resume")
         set_state(slurm, "n3", "drain")
         assert "DRAIN" in slurm.tell("scontrol", "show", "node", "-o", "n3")
@@ -383,10 +393,10 @@ def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
     assert re.search(r"Slurm says that n3 is \S*DRAIN\S* \(disk\)", out), out
     if "PENDING (" in err:
         assert re.search(r"resumed after step [1-9]", out), out
-        assert (where / "logs" / "n2" / "1.log").exists()
+        assert (run_dir / "logs" / "n2" / "1.log").exists()
     else:
         assert re.search(r"lost n3: .*Training went on with the other rank", out), out
-    assert largest_difference(where, reference(batch.site)) < 1e-10
+    assert largest_difference(run_dir, reference(batch.site)) < 1e-10
     batch.site.lab.heal()
     slurm.start("n3")
     set_state(slurm, "n3", "resume")
@@ -401,7 +411,7 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_an_array_of_runs(batch: Transport, slurm: Slurm) -> None:
+def test_job_array_runs(batch: Transport, slurm: Slurm) -> None:
     options = (*batch.options, "--array", "1-2", "--detach")
     ended = Transport(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "tell.py")
     assert ended.code == 0, ended.err
@@ -410,13 +420,13 @@ def test_an_array_of_runs(batch: Transport, slurm: Slurm) -> None:
     assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "")
 
 
-def test_looked_at_and_stopped_from_another_terminal(batch: Transport, slurm: Slurm) -> None:
+def test_status_logs_and_stop_from_second_terminal(batch: Transport, slurm: Slurm) -> None:
     options = (*batch.options, "--detach")
     ended = Transport(batch.site, options, env=batch.env).run(
         "--no-torch", "-p", "1", "end.py", "wait"
     )
     assert ended.code == 0, ended.err
-    assert slurm.tell("squeue", "-h", "-o", "%i").split() == [number_of(ended.err)]
+    assert slurm.tell("squeue", "-h", "-o", "%i").split() == [slurm_job_id(ended.err)]
     assert batch.waits(ended.directory, 2), ended.err
     run = str(ended.directory)
     assert f"{run}: RUNNING" in batch.verb("status", run)

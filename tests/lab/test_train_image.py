@@ -1,4 +1,4 @@
-"""`paceline train image` on lab hosts: accuracy, equality at any layout, using the model."""
+"""Tests ``paceline train image`` on hosts: accuracy, same result at any layout, use of a model."""
 
 from __future__ import annotations
 
@@ -29,30 +29,34 @@ def test_trains_evaluates_and_predicts(two_hosts: Lab, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained = paceline("train", "image", *on(two_hosts), "--run-dir", str(run), cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    said = re.search(r"^accuracy (0\.\d+) \((\d+) of (\d+)", trained.stdout, re.MULTILINE)
-    assert said, trained.stdout
-    assert float(said[1]) >= 0.96
-    assert int(said[3]) >= 300
+    accuracy = re.search(r"^accuracy (0\.\d+) \((\d+) of (\d+)", trained.stdout, re.MULTILINE)
+    assert accuracy, trained.stdout
+    assert float(accuracy[1]) >= 0.96
+    assert int(accuracy[3]) >= 300
 
     plan = json.loads((run / "plan.json").read_text())
     assert [node["host"] for node in plan["nodes"]] == list(two_hosts.names)
     result = json.loads((run / "result.json").read_text())
     assert result["exit_code"] == 0
-    assert f"{result['metrics']['accuracy']:.4f}" == said[1]
+    assert f"{result['metrics']['accuracy']:.4f}" == accuracy[1]
     for rank, name in enumerate(two_hosts.names):
         assert (run / "logs" / name / f"{rank}.log").exists()
 
-    alone = paceline("evaluate", str(run), cwd=tmp_path)
-    assert alone.stdout.startswith(f"accuracy {said[1]} ({said[2]} of {said[3]}"), alone.stderr
-    spread = paceline("evaluate", str(run), *on(two_hosts), "-p", "2", cwd=tmp_path)
-    assert spread.stdout.startswith(f"accuracy {said[1]} ({said[2]} of {said[3]}"), spread.stderr
+    local_eval = paceline("evaluate", str(run), cwd=tmp_path)
+    assert local_eval.stdout.startswith(
+        f"accuracy {accuracy[1]} ({accuracy[2]} of {accuracy[3]}"
+    ), local_eval.stderr
+    distributed_eval = paceline("evaluate", str(run), *on(two_hosts), "-p", "2", cwd=tmp_path)
+    assert distributed_eval.stdout.startswith(
+        f"accuracy {accuracy[1]} ({accuracy[2]} of {accuracy[3]}"
+    ), distributed_eval.stderr
 
     image = tmp_path / "eight.png"
     write_image(image)
-    told = paceline("predict", str(run), str(image), "/no/such.png", cwd=tmp_path)
-    assert told.returncode != 0
-    assert re.match(rf"{re.escape(str(image))}: \d (0|1)\.\d{{4}}  ", told.stdout)
-    assert "/no/such.png" in told.stderr
+    prediction = paceline("predict", str(run), str(image), "/no/such.png", cwd=tmp_path)
+    assert prediction.returncode != 0
+    assert re.match(rf"{re.escape(str(image))}: \d (0|1)\.\d{{4}}  ", prediction.stdout)
+    assert "/no/such.png" in prediction.stderr
 
 
 def write_image(path: Path) -> None:
@@ -61,51 +65,49 @@ def write_image(path: Path) -> None:
     Image.linear_gradient("L").resize((8, 8)).save(path)
 
 
-def test_same_parameters_at_every_layout(two_hosts: Lab, tmp_path: Path) -> None:
-    """float64, one global batch: one process and 2×2 differ by rounding only."""
+def test_parameters_do_not_depend_on_layout(two_hosts: Lab, tmp_path: Path) -> None:
+    """In float64 with the same global batch, one process and 2×2 ranks differ only by rounding."""
     from safetensors.torch import load_file
 
     layouts = {"1": ["-p", "1"], "2x2": [*on(two_hosts), "-p", "2"]}
     weights = {}
-    for name, where in layouts.items():
+    for name, opts in layouts.items():
         run = tmp_path / name
-        done = paceline(
-            "train", "image", *where, "--run-dir", str(run), "--steps", "20", "--dtype", "float64",
+        completed = paceline(
+            "train", "image", *opts, "--run-dir", str(run), "--steps", "20", "--dtype", "float64",
             "--augment", "flip", cwd=tmp_path,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
         weights[name] = load_file(run / "model" / "model.safetensors")
     for name, tensors in weights.items():
         assert tensors.keys() == weights["1"].keys()
         assert not any(key.startswith("module.") for key in tensors)
-        apart = max(
+        difference = max(
             float((tensors[key].double() - weights["1"][key].double()).abs().max())
             for key in tensors
         )
-        assert apart < 1e-10, f"{name}: {apart}"
+        assert difference < 1e-10, f"{name}: {difference}"
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "expected"),
     [
         (["--model", "cnm"], ["cnm", "cnn"]),
         (["--epohcs", "3"], ["--epohcs", "--epochs"]),
     ],
 )
-def test_bad_options_are_refused_before_anything_starts(
-    args: list[str], words: list[str], tmp_path: Path
-) -> None:
-    done = paceline("train", "image", *args, cwd=tmp_path)
-    assert done.returncode == 2
-    assert all(word in done.stderr for word in words), done.stderr
-    assert "Traceback" not in done.stderr
+def test_rejects_invalid_options(args: list[str], expected: list[str], tmp_path: Path) -> None:
+    completed = paceline("train", "image", *args, cwd=tmp_path)
+    assert completed.returncode == 2
+    assert all(word in completed.stderr for word in expected), completed.stderr
+    assert "Traceback" not in completed.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_goes_on_without_a_shared_disk(two_hosts: Lab, tmp_path: Path) -> None:
-    """Stopped in mid-epoch on two hosts, gone on with on one: no step is lost or made twice."""
-    where = ["train", "image", "--run-dir", "run", "--epochs", "4", "--log-every", "5"]
-    command = [sys.executable, "-m", "paceline", *where, *on(two_hosts)]
+def test_resumes_without_shared_disk(two_hosts: Lab, tmp_path: Path) -> None:
+    """Stopped in mid-epoch on two hosts, resumed on one: no step is lost or repeated."""
+    opts = ["train", "image", "--run-dir", "run", "--epochs", "4", "--log-every", "5"]
+    command = [sys.executable, "-m", "paceline", *opts, *on(two_hosts)]
     log = tmp_path / "run" / "metrics.jsonl"
     first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
@@ -116,7 +118,7 @@ def test_goes_on_without_a_shared_disk(two_hosts: Lab, tmp_path: Path) -> None:
     assert first.returncode == 130, errors.decode()
     assert list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
 
-    second = paceline(*where, "--hosts", "n2", *on(two_hosts)[2:], cwd=tmp_path)
+    second = paceline(*opts, "--hosts", "n2", *on(two_hosts)[2:], cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     assert "resumed after step" in second.stdout
     records = [json.loads(line) for line in log.read_text().splitlines()]

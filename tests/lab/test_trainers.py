@@ -1,4 +1,4 @@
-"""The scripts of the page on trainers: on two hosts without a shared disk, and once more."""
+"""Runs and resumes the scripts of the page on trainers, on two hosts without a shared disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/trainers.md"
 FRAMEWORKS = PARTS / "frameworks"
 SCRIPTS = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text("utf-8"),
                           re.MULTILINE | re.DOTALL))  # fmt: skip
-# by script: a package that the environment lacks, its last checkpoint, and what ranks say that
-# resume
+# script → package that the environment lacks, last checkpoint, and output of resumed ranks
 CASES = {
     "trainer.py": ("", "out/trainer/checkpoint-{}/model.safetensors", "resumes from out"),
     "sft.py": ("trl", "out/sft/checkpoint-{}/adapter_model.safetensors", "resumes from out"),
@@ -38,19 +37,19 @@ def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_one_and_resumes_on_both_hosts(site: Site, name: str) -> None:
+def test_script_trains_and_resumes_on_two_hosts(site: Site, name: str) -> None:
     package, checkpoint, resumed = CASES[name]
     if package and not (FRAMEWORKS / package).is_dir():
         pytest.skip(f"{package} is not in {FRAMEWORKS}: tools/system-parts.sh all")
     script, directory = site.project / name, site.fresh()
-    typed = ["run", "-H", "n1,n2", "--ssh-config", str(site.lab.ssh_config), "--run-dir",
+    args = ["run", "-H", "n1,n2", "--ssh-config", str(site.lab.ssh_config), "--run-dir",
              str(directory), "--communication", "int8", "--env", "HF_HUB_OFFLINE=1",
              *(["--env", f"PYTHONPATH={FRAMEWORKS}"] if package else []), name]  # fmt: skip
     for step in (20, 30):
         text = SCRIPTS[name].replace("max_steps=20", f"max_steps={step}")
         script.write_text(text.replace("step == 20", f"step == {step}"))
-        done = paceline(*typed, cwd=site.project)
-        ended = Ended(done.returncode, done.stdout, done.stderr, directory)
+        result = paceline(*args, cwd=site.project)
+        ended = Ended(result.returncode, result.stdout, result.stderr, directory)
         assert ended.code == 0, ended.out + ended.err
         assert len(ended.events("world joined")) % 2 == 0
         assert "exchanged nothing" not in ended.err

@@ -1,4 +1,4 @@
-"""Hosts that stay ready: what the next command gets of them, who else does, and how they end."""
+"""Tests warm hosts: what the next command reuses, what concurrent commands do, and their end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lab_site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture
 def site(lab_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """With a cache of its own on this machine, and nothing left at the end."""
+    """Uses a separate cache on this machine; checks that nothing is left at the end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     yield lab_site
     warm("down")
@@ -63,97 +63,108 @@ def records() -> list[Path]:
     return sorted(Path(os.environ["XDG_CACHE_HOME"]).glob("paceline/warm/*.json"))
 
 
-def tell(site: Site, *words: str, options: tuple[str, ...] = ("--keep-warm", "5m"),
-         **how: Any) -> Ended:  # fmt: skip
-    ended = site.run(*options, "tell.py", *words, **how)
+def run_script(site: Site, *words: str, options: tuple[str, ...] = ("--keep-warm", "5m"),
+         **kwargs: Any) -> Ended:  # fmt: skip
+    ended = site.run(*options, "tell.py", *words, **kwargs)
     assert ended.code == 0, ended.err
     return ended
 
 
 def servers(ended: Ended) -> list[int]:
-    """The fork servers of all ranks' hosts."""
+    """Returns the process ids of both hosts' fork servers."""
     return [ended.said(rank)["server"] for rank in range(2)]
 
 
-def test_the_next_command_begins_with_what_is_there_and_sees_nothing_of_the_last(
+def test_next_command_reuses_fork_server_in_clean_state(
     site: Site,
 ) -> None:
-    first = tell(site, "one", options=("--keep-warm", "5m", "--env", "WORD=a"))
+    first = run_script(site, "one", options=("--keep-warm", "5m", "--env", "WORD=a"))
     assert [path.stat().st_mode & 0o777 for path in records()] == [0o600, 0o600]
     assert not any(site.lab.listeners(name) for name in site.lab.names)
-    second = tell(site, "two", "words", options=("--env", "WORD=a"))
+    second = run_script(site, "two", "words", options=("--env", "WORD=a"))
     assert servers(second) == servers(first)
     assert [event["seconds"] for event in second.events("imported")] == [0.0, 0.0]
-    before, now = first.said(1), second.said(1)
-    assert now["argv"] == ["two", "words"]
-    assert (now["WORD"], now["cwd"]) == ("a", str(second.json("plan.json")["nodes"][1]["workdir"]))
-    assert now["SSH_CONNECTION"]
-    assert now["SSH_CONNECTION"] != before["SSH_CONNECTION"]
-    assert (now["files"], now["pipes"]) == (before["files"], before["pipes"])
-    other = tell(site, options=("--env", "WORD=b"))
+    first_report, second_report = first.said(1), second.said(1)
+    assert second_report["argv"] == ["two", "words"]
+    assert (second_report["WORD"], second_report["cwd"]) == (
+        "a",
+        str(second.json("plan.json")["nodes"][1]["workdir"]),
+    )
+    assert second_report["SSH_CONNECTION"]
+    assert second_report["SSH_CONNECTION"] != first_report["SSH_CONNECTION"]
+    assert (second_report["files"], second_report["pipes"]) == (
+        first_report["files"],
+        first_report["pipes"],
+    )
+    other = run_script(site, options=("--env", "WORD=b"))
     assert set(servers(other)).isdisjoint(servers(first))
     assert other.said(0)["WORD"] == "b"
 
 
-def test_what_is_ready_is_named_and_ends_when_it_is_told_to(site: Site) -> None:
+def test_warm_up_status_and_down(site: Site) -> None:
     up = warm("up", "-H", str(site.lab.hostfile), "--ssh-config", str(site.lab.ssh_config),
               "--for", "5m")  # fmt: skip
     assert up.returncode == 0, up.stderr
     assert "2 hosts ready for 5 minutes" in up.stderr
-    told = json.loads(warm("status", "--json").stdout)
-    assert [(one["host"], one["state"]) for one in told] == [("n1", "waits"), ("n2", "waits")]
-    assert all(200 < one["left_s"] <= 300 and "torch" in one["imported"] for one in told)
-    assert not any("key" in one or "place" in one for one in told)
-    found = subprocess.run(
+    statuses = json.loads(warm("status", "--json").stdout)
+    assert [(entry["host"], entry["state"]) for entry in statuses] == [
+        ("n1", "waits"),
+        ("n2", "waits"),
+    ]
+    assert all(200 < entry["left_s"] <= 300 and "torch" in entry["imported"] for entry in statuses)
+    assert not any("key" in entry or "place" in entry for entry in statuses)
+    check_result = subprocess.run(
         site.argv("--no-trial", "--json", verb="check"), capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(SOURCE)}, cwd=site.project, check=False,
     )  # fmt: skip
-    assert "kept ready: n1 and n2" in found.stdout, found.stdout + found.stderr
-    first = tell(site, options=())
+    assert "kept ready: n1 and n2" in check_result.stdout, check_result.stdout + check_result.stderr
+    first = run_script(site, options=())
     assert [event["seconds"] for event in first.events("imported")] == [0.0, 0.0]
     assert warm("down").stdout.split() == ["n1", "ended", "n2", "ended"]
     assert site.leftovers() == ""
     assert records() == []
 
 
-def test_a_second_command_at_once_does_without(site: Site) -> None:
-    first = tell(site)
+def test_concurrent_command_does_not_share_fork_server(site: Site) -> None:
+    first = run_script(site)
     with site.start("tell.py", "wait") as waiting:
         waiting.wait_for('"server"', 2)
-        beside = tell(site, options=())
-        assert set(servers(beside)).isdisjoint(servers(first))
-        assert {one["state"] for one in json.loads(warm("status", "--json").stdout)} == {"in use"}
+        concurrent_run = run_script(site, options=())
+        assert set(servers(concurrent_run)).isdisjoint(servers(first))
+        assert {entry["state"] for entry in json.loads(warm("status", "--json").stdout)} == {
+            "in use"
+        }
         waiting.signal(signal.SIGINT)
         assert waiting.end().code == 130
-    assert servers(tell(site, options=())) == servers(first)
+    assert servers(run_script(site, options=())) == servers(first)
 
 
-def test_a_launcher_that_is_killed_leaves_nothing(site: Site) -> None:
-    tell(site)
+def test_killed_launcher_ends_warm_agents(site: Site) -> None:
+    run_script(site)
     with site.start("tell.py", "wait") as waiting:
         waiting.wait_for('"server"', 2)
         waiting.signal(signal.SIGKILL)
         assert site.leftovers() == ""
-    tell(site, options=())
+    run_script(site, options=())
 
 
-def test_what_is_not_as_it_was_is_started_as_ever(site: Site) -> None:
-    """An agent that was killed, a file that was damaged and one that was removed."""
-    first = tell(site)
+def test_damaged_warm_agents_are_replaced(site: Site) -> None:
+    """An agent was killed; a record is damaged, and another one can be read by others."""
+    first = run_script(site)
     site.lab.fault("kill", "n2", "sys.stdin.buffer")
-    second = tell(site)
+    second = run_script(site)
     assert servers(second)[0] == servers(first)[0]
     assert servers(second)[1] != servers(first)[1]
-    one, other = records()
-    one.write_text("{")
+    entry, other = records()
+    entry.write_text("{")
     other.chmod(0o644)
-    third = tell(site, options=())
+    third = run_script(site, options=())
     assert set(servers(third)).isdisjoint(servers(second))
-    for name in site.lab.names:  # nobody can find them any more
+    for name in site.lab.names:  # no command can find these agents any more
         site.lab.fault("kill", name, "sys.stdin.buffer")
 
 
-def test_they_end_by_themselves(site: Site) -> None:
-    tell(site, options=("--keep-warm", "3"))
+def test_keep_warm_expires(site: Site) -> None:
+    run_script(site, options=("--keep-warm", "3"))
     assert site.leftovers() == ""
-    tell(site, options=())
+    run_script(site, options=())

@@ -1,4 +1,4 @@
-"""The same things for every transport: how each is called, and what has to hold of it."""
+"""Defines the transports under test, and helpers that their tests share."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 from launches import OURS, TEST_LIMIT_S, TIMEOUT_S, Ended, Site, eventually, project_at
 
-# where tools/system-parts.sh puts what is not a Debian package
+# where tools/system-parts.sh installs what is not a Debian package
 PARTS = Path(os.environ.get("PACELINE_TEST_PARTS", "/opt/paceline-test"))
 IMAGE_RECIPE = ["image", "--dtype", "float64", "--epochs", "1", "--global-batch", "64"]
 
 
 def intel_mpiexec() -> str | None:
-    """Intel MPI's hydra, from PyPI's impi-rt."""
+    """Returns the path of Intel MPI's hydra, from PyPI's impi-rt."""
     places = [Path(sys.prefix) / "bin", PARTS / "impi" / "bin"]
     found = [p / "mpiexec.hydra" for p in places if (p / "mpiexec.hydra").exists()]
     return str(found[0]) if found else None
 
 
 def mpiexec(flavour: str) -> str:
-    """The mpiexec of an MPI that is installed here; skips the test otherwise."""
+    """Returns the path of an MPI's mpiexec; skips the test if that MPI is not installed."""
     path = {
         "intel": intel_mpiexec(),
         "mpich": shutil.which("mpiexec.hydra", path="/usr/bin"),
@@ -42,14 +42,14 @@ def mpiexec(flavour: str) -> str:
 
 
 def missing(why: str) -> None:
-    """Skips; where CI runs, a part that is missing is a failure."""
+    """Skips the test because a part is missing; in CI, the test fails."""
     if os.environ.get("CI"):
         pytest.fail(why, pytrace=False)
     pytest.skip(f"{why}: tools/system-parts.sh all")
 
 
 def fetched(script: Path) -> Path:
-    """A script that others have published; without it the test counts as not run."""
+    """Returns a published third-party script; skips the test if it could not be fetched."""
     if not script.exists():
         pytest.skip(f"not run: {script} could not be fetched (tools/system-parts.sh all)")
     return script
@@ -57,14 +57,14 @@ def fetched(script: Path) -> Path:
 
 @dataclass
 class Transport:
-    """What starts two nodes of a lab, typed on its first host.
+    """A way to start two nodes of a lab, typed on its first host.
 
     Attributes:
         site: The lab and its project folder.
-        options: What ``paceline run`` and ``train`` get for it.
-        host: Where it is typed.
+        options: Options of ``paceline run`` and ``train`` that select the transport.
+        host: Host on which commands are typed.
         prefix: Command before ``paceline`` (``salloc …``).
-        env: Further variables.
+        env: Further environment variables.
     """
 
     site: Site
@@ -86,7 +86,7 @@ class Transport:
         )  # fmt: skip
 
     def run(self, *words: str, verb: str = "run") -> Ended:
-        """To the end."""
+        """Runs a command to its end."""
         directory = self.site.fresh()
         with self.popen(verb, directory, *words) as child:
             try:
@@ -99,7 +99,7 @@ class Transport:
     @contextlib.contextmanager
     def started(self, *words: str,
                 verb: str = "run") -> Iterator[tuple[subprocess.Popen[str], Path]]:  # fmt: skip
-        """Under way; ended at the end of the ``with``."""
+        """Starts a command; kills it at the end of the ``with`` block."""
         directory = self.site.fresh()
         with self.popen(verb, directory, *words) as child:
             try:
@@ -109,7 +109,7 @@ class Transport:
                     child.kill()
 
     def verb(self, *words: str) -> str:
-        """What ``paceline WORDS`` says, typed in another terminal of the same host."""
+        """Runs ``paceline WORDS`` in another terminal of the same host; returns its output."""
         env = {**OURS, **(self.env or {})}
         argv = [sys.executable, "-m", "paceline", *words]
         done = self.site.lab.exec(
@@ -118,18 +118,18 @@ class Transport:
         return done.stdout
 
     def waits(self, directory: Path, ranks: int) -> bool:
-        """Until so many ranks have written that they wait."""
+        """Waits until this many ranks have printed that they wait."""
         return eventually(lambda: said_in_logs(directory, "waiting") >= ranks)
 
     def trains(self, *words: str) -> Ended:
-        """The image recipe on 2 × 2."""
+        """Trains the image recipe on 2 × 2 ranks."""
         ended = self.run("-p", "2", *IMAGE_RECIPE, *words, verb="train")
         assert ended.code == 0, ended.err
         return ended
 
 
 class ByHand(Transport):
-    """The same command typed on the second host, too; looked at is the first, which launches."""
+    """Types the same command on the second host, too; results are those of the first host."""
 
     def _second(self) -> Transport:
         return Transport(self.site, self.options, host="n2", env=self.env)
@@ -150,12 +150,12 @@ class ByHand(Transport):
 
 
 def said_in_logs(directory: Path, word: str) -> int:
-    """How many ranks have written a word."""
+    """Returns how many ranks have printed a word."""
     return sum(word in p.read_text() for p in (directory / "logs").glob("*/[0-9]*.log"))
 
 
 def parameters(directory: Path) -> dict[str, Any]:
-    """What a run has trained."""
+    """Returns the parameters that a run has trained."""
     from safetensors.torch import load_file
 
     loaded: dict[str, Any] = load_file(directory / "model" / "model.safetensors")
@@ -163,21 +163,21 @@ def parameters(directory: Path) -> dict[str, Any]:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Between two runs, over all parameters."""
+    """Returns the largest difference of any parameter between two runs."""
     mine, others = parameters(one), parameters(other)
     assert mine.keys() == others.keys()
     return max(float((mine[name] - others[name]).abs().max()) for name in mine)
 
 
 def contents(directory: Path) -> set[str]:
-    """Every file of a run directory, by its path there."""
+    """Returns the paths of all files in a run directory."""
     return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
 def reference(site: Site) -> Path:
-    """The run directory of the image recipe over SSH.
+    """Returns the run directory of the image recipe, trained over SSH.
 
-    It is made once for all workers, in whichever lab: hosts are called the same everywhere.
+    One pytest worker makes it for all, in any lab: all labs use the same host names.
     """
     session = site.project.parents[2 if "PYTEST_XDIST_WORKER" in os.environ else 1]
     made = session / "reference"
@@ -189,14 +189,14 @@ def reference(site: Site) -> Path:
 
 
 def site_in(new_lab: Any, folder: Path, **options: Any) -> Site:
-    """A lab of two hosts that see one project folder and the installed parts."""
+    """Returns a lab of two hosts that see one project folder and the installed parts."""
     project = project_at(folder / "project")
     share = (str(folder), str(PARTS)) if PARTS.is_dir() else (str(folder),)
     return Site(new_lab(**{"hosts": 2, "share": share, **options}), project)
 
 
 def check_secret_is_unseen(transport: Transport) -> None:
-    """A forwarded secret cannot be read off the wire."""
+    """Checks that a forwarded secret does not appear on the network."""
     secret = "T0p-secret-0123456789-of-mine"
     transport = replace(transport, env={**(transport.env or {}), "T_SECRET": secret})
     with sniffed(transport.site) as seen:
@@ -208,7 +208,7 @@ def check_secret_is_unseen(transport: Transport) -> None:
 
 @contextlib.contextmanager
 def sniffed(site: Site) -> Iterator[bytearray]:
-    """All frames that the second host sends and gets, as a packet socket there sees them."""
+    """Captures all frames that the second host sends and receives, with a packet socket there."""
     code = (
         "import socket, sys\n"
         "s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))\n"

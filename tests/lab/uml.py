@@ -1,6 +1,6 @@
-"""Programs under a kernel of their own: user-mode Linux, a kernel that is a program (Debian's).
+"""Runs programs under Debian's user-mode Linux, a kernel that is an ordinary program.
 
-It can mount what this machine's kernel cannot: shares of SMB and NFS.
+It can mount what this machine's kernel may not support: shares of SMB and NFS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KERNEL = "linux.uml"
 
 
 def missing(programs: Sequence[str]) -> str:
-    """Why it cannot be started here; empty if it can."""
+    """Returns why the kernel cannot be started here; "" if it can."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     lacking = [name for name in (KERNEL, "gcc", *programs) if not shutil.which(name, path=path)]
     return f"not installed: {', '.join(lacking)}" if lacking else ""
@@ -30,13 +30,13 @@ def missing(programs: Sequence[str]) -> str:
 
 def boot(folder: Path, *words: str, program: Path = HERE / "inside.py", memory: str = "1500M",
          timeout: float = 150) -> dict[str, Any]:  # fmt: skip
-    """Runs a program under it; what each trial said.
+    """Runs a program under the kernel; returns the results of its trials.
 
     Args:
-        folder: Empty, for what is made here.
-        words: For the program.
-        program: Python's.
-        memory: Of the small kernel; it is taken as it is used.
+        folder: Empty folder for temporary files.
+        words: Arguments of the program.
+        program: Path of a Python script.
+        memory: Limit of the kernel's memory, which is allocated on demand.
         timeout: Seconds.
     """
     text = (HERE / "boot.sh").read_text()
@@ -52,7 +52,7 @@ def boot(folder: Path, *words: str, program: Path = HERE / "inside.py", memory: 
     env = {**os.environ, "LD_PRELOAD": str(registers), "TMPDIR": str(folder)}
     argv = [KERNEL, f"mem={memory}", "rootfstype=hostfs", "rootflags=/", "ro", f"init={init}",
             "con0=fd:0,fd:1", "con=null", "quiet", f"uml_dir={folder}"]  # fmt: skip
-    console = folder / "console.log"  # can be followed while it runs
+    console = folder / "console.log"  # written while the kernel runs
     with console.open("wb") as file:
         child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=file,
                                  stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip

@@ -1,6 +1,6 @@
-"""The axes on which real sites differ, and a selection that meets every pair of their values.
+"""Defines the axes on which sites differ, and selects environments that cover all pairs of values.
 
-Pure: what the values mean is in ``sites.py``.
+This module has no side effects; ``sites.py`` gives the values their meaning.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Environment:
-    """One combination: a value for each axis.
+    """One environment: a value for each axis.
 
     Attributes:
-        home: Each host's own, one for all, or one for all at another path on the second host.
-        project: The hosts see the launcher's folder, or its code is shipped.
-        tmp: ``/tmp`` of each host: its own, one for all, or mounted noexec.
-        cache: Where ``XDG_CACHE_HOME`` is: below the home (unset), or in ``/tmp``.
-        user: Who logs in: root, one ordinary user, or another user on each host.
-        umask: Of the login and of the launcher.
+        home: A home for each host, one for all hosts, or one for all hosts at another path on the
+            second host.
+        project: The hosts see the launcher's folder, or its code is sent.
+        tmp: ``/tmp`` of each host: its own, one for all hosts, or mounted noexec.
+        cache: Place of ``XDG_CACHE_HOME``: below the home (unset), or in ``/tmp``.
+        user: The user who logs in: root, one ordinary user, or another user on each host.
+        umask: Umask of logins and of the launcher.
         shell: The login shell.
-        startup: What the login shell's start-up file does. ``execs`` hands the command over to
-            another shell; ``exits`` ends the shell, or replaces it by one that never gets the
-            command.
-        python: The second host's interpreter is at the same or at a different path.
-        network: ``mixed``: IPv6 everywhere, and IPv4 on the first host only.
-        names: What host names mean on the hosts: addresses; the own name 127.0.1.1, as Debian
-            has it; a dead interface and, for the others, an address that nobody has; nothing.
-        shm: ``/dev/shm`` of the hosts: as large as usual, or 64 KiB.
-        quota: The home holds as much as the disk, or 96 MiB (a small file system: a quota gives
-            another error number, the same moment).
-        cpus: A login may use all, or one.
+        startup: What the login shell's start-up file does. ``execs`` passes the command to another
+            shell; ``exits`` ends the shell, or replaces it by one that never gets the command.
+        python: The second host's interpreter is at the same path or at a different one.
+        network: ``mixed``: IPv6 on all hosts, and IPv4 on the first host only.
+        names: What host names resolve to on the hosts: addresses; 127.0.1.1 for the own name, as in
+            Debian; a dead interface, and for other hosts an unused address; nothing.
+        shm: Size of the hosts' ``/dev/shm``: the usual one, or 64 KiB.
+        quota: Size of the home: that of the disk, or 96 MiB (a small file system: a quota gives
+            another error number at the same moment).
+        cpus: CPUs that a login may use: all, or one.
         launcher: Where paceline is typed: outside, or on the first host by the login's user.
     """
 
@@ -60,7 +60,7 @@ class Environment:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a login can run commands at all; otherwise a clear error is expected."""
+        """Returns whether a login can run commands; if not, a clear error is expected."""
         return self.startup != "exits"
 
     def values(self) -> tuple[Value, ...]:
@@ -102,12 +102,12 @@ _CANDIDATES = 20
 
 
 def is_possible(values: Sequence[Value]) -> bool:
-    """Whether these values can occur together."""
+    """Returns whether these values can occur together."""
     return not any(frozenset(pair) in _EXCLUDED for pair in itertools.combinations(values, 2))
 
 
 def all_pairs() -> set[Pair]:
-    """Every pair of values of two axes that can occur together."""
+    """Returns every pair of values of two axes that can occur together."""
     return {
         frozenset(((first, a), (second, b)))
         for first, second in itertools.combinations(AXES, 2)
@@ -117,9 +117,9 @@ def all_pairs() -> set[Pair]:
 
 
 def pairs(environment: Environment) -> set[Pair]:
-    """The pairs that a run in ``environment`` tries.
+    """Returns the pairs that a run in ``environment`` tests.
 
-    Where a login can run no command, only what this does to the error is tried.
+    If a login can run no command, only pairs with the start-up file's value are tested.
     """
     found = map(frozenset, itertools.combinations(environment.values(), 2))
     if environment.is_usable:
@@ -128,16 +128,16 @@ def pairs(environment: Environment) -> set[Pair]:
 
 
 def select(seed: int = SEED) -> list[Environment]:
-    """Environments that cover :func:`all_pairs`, those with most new pairs first.
+    """Selects environments that cover :func:`all_pairs`, those with most new pairs first.
 
-    Greedy, after Cohen et al. 1997 (AETG): of some random candidates the one with most new
-    pairs.
+    Greedy, after Cohen et al. 1997 (AETG): takes the one of some random candidates that has most
+    new pairs.
     """
     source = random.Random(seed)
     uncovered = all_pairs()
     selected = []
     while uncovered:
-        ordered = sorted(sorted(pair) for pair in uncovered)  # sets have no order of their own
+        ordered = sorted(sorted(pair) for pair in uncovered)  # sorted: sets have no fixed order
         candidates = [
             _candidate(source.choice(ordered), uncovered, source) for _ in range(_CANDIDATES)
         ]
@@ -148,7 +148,7 @@ def select(seed: int = SEED) -> list[Environment]:
 
 
 def _candidate(first: Sequence[Value], uncovered: set[Pair], source: random.Random) -> Environment:
-    """Begins with the pair ``first``; every other axis takes the value with most new pairs."""
+    """Returns an environment with a given pair; other axes take the value with most new pairs."""
     chosen = dict(first)
     for axis in source.sample(list(AXES), len(AXES)):
         if axis not in chosen:

@@ -1,4 +1,4 @@
-"""What users do on every site, each as a function that asserts what they rely on.
+"""Defines what users do on every site, as functions that assert what users rely on.
 
 A journey takes a :class:`~sites.Site` and leaves the hosts idle; the last one loses a host.
 """
@@ -18,7 +18,7 @@ RESULT = {rank: f"result of {rank}\n" * 1000 for rank in range(len(HOSTS))}
 
 
 def login(site: Site) -> None:
-    """A login is as the environment says: otherwise the other journeys would show nothing."""
+    """Checks that logins match the environment; otherwise other journeys would prove nothing."""
     environment = site.environment
     for host in HOSTS:
         account = site.login(host)
@@ -32,13 +32,13 @@ def login(site: Site) -> None:
 
 
 def check(site: Site) -> None:
-    """``check`` finds no fault: it exits with 0 and starts its trial everywhere."""
+    """``check`` finds no fault: it exits with 0 and starts its trial on all hosts."""
     command = site.run("check")
     assert command.status == 0, "check finds fault with hosts on which everything works"
 
 
 def run_plain(site: Site) -> None:
-    """A plain script gets its data, is seen from its first to its last line, and its results."""
+    """A plain script gets its data; all its output and its results arrive."""
     words = ("--run-dir", "runs/plain", "--no-torch", "--data", str(site.folder / "data"))
     command = site.run("run", *words, "plain.py")
     succeeded(command)
@@ -52,7 +52,7 @@ def run_plain(site: Site) -> None:
 
 
 def detach_and_attach(site: Site) -> None:
-    """A detached run goes on by itself; ``attach`` shows it to its end and brings its results."""
+    """A detached run continues by itself; ``attach`` shows its end and fetches its results."""
     words = ("--run-dir", "runs/left", "--detach", "--no-torch", "plain.py", "2")
     succeeded(site.run("run", *words))
     attached = site.run("attach", "--lines", "runs/left", hosts=False)
@@ -61,9 +61,9 @@ def detach_and_attach(site: Site) -> None:
 
 
 def interrupt_resume_and_lose_a_host(site: Site) -> None:
-    """Ctrl-C saves and says how to resume; the same command then does the steps that are left.
+    """Ctrl-C saves and says how to resume; the same command then does the remaining steps.
 
-    With ``--nnodes 1:2`` also without a host that loses its power meanwhile.
+    With ``--nnodes 1:2``, it continues without a host that loses its power.
     """
     words = (
         "--run-dir",
@@ -101,14 +101,14 @@ JOURNEYS: tuple[Callable[[Site], None], ...] = (
 
 
 def is_refused(site: Site) -> None:
-    """A login that can run no command is refused at once, with what is at fault."""
+    """A launch to logins that can run no command is refused at once, and the cause is named."""
     command = site.run("run", "--no-torch", "plain.py")
     assert command.status not in (0, None)
     assert "start-up file" in command.err
     assert "Traceback" not in command.err
 
 
-# --- what they have in common
+# --- helpers of the journeys
 
 
 def succeeded(command: Command) -> None:
@@ -116,7 +116,7 @@ def succeeded(command: Command) -> None:
 
 
 def labelled(command: Command, host: str, rank: int) -> list[str]:
-    """What a rank wrote on standard output, without its label."""
+    """Returns a rank's standard output without its label."""
     found = re.findall(rf"^\[{host}/{rank}\] (.*)$", command.out, re.MULTILINE)
     return [str(line) for line in found]
 
@@ -127,7 +127,7 @@ def steps(command: Command, rank: int) -> list[int]:
 
 
 def nobody_else_can_write(site: Site) -> None:
-    """Nobody else can change what Paceline keeps on the hosts, whatever the umask.
+    """Checks that other users cannot change what Paceline keeps on the hosts, whatever the umask.
 
     Files in a folder that others cannot enter may have any mode.
     """
@@ -141,7 +141,7 @@ def nobody_else_can_write(site: Site) -> None:
 
 
 def results_are_home(site: Site, run: str) -> None:
-    """What every rank wrote is with the launcher: where it wrote it, or below the run."""
+    """Checks that all ranks' results are at the path where they were written, or below the run."""
     for rank, host in enumerate(HOSTS):
         name = f"out-{rank}/result.txt"
         places = (site.project / "runs" / run / "files" / host / name, site.project / name)

@@ -1,4 +1,4 @@
-"""Makes an environment real: a lab whose hosts differ as its values say, and a project on it."""
+"""Sets up an environment: a lab whose hosts differ as its values say, and a project on it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SOURCE = Path(
     os.environ.get("PACELINE_MATRIX_SOURCE") or Path(__file__).resolve().parents[2] / "src"
 )
 HOSTS = ("n1", "n2")
-DEADLINE_S = 150.0  # a command that hangs; on a quiet machine the slowest takes 10 s
-QUOTA = "96m"  # paceline wants 50 MiB free
+DEADLINE_S = 150.0  # for a command that hangs; on an idle machine the slowest command takes 10 s
+QUOTA = "96m"  # Paceline requires 50 MiB of free space
 SMALL_SHM = "64k"
 NOBODY = {4: "10.66.0.99", 6: "fd77::99"}  # addresses that no host has
 DATA = {"a.txt": "first\n", "below/b.bin": "second\n" * 1000}
@@ -36,7 +36,7 @@ DATA = {"a.txt": "first\n", "below/b.bin": "second\n" * 1000}
 
 @dataclass(frozen=True)
 class Login:
-    """Who logs in on one host, and with what."""
+    """The account that logs in on one host."""
 
     user: str
     uid: int
@@ -47,7 +47,7 @@ class Login:
 
 @dataclass
 class Site:
-    """A lab as ``environment`` says; ``project`` is the launcher's folder."""
+    """A lab that is set up as ``environment`` says; ``project`` is the launcher's folder."""
 
     environment: Environment
     lab: Lab
@@ -59,19 +59,19 @@ class Site:
         return _login(self.environment, host)
 
     def start(self, verb: str, *words: str, hosts: bool = True) -> Command:
-        """Starts ``paceline VERB -H … WORDS`` in the project, wherever the launcher is."""
+        """Starts ``paceline VERB -H … WORDS`` in the project, on the launcher's host."""
         where = ["-H", ",".join(HOSTS), "--ssh-config", str(self.folder / "ssh_config")]
         argv = [sys.executable, "-m", "paceline", verb, *(where if hosts else []), *words]
         return Command(self, argv)
 
     def run(self, verb: str, *words: str, hosts: bool = True) -> Command:
-        """The same, to its end."""
+        """Runs ``paceline VERB -H … WORDS`` to its end."""
         with self.start(verb, *words, hosts=hosts) as command:
             command.wait()
         return command
 
     def ssh(self, host: str, script: str) -> Command:
-        """Runs a script of sh on a host, to its end, as any program would over SSH."""
+        """Runs a sh script on a host to its end, through ordinary SSH."""
         config = str(self.folder / "ssh_config")
         with Command(
             self, ["ssh", "-F", config, host, shlex.join(["sh", "-c", script])]
@@ -80,7 +80,7 @@ class Site:
         return command
 
     def popen(self, argv: Sequence[str], **files: Any) -> subprocess.Popen[bytes]:
-        """Starts a command where the launcher is, as its user."""
+        """Starts a command on the launcher's host, as the launcher's user."""
         if self.environment.launcher == "outside":
             return subprocess.Popen(
                 argv, cwd=self.project, env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -99,7 +99,7 @@ class Site:
 
 
 class Command(BackgroundCommand):
-    """A command under way, recorded in the site's transcript."""
+    """A command that was started, recorded in the site's transcript."""
 
     def __init__(self, site: Site, argv: list[str]) -> None:
         self._site = site
@@ -137,7 +137,7 @@ class Command(BackgroundCommand):
 
 @contextlib.contextmanager
 def site(environment: Environment, folder: Path) -> Iterator[Site]:
-    """Brings it up, in ``folder``, which all hosts see, and takes it down.
+    """Sets up the environment in ``folder``, which all hosts see, and removes it afterwards.
 
     Needs root: only root may make users and mounts of any kind.
     """
@@ -170,7 +170,7 @@ def _options(environment: Environment, folder: Path) -> LabOptions:
 
 
 def _other_python(folder: Path) -> Path:
-    """A virtual environment at another path, with the packages of the running one."""
+    """Makes a virtual environment at another path, with the packages of the running one."""
     made = folder / "other python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
     (packages,) = made.glob("lib/python*/site-packages")
@@ -181,7 +181,7 @@ def _other_python(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _small_homes(environment: Environment, folder: Path) -> Iterator[None]:
-    """File systems for homes with a quota: before the lab is up, for hosts to share one."""
+    """Mounts small file systems for homes with a quota before the lab starts; hosts may share."""
     mounted = []
     names = dict.fromkeys(_home_of(environment, host) for host in HOSTS)
     try:
@@ -215,7 +215,7 @@ def _login(environment: Environment, host: str) -> Login:
     return Login(user, uid, f"{above}/{user}", shell, cache)
 
 
-# --- one host
+# --- set-up of a host
 
 
 def _make_host(site: Site, host: str) -> None:
@@ -239,7 +239,7 @@ def _add_user(lab: Lab, host: str, login: Login) -> None:
 
 
 def _put_line(file: Path, name: str, line: str) -> None:
-    """First, in place of the one of that name; the file stays the one that is mounted."""
+    """Puts a line first, replacing the one for that name; writes in place: the file is mounted."""
     others = [old for old in file.read_text().splitlines() if old.split(":")[0] != name]
     file.write_text("\n".join([line, *others]) + "\n")
 
@@ -264,10 +264,10 @@ def _network(environment: Environment, host: str) -> Iterator[str]:
 
 
 def _opened(site: Site) -> Iterator[str]:
-    """Commands that let every user reach what jobs need and this machine keeps closed.
+    """Yields commands that let every user reach what jobs need and this machine keeps closed.
 
-    Where the interpreter or the checkout is in somebody's home, an ordinary user of a host finds
-    only these there.
+    If the interpreter or the checkout is in a user's home, ordinary users of a host find only these
+    files there.
     """
     if site.environment.user == "root":
         return
@@ -286,7 +286,7 @@ _NEEDED = sorted({sys.prefix, str(Path(sys.base_prefix).resolve()), str(SOURCE)}
 
 
 def _closed_parent(path: str) -> str:
-    """The topmost folder above ``path`` that others cannot enter; "" if they reach it.
+    """Returns the topmost folder above ``path`` that others cannot enter; "" if all can.
 
     A host's own ``/tmp`` has no closed folders.
     """
@@ -295,7 +295,7 @@ def _closed_parent(path: str) -> str:
 
 
 def _tmp(site: Site) -> Iterator[str]:
-    """Commands for ``/tmp``; what the lab shows below it stays."""
+    """Yields commands that set up ``/tmp``; what the lab mounts below it is kept."""
     if site.environment.tmp == "noexec":
         yield "mount -o remount,bind,nosuid,noexec /tmp"
     if site.environment.tmp == "shared":
@@ -312,7 +312,7 @@ def _tmp(site: Site) -> Iterator[str]:
 
 
 def _home(site: Site, host: str, login: Login) -> Iterator[str]:
-    """Commands that put the login's home where its account says, with its keys."""
+    """Yields commands that put the login's home and its keys where its account says."""
     source = shlex.quote(site.lab.home_inside())
     home = shlex.quote(login.home)
     if site.environment.quota == "small":
@@ -337,7 +337,7 @@ _RC_FILES = {
     "zsh": ".zshenv",
     "fish": ".config/fish/config.fish",
     "tcsh": ".tcshrc",
-    "dash": ".ssh/rc",  # sshd's, for every login
+    "dash": ".ssh/rc",  # sshd reads it at every login
 }
 _READ = "read answer"
 _READS = {"bash": _READ, "zsh": _READ, "fish": _READ, "tcsh": 'set answer = "$<"'}
@@ -352,7 +352,7 @@ GREETING_LINES = 200
 
 
 def _write_startup(environment: Environment, lab: Lab, host: str, login: Login) -> None:
-    """The start-up file of the login shell: its umask, then what the environment says."""
+    """Writes the login shell's start-up file: the umask, then what the environment says."""
     shell = environment.shell
     umask = [] if shell == "dash" else [f"umask {environment.umask}"]
     does = {
@@ -375,7 +375,7 @@ def _cpu_prefix(environment: Environment) -> list[str]:
 
 
 def _restart_sshd(site: Site, host: str, login: Login) -> None:
-    """sshd with the umask, the CPUs and the variables of the environment."""
+    """Restarts sshd with the umask, the CPUs and the variables of the environment."""
     config = site.lab.layout.sshd_config(host)
     if login.cache:
         lines = config.read_text().splitlines()
@@ -394,7 +394,7 @@ def _restart_sshd(site: Site, host: str, login: Login) -> None:
     site.lab.exec(host, ["sh", "-c", script, "sh", *argv], check=True, timeout=DEADLINE_S)
 
 
-# --- the launcher's side
+# --- set-up of the launcher
 
 
 def _write_data(folder: Path) -> None:
@@ -407,7 +407,7 @@ def _write_data(folder: Path) -> None:
 
 
 def _make_project(site: Site) -> None:
-    """Gives the project to the login's user, and the launcher its ways to the hosts."""
+    """Gives the project to the login's user, and the launcher a route to the hosts."""
     environment, lab = site.environment, site.lab
     login = site.login("n1")
     _write_ssh_config(site)
@@ -427,7 +427,7 @@ def _make_project(site: Site) -> None:
 
 
 def _write_ssh_config(site: Site) -> None:
-    """The lab's, with the users; readable, with a key of its own, to who types on a host."""
+    """Writes an ssh config with the users; on a host, its user gets a copy and a key of its own."""
     lab, folder, login = site.lab, site.folder, site.login("n1")
     key, known = lab.layout.identity, lab.layout.known_hosts
     if site.environment.launcher == "first-host":
@@ -449,7 +449,7 @@ def _write_ssh_config(site: Site) -> None:
 
 
 def _without_files(lab: Lab) -> list[str]:
-    """The lab's ssh config without the files that only its owner can read."""
+    """Returns the lines of the lab's ssh config without files that only its owner can read."""
     barred = ("IdentityFile", "UserKnownHostsFile")
     lines = lab.ssh_config.read_text().splitlines()
     return [line for line in lines if not line.strip().startswith(barred)]

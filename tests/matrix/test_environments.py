@@ -1,4 +1,4 @@
-"""The selection of environments covers what it claims to."""
+"""Tests that the selection of environments covers all pairs of values."""
 
 from __future__ import annotations
 
@@ -22,65 +22,65 @@ from environments import (  # noqa: E402
 )
 
 
-def test_every_pair_of_values_that_can_occur_together_is_tried() -> None:
-    tried: set[frozenset[tuple[str, str]]] = set()
+def test_selection_covers_possible_value_pairs() -> None:
+    covered: set[frozenset[tuple[str, str]]] = set()
     for environment in select():
-        tried |= pairs(environment)
-    assert tried == all_pairs()
+        covered |= pairs(environment)
+    assert covered == all_pairs()
 
 
-def test_pairs_are_those_of_the_axes_less_the_constraints() -> None:
+def test_all_pairs_excludes_constraints() -> None:
     sizes = [len(values) for values in AXES.values()]
     product = sum(a * b for a, b in itertools.combinations(sizes, 2))
     assert len(all_pairs()) == product - len(CONSTRAINTS)
 
 
-def test_constraints_name_values_that_exist() -> None:
+def test_constraints_use_existing_values() -> None:
     for (first, a), (second, b), reason in CONSTRAINTS:
         assert a in AXES[first], (first, a)
         assert b in AXES[second], (second, b)
         assert reason
 
 
-def test_no_environment_breaks_a_constraint() -> None:
+def test_selection_satisfies_constraints() -> None:
     for environment in select():
         assert is_possible(environment.values()), environment
 
 
-def test_the_selection_is_the_same_each_time_and_another_for_another_seed() -> None:
+def test_selection_is_deterministic_per_seed() -> None:
     assert select(3) == select(3)
     assert select(3) != select(4)
 
 
-def test_about_twenty_five_environments_suffice() -> None:
+def test_selection_has_25_to_32_environments() -> None:
     assert 25 <= len(select()) <= 32
 
 
-def test_the_first_three_differ_in_homes_and_users() -> None:
-    """They are what ``make test`` runs."""
+def test_first_three_environments_differ_in_home_and_user() -> None:
+    """``make test`` runs these three."""
     first = select()[:3]
     assert {environment.home == "private" for environment in first} == {True, False}
     assert len({environment.user for environment in first}) > 1
     assert all(environment.is_usable for environment in first)
 
 
-def test_make_test_all_tries_every_value() -> None:
-    """Those of ``make test`` and the rest, which the Makefile names."""
-    (rest,) = re.findall(r"^REST_OF_MATRIX := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+def test_make_test_all_covers_axis_values() -> None:
+    """It tries those of ``make test`` and the others that the Makefile names."""
+    (remaining,) = re.findall(r"^REST_OF_MATRIX := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
     selection = select()
-    tried = [*selection[:3], *(selection[int(number) - 1] for number in rest.split(","))]
+    covered = [*selection[:3], *(selection[int(number) - 1] for number in remaining.split(","))]
     for axis, values in AXES.items():
-        assert {getattr(environment, axis) for environment in tried} == set(values), axis
+        assert {getattr(environment, axis) for environment in covered} == set(values), axis
 
 
-def test_where_no_command_runs_only_the_start_up_file_is_tried() -> None:
+def test_unusable_environment_pairs_include_startup_file() -> None:
     usable = dict(select()[0].values())
-    refused = Environment(**{**usable, "startup": "exits", "shell": "bash"})
-    assert all(("startup", "exits") in pair for pair in pairs(refused))
-    assert len(pairs(refused)) == len(AXES) - 1
+    unusable = Environment(**{**usable, "startup": "exits", "shell": "bash"})
+    assert all(("startup", "exits") in pair for pair in pairs(unusable))
+    assert len(pairs(unusable)) == len(AXES) - 1
 
 
-def test_faults_of_the_benchmark_can_still_be_planted(tmp_path: Path) -> None:
+def test_benchmark_faults_can_be_planted(tmp_path: Path) -> None:
     for fault in planted.FAULTS:
         source = ROOT / "src" / "paceline" / fault.file
         target = tmp_path / fault.file

@@ -1,8 +1,8 @@
-"""The journeys of ``journeys.py`` in a selection of environments, each in a lab of its own.
+"""Runs the journeys of ``journeys.py`` in selected environments, each in a lab of its own.
 
-``PACELINE_MATRIX`` names them, as ``4,5,6``; without it, the first three.
-With ``PACELINE_MATRIX_FIRST`` the first journey that fails ends an environment, and
-``PACELINE_MATRIX_SOURCE`` names another folder to take the package from (planted faults).
+``PACELINE_MATRIX`` selects environments by number (``4,5,6``); the default is the first three. With
+``PACELINE_MATRIX_FIRST``, an environment ends at its first failed journey.
+``PACELINE_MATRIX_SOURCE`` names another folder to import the package from (planted faults).
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ pytestmark = pytest.mark.lab
 SELECTION = dict(enumerate(select(), 1))
 
 
-def chosen() -> list[int]:
-    """Numbers of the environments to try."""
+def selected_environments() -> list[int]:
+    """Returns the numbers of the environments to test."""
     return [int(number) for number in os.environ.get("PACELINE_MATRIX", "1,2,3").split(",")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _possible() -> None:
-    """Only root may give hosts users and mounts of any kind."""
+def _require_root() -> None:
+    """Skips the tests without root: only root may give hosts users and mounts of any kind."""
     require_lab(Lab.available() or ("root is needed" if os.geteuid() else None))
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", chosen())
+@pytest.mark.parametrize("number", selected_environments())
 def test_environment(number: int, tmp_path: Path) -> None:
     environment = SELECTION[number]
     if shutil.which(environment.shell) is None:
         pytest.skip(f"not run: {environment.shell} is not installed: tools/system-parts.sh all")
-    failed = try_everything(environment, tmp_path)
+    failed = run_journeys(environment, tmp_path)
     if failed:
-        how = f"environment {number}: {environment}\nalone: make matrix ONLY={number}"
-        pytest.fail("\n".join([*failed, how]), pytrace=False)
+        rerun_hint = f"environment {number}: {environment}\nalone: make matrix ONLY={number}"
+        pytest.fail("\n".join([*failed, rerun_hint]), pytrace=False)
 
 
-def try_everything(environment: Environment, folder: Path) -> list[str]:
-    """What failed: of each journey that did, why and what its commands wrote."""
+def run_journeys(environment: Environment, folder: Path) -> list[str]:
+    """Runs all journeys; returns for each failed one the reason and what its commands printed."""
     failed = []
     journeys = JOURNEYS if environment.is_usable else (is_refused,)
-    with site(environment, folder) as made:
+    with site(environment, folder) as lab_site:
         for journey in journeys:
-            before = len(made.transcript)
+            start = len(lab_site.transcript)
             try:
-                journey(made)
+                journey(lab_site)
             except Exception as error:
-                why = f"failed journey: {journey.__name__}: {error!r}"
-                failed += [why, *made.transcript[before:]]
+                message = f"failed journey: {journey.__name__}: {error!r}"
+                failed += [message, *lab_site.transcript[start:]]
                 if os.environ.get("PACELINE_MATRIX_FIRST"):
                     break
     return failed

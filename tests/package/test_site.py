@@ -1,4 +1,4 @@
-"""The documentation site has every page, search finds them, and no other host is asked."""
+"""Tests the documentation site: it has every page, its search works, it contacts no other host."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MAX_POLLS = 100
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "tools/site/build.py", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder / "site"
 
 
@@ -58,7 +58,7 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
         assert not foreign, page
 
 
-def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+def test_broken_link_fails_build(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for folder in ("docs", "bench", "tools/site", "src/paceline/explain/rules"):
         shutil.copytree(ROOT / folder, copy / folder)
@@ -66,21 +66,21 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
         for broken in ("no-such-page.md", "reference/run.md#no-such-heading"):
             file.write(f"\nSee [this]({broken}).\n")
     command = [sys.executable, "tools/site/build.py"]
-    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "page does not exist" in said
-    assert "anchor does not exist" in said
+    result = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
+    output = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert "page does not exist" in output
+    assert "anchor does not exist" in output
 
 
 @pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="needs Chromium")
-def test_search_works_from_the_disk(site: Path, tmp_path: Path) -> None:
+def test_search_works_from_disk(site: Path, tmp_path: Path) -> None:
     with Chromium(tmp_path) as browser:
         browser.show(site / "index.html", 1200)
         browser.ask("document.querySelector('.md-search__button').click()")
         for letter in "straggler":
             browser.press(letter)
-        for _ in range(MAX_POLLS):  # a worker searches; a shadow tree shows what it finds
+        for _ in range(MAX_POLLS):  # a web worker searches; the results are in a shadow tree
             tree = json.dumps(browser.do("DOM.getDocument", depth=-1, pierce=True))
             if re.search(r"\b\d+ results?\b", tree):
                 break

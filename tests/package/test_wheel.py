@@ -1,7 +1,7 @@
-"""The package as users get it: the wheel, installed by pip into an empty environment.
+"""Tests the package as users get it: a wheel that pip installs into an empty environment.
 
 pip finds the dependencies in a folder of wheels, without network. It installs what the wheel's
-metadata asks for, without extras: a module that is imported but not required, or a file that the
+metadata requires, without extras. So a module that is imported but not required, or a file that the
 wheel lacks, is found here and not by a user. ``tests/lab/test_docker.py`` does the same in a
 container.
 """
@@ -29,20 +29,20 @@ TYPED = Path(__file__).with_name("typed_user.py")
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel, and an empty folder to work in."""
+    """An environment in which the wheel is installed, and an empty folder to work in."""
 
     distributions: Distributions
     bin: Path
     folder: Path
 
     def run(self, *argv: str, status: int = 0) -> str:
-        """Runs a program of the environment; returns what it wrote."""
+        """Runs a program of the environment; returns its output."""
         quiet = {"HOME": str(self.folder), "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PACELINE_O"))}
-        done = subprocess.run([str(self.bin / argv[0]), *argv[1:]], cwd=self.folder, text=True,
-                              capture_output=True, check=False, env={**kept, **quiet})  # fmt: skip
-        assert done.returncode == status, f"{argv}: {done.stdout}{done.stderr}"
-        return done.stdout + done.stderr
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PACELINE_O"))}
+        result = subprocess.run([str(self.bin / argv[0]), *argv[1:]], cwd=self.folder, text=True,
+                              capture_output=True, check=False, env={**base, **quiet})  # fmt: skip
+        assert result.returncode == status, f"{argv}: {result.stdout}{result.stderr}"
+        return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -67,25 +67,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 
 def test_twine_accepts_both_distributions(installed: Installed) -> None:
     files = [str(installed.distributions.sdist), str(installed.distributions.wheel)]
-    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files],
+    result = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files],
                           check=False, capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_source_archive_holds_every_tracked_file(installed: Installed) -> None:
+def test_sdist_contains_tracked_files(installed: Installed) -> None:
     with tarfile.open(installed.distributions.sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert _tracked("src", "tests", "docs", "pyproject.toml", "LICENSE", "NOTICE") - packed == set()
 
 
 def _tracked(*paths: str) -> set[str]:
-    """Files of this repository that git tracks and that are there."""
+    """Returns the files that git tracks in this repository and that exist."""
     listed = subprocess.run(["git", "ls-files", *paths], cwd=REPOSITORY, check=True,
                             capture_output=True, text=True).stdout.split("\n")  # fmt: skip
     return {name for name in listed if name and (REPOSITORY / name).exists()}
 
 
-def test_the_wheel_holds_the_whole_tree(installed: Installed) -> None:
+def test_wheel_contains_package_tree(installed: Installed) -> None:
     with zipfile.ZipFile(installed.distributions.wheel) as archive:
         packed = {f"src/{name}" for name in archive.namelist() if name.startswith("paceline/")}
     assert _tracked("src/paceline") - packed == set()
@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_whole_tree(installed: Installed) -> None:
     assert not [name for name in packed if "tests" in name.split("/")]
 
 
-def test_its_commands_run(installed: Installed) -> None:
+def test_installed_commands_run(installed: Installed) -> None:
     assert f"paceline, version {paceline.__version__}" in installed.run("paceline", "--version")
     assert "--hosts" in installed.run("paceline", "run", "--help")
     assert "image" in installed.run("paceline", "list")
@@ -107,29 +107,29 @@ def test_its_commands_run(installed: Installed) -> None:
     assert list(installed.folder.glob("*image*.py"))
 
 
-def test_a_job_runs_that_needs_no_torch(installed: Installed) -> None:
+def test_runs_job_without_torch(installed: Installed) -> None:
     (installed.folder / "tell.py").write_text("import os; print('rank', os.environ['RANK'])\n")
-    told = installed.run("paceline", "run", "--no-torch", "-p", "2", "tell.py")
-    assert "rank 0" in told
-    assert "rank 1" in told
+    output = installed.run("paceline", "run", "--no-torch", "-p", "2", "tell.py")
+    assert "rank 0" in output
+    assert "rank 1" in output
 
 
-def test_what_needs_an_extra_says_which(installed: Installed) -> None:
-    told = installed.run("paceline", "train", "image", status=1)
-    assert "Traceback" not in told
-    assert "torch" in told
+def test_train_without_torch_reports_requirement(installed: Installed) -> None:
+    output = installed.run("paceline", "train", "image", status=1)
+    assert "Traceback" not in output
+    assert "torch" in output
 
 
-def test_its_names_are_typed(installed: Installed) -> None:
-    """A user's own module passes mypy against the installed package, not against this tree."""
+def test_installed_package_is_typed(installed: Installed) -> None:
+    """A user's module passes mypy with the installed package, not with this repository's source."""
     shutil.copy2(TYPED, installed.folder / "typed_user.py")
     (installed.folder / "tell.py").write_text(
         "import sys\nif sys.argv[1] == 'fail':\n    raise ValueError('fail')\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable",
          str(installed.bin / "python"), "--cache-dir", "cache", "typed_user.py"],
         cwd=installed.folder, check=False, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
     installed.run("python", "typed_user.py")

@@ -1,4 +1,4 @@
-"""A user's module: what ``import paceline`` offers without torch, with its types.
+"""A user's module for mypy: what ``import paceline`` offers without torch, with its types.
 
 A script ``tell.py`` lies beside it.
 """

@@ -1,4 +1,4 @@
-"""Run by the tests in one process that forks: preferences (DPO) in worlds of several sizes."""
+"""Runs, in forked worlds of several sizes, trainings on preferences (DPO)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 from functools import partial
 
-import forking
+import forked_worlds
 import sft_worlds
 import tiny_language_model
 import torch
@@ -23,18 +23,18 @@ def make_files() -> None:
 
 
 def run(name: str, *flags: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(FOLDER / f"cache-{name}")  # each computes the reference
+    os.environ["XDG_CACHE_HOME"] = str(FOLDER / f"cache-{name}")  # each computes its own reference
     sft_worlds.run(name, "--objective=dpo", *flags)
 
 
 if __name__ == "__main__":
-    forking.run_ok(1, make_files)
+    forked_worlds.run_ok(1, make_files)
     for size in (1, 2, 3, 4):
-        forking.run_ok(size, partial(run, f"world{size}"))
-    forking.run_ok(1, partial(run, "whole_batches", "--micro-batch=0"))
+        forked_worlds.run_ok(size, partial(run, f"world{size}"))
+    forked_worlds.run_ok(1, partial(run, "whole_batches", "--micro-batch=0"))
     every = ("--checkpoint-every=3",)
-    statuses = forking.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
+    statuses = forked_worlds.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
     assert statuses[0] == -signal.SIGKILL, statuses
-    forking.run_ok(2, partial(run, "killed", *every))
+    forked_worlds.run_ok(2, partial(run, "killed", *every))
     names = ("world1", "world2", "world3", "world4", "whole_batches", "killed")
     print(json.dumps({name: result(FOLDER / name) for name in names}))

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import forking
+import forked_worlds
 import torch
 from recipe_worlds import killed_after, result
 
@@ -33,11 +33,11 @@ if __name__ == "__main__":
     os.environ["XDG_CACHE_HOME"] = str(FOLDER / "cache")
     lines = (f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(200))
     (FOLDER / "sums.txt").write_text("".join(lines))
-    for size in (4, 3, 2, 1):  # four ranks share a disk that has no tokens yet
-        forking.run_ok(size, partial(run, f"world{size}"))
+    for size in (4, 3, 2, 1):  # the four ranks share a disk that has no tokens yet
+        forked_worlds.run_ok(size, partial(run, f"world{size}"))
     every = ("--checkpoint-every=3",)
-    statuses = forking.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
+    statuses = forked_worlds.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
     assert statuses[0] == -signal.SIGKILL, statuses
-    forking.run_ok(2, partial(run, "killed", *every))
+    forked_worlds.run_ok(2, partial(run, "killed", *every))
     names = ("world1", "world2", "world3", "world4", "killed")
     print(json.dumps({name: result(FOLDER / name) for name in names}))

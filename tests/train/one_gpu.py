@@ -1,4 +1,4 @@
-"""Several ranks over NCCL on one GPU, which NCCL takes for GPUs of several hosts."""
+"""Runs several ranks over NCCL on one GPU, which NCCL takes for GPUs of several hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KIND = "cuda"
 
 
 def share() -> None:
-    """Has sessions of this rank use the first GPU, and NCCL take it for a host of its own."""
+    """Makes this rank's sessions use the first GPU, and NCCL treat it as a host of its own."""
     os.environ |= {
         "NCCL_HOSTID": f"slot{os.environ.get('RANK', '0')}",
         "NCCL_SOCKET_IFNAME": "lo",

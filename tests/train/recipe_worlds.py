@@ -1,4 +1,4 @@
-"""What the trainings of recipes in forked processes share."""
+"""Shares helpers for trainings of recipes in forked processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.train import Session
 
 
 def killed_after(steps: int, body: Callable[[], None]) -> None:
-    """Runs the body in a process that is killed after so many steps."""
+    """Runs a body in a process that is killed after a number of steps."""
     original, count = Session.step, 0
 
     def step(self: Session, *losses: Any, **values: Any) -> bool:
@@ -32,7 +32,7 @@ def killed_after(steps: int, body: Callable[[], None]) -> None:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Losses by step, and all parameters."""
+    """Returns a run's losses by step, and all parameters."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     state = load_file(folder / "model/model.safetensors")
     losses: dict[str, dict[int, float]] = {"train": {}, "val": {}}

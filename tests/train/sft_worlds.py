@@ -1,4 +1,4 @@
-"""Run by the tests in one process that forks: the recipe sft in worlds of several sizes."""
+"""Runs the sft recipe in forked worlds of several sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import forking
+import forked_worlds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import peft  # noqa: F401 - imported once for all worlds
@@ -41,14 +41,14 @@ def run(name: str, *flags: str) -> None:
 
 
 if __name__ == "__main__":
-    forking.run_ok(1, make_files)
+    forked_worlds.run_ok(1, make_files)
     for size in (1, 2, 3, 4):
-        forking.run_ok(size, partial(run, f"world{size}"))
-    forking.run_ok(1, partial(run, "single_rows", "--no-pack", "--micro-batch=0"))
-    forking.run_ok(2, partial(run, "recomputed", "--gradient-checkpointing"))
+        forked_worlds.run_ok(size, partial(run, f"world{size}"))
+    forked_worlds.run_ok(1, partial(run, "single_rows", "--no-pack", "--micro-batch=0"))
+    forked_worlds.run_ok(2, partial(run, "recomputed", "--gradient-checkpointing"))
     every = ("--checkpoint-every=3",)
-    statuses = forking.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
+    statuses = forked_worlds.run(2, partial(killed_after, 5, partial(run, "killed", *every)))
     assert statuses[0] == -signal.SIGKILL, statuses
-    forking.run_ok(2, partial(run, "killed", *every))
+    forked_worlds.run_ok(2, partial(run, "killed", *every))
     names = ("world1", "world2", "world3", "world4", "single_rows", "recomputed", "killed")
     print(json.dumps({name: result(FOLDER / name) for name in names}))

@@ -1,19 +1,19 @@
-"""Two writers of one folder of checkpoints, for real: stopped, let go on and killed at random."""
+"""Tests two writers of one folder of checkpoints, stopped, continued or killed at random."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import ranks
+import local_ranks
 
 CASES = 40
 
 
-def test_never_two_writers_wherever_one_is_stopped(tmp_path: Path) -> None:
-    """What is checked of each case stands in ``fencing.py``."""
-    script = Path(__file__).with_name("fencing.py")
-    ranks.run_ok(1, [str(script), str(tmp_path), str(CASES), "7"], tmp_path)
-    seen = json.loads((tmp_path / "found.json").read_text())
-    assert seen["cases"] == seen["fenced"] + seen["killed"] == CASES
-    assert seen["late"]  # some were stopped between their look and the renaming
+def test_fencing_prevents_concurrent_writers(tmp_path: Path) -> None:
+    """The assertions about each case are in ``fencing_worlds.py``."""
+    script = Path(__file__).with_name("fencing_worlds.py")
+    local_ranks.run_ok(1, [str(script), str(tmp_path), str(CASES), "7"], tmp_path)
+    counts = json.loads((tmp_path / "found.json").read_text())
+    assert counts["cases"] == counts["fenced"] + counts["killed"] == CASES
+    assert counts["late"]  # some were stopped between the check and the renaming

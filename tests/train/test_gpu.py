@@ -1,4 +1,4 @@
-"""What only a GPU can show; left out where torch sees none, as on CI's machines."""
+"""Tests what needs a GPU; skipped if torch sees none, as on CI machines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import local_ranks
 import pytest
-import ranks
 import torch
 from safetensors.torch import load_file
 from test_joining import SCRIPT as JOINING
@@ -58,52 +58,52 @@ print(json.dumps(found))
 """
 
 
-def test_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
-    """Fused AdamW in bf16 with channels last: the moments come back in its parameters' layout."""
-    how = ["--model=resnet18", "--deterministic", "--steps=120", "--checkpoint-every=20"]
-    argv = [sys.executable, "-m", "paceline.recipes.image", *how, "--keep=0"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([*argv, f"--run-dir={whole}"], check=True, timeout=200)
+def test_killed_run_resumes_bit_exact(tmp_path: Path) -> None:
+    """Fused AdamW in bf16, channels last: its moments return in the parameters' layout."""
+    flags = ["--model=resnet18", "--deterministic", "--steps=120", "--checkpoint-every=20"]
+    argv = [sys.executable, "-m", "paceline.recipes.image", *flags, "--keep=0"]
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*argv, f"--run-dir={uninterrupted}"], check=True, timeout=200)
     with subprocess.Popen([*argv, f"--run-dir={killed}"]) as process:
         while process.poll() is None and not (killed / "checkpoints/40/manifest.json").exists():
             time.sleep(0.001)
         process.kill()
     subprocess.run([*argv, f"--run-dir={killed}"], check=True, timeout=200)
-    one, other = (load_file(run / "model/model.safetensors") for run in (whole, killed))
+    one, other = (load_file(run / "model/model.safetensors") for run in (uninterrupted, killed))
     assert all(one[name].equal(other[name]) for name in one)
 
 
-def test_copies_ahead_change_nothing(tmp_path: Path) -> None:
-    """Batches from workers, through pinned memory, on a stream of their own."""
-    said = [
+def test_prefetch_to_gpu_does_not_change_losses(tmp_path: Path) -> None:
+    """Batches come from workers, through pinned memory, on a separate stream."""
+    outputs = [
         subprocess.run(
-            [sys.executable, "-c", AHEAD, str(tmp_path / way.replace(" ", "-")), way],
+            [sys.executable, "-c", AHEAD, str(tmp_path / mode.replace(" ", "-")), mode],
             capture_output=True, text=True, check=True, timeout=200,
         ).stdout.splitlines()[-1]
-        for way in ("ahead", "at once")
+        for mode in ("ahead", "at once")
     ]  # fmt: skip
-    assert len(json.loads(said[0])) == 24
-    assert said[0] == said[1]
+    assert len(json.loads(outputs[0])) == 24
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("dies", [[1, "forward", 9], [0, "stepped", 9], [1, "evaluating 1", 12]])
-def test_a_gpu_and_a_cpu_outlive_each_other(tmp_path: Path, dies: list[int | str]) -> None:
-    """Rank 0 computes on the GPU; whichever dies, the other trains on."""
-    ((result, alone, _),) = trials(tmp_path, "at", [["mixed", 2, [dies]]])
-    check(result, alone)
+def test_training_survives_loss_of_gpu_or_cpu_rank(tmp_path: Path, dies: list[int | str]) -> None:
+    """Rank 0 computes on the GPU; if either rank dies, the other trains on."""
+    ((result, reference, _),) = trials(tmp_path, "at", [["mixed", 2, [dies]]])
+    check(result, reference)
     assert len(result["found"]) == 1
 
 
-def test_a_lost_rank_comes_back_beside_a_gpu(tmp_path: Path) -> None:
-    """Also to the GPU: it gets its state from those that are left."""
-    jobs = come_back(tmp_path, "mixed")
+def test_lost_rank_rejoins_with_gpu(tmp_path: Path) -> None:
+    """Also to the rank on the GPU: it gets its state from the remaining ranks."""
+    jobs = kill_and_rejoin(tmp_path, "mixed")
     assert not any(status for job in jobs for status in job["statuses"].values())
 
 
-def come_back(folder: Path, world: str) -> list[dict[str, Any]]:
-    """Each rank is killed in turn and joins again; the jobs as their launcher saw them."""
+def kill_and_rejoin(folder: Path, world: str) -> list[dict[str, Any]]:
+    """Kills each rank in turn, which then joins again; returns the launchers' records."""
     worlds, jobs = [world, f"{world}: killed", f"{world}: first killed"], []
-    ranks.run_ok(1, [JOINING, str(folder), *worlds], folder)
+    local_ranks.run_ok(1, [JOINING, str(folder), *worlds], folder)
     undisturbed = left(folder / world)
     for name in worlds[1:]:
         job = json.loads((folder / name / "job.json").read_text())
@@ -121,18 +121,18 @@ NCCL = [
 ]
 
 
-def test_ranks_over_nccl_outlive_one_that_is_killed(tmp_path: Path) -> None:
-    for result, alone, _ in trials(tmp_path, "at", NCCL):
-        check(result, alone)
+def test_nccl_ranks_survive_killed_rank(tmp_path: Path) -> None:
+    for result, reference, _ in trials(tmp_path, "at", NCCL):
+        check(result, reference)
         assert len(result["found"]) == 2
         print(f"no step for {result['gap']:.3f} s")
 
 
-def test_ranks_over_nccl_are_freed_of_a_frozen_one(tmp_path: Path) -> None:
-    ((result, alone, _),) = trials(tmp_path, "frozen", [["nccl: plain", 3, 2, 0.2]])
-    check(result, alone)
+def test_nccl_ranks_are_freed_from_frozen_rank(tmp_path: Path) -> None:
+    ((result, reference, _),) = trials(tmp_path, "frozen", [["nccl: plain", 3, 2, 0.2]])
+    check(result, reference)
     assert len(result["found"]) == 2
 
 
-def test_a_lost_rank_comes_back_over_nccl(tmp_path: Path) -> None:
-    come_back(tmp_path, "nccl")
+def test_lost_rank_rejoins_over_nccl(tmp_path: Path) -> None:
+    kill_and_rejoin(tmp_path, "nccl")

@@ -1,4 +1,4 @@
-"""A run says that its ranks trained separate models, unless they exchanged gradients."""
+"""Tests that a run reports separate models on its ranks, unless they exchanged gradients."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import ranks
+import local_ranks
 
-SCRIPT = Path(__file__).with_name("exchanging.py")
+SCRIPT = Path(__file__).with_name("gradient_exchange.py")
 WARNING = "paceline: warning: the ranks exchanged no gradients"
 SEPARATE_MODELS = "paceline: note: the ranks exchanged nothing: each trained a model of its own"
 INDEPENDENT = "paceline: note: the ranks exchanged nothing: each worked independently"
 
 
-def run(folder: Path, how: str, processes: str, *options: str) -> str:
-    words = ["run", "-p", "2", "--run-dir", "run", *options, str(SCRIPT), how, processes]
-    argv = [sys.executable, "-m", "paceline", *words]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+def run(folder: Path, scenario: str, processes: str, *options: str) -> str:
+    args = ["run", "-p", "2", "--run-dir", "run", *options, str(SCRIPT), scenario, processes]
+    argv = [sys.executable, "-m", "paceline", *args]
+    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 @pytest.mark.parametrize(
-    ("how", "processes"),
+    ("scenario", "processes"),
     [
         ("ddp", "ranks"),
         ("ddp", "spawned"),
@@ -39,14 +39,14 @@ def run(folder: Path, how: str, processes: str, *options: str) -> str:
         ("send without training", "ranks"),
     ],
 )
-def test_ranks_that_exchange_gradients_are_not_warned(
-    tmp_path: Path, how: str, processes: str
+def test_no_warning_if_ranks_exchange_gradients(
+    tmp_path: Path, scenario: str, processes: str
 ) -> None:
-    assert "the ranks exchanged" not in run(tmp_path, how, processes)
+    assert "the ranks exchanged" not in run(tmp_path, scenario, processes)
 
 
 @pytest.mark.parametrize(
-    ("how", "processes", "expected"),
+    ("scenario", "processes", "expected"),
     [
         ("metrics", "ranks", f"{WARNING} (at most 1 elements at a time)"),
         ("metrics", "spawned", f"{WARNING} (at most 1 elements at a time)"),
@@ -54,10 +54,10 @@ def test_ranks_that_exchange_gradients_are_not_warned(
         ("nothing", "ranks", INDEPENDENT),
     ],
 )
-def test_ranks_on_their_own_are_told(
-    tmp_path: Path, how: str, processes: str, expected: str
+def test_reports_ranks_without_gradient_exchange(
+    tmp_path: Path, scenario: str, processes: str, expected: str
 ) -> None:
-    lines = run(tmp_path, how, processes).splitlines()
+    lines = run(tmp_path, scenario, processes).splitlines()
     assert [line.startswith(expected) for line in lines].count(True) == 1, lines
 
 
@@ -79,21 +79,21 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_each_spawn_a_group_of_their_own_are_told(tmp_path: Path) -> None:
+def test_warns_if_ranks_spawn_separate_groups(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(SPAWNING)
     argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "spawning.py"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert "paceline: warning: each rank started processes that" in done.stderr, done.stderr
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert "paceline: warning: each rank started processes that" in result.stderr, result.stderr
 
 
-def test_torch_is_watched_when_the_script_imports_it(tmp_path: Path) -> None:
+def test_watches_torch_imported_by_script(tmp_path: Path) -> None:
     assert WARNING in run(tmp_path, "metrics", "ranks", "--no-torch")
 
 
-def test_a_program_is_not_judged(tmp_path: Path) -> None:
+def test_no_warning_for_non_python_program(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "--no-python", "hostname"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert "the ranks exchanged" not in done.stderr
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "the ranks exchanged" not in result.stderr
 
 
 LONG_EVALUATION = """
@@ -119,5 +119,5 @@ except BlockingIOError:
 """
 
 
-def test_an_exchange_is_remembered_through_a_long_evaluation(tmp_path: Path) -> None:
-    assert ranks.run_script(["-c", LONG_EVALUATION], tmp_path).out == "silent\n"
+def test_exchange_is_remembered_during_evaluation(tmp_path: Path) -> None:
+    assert local_ranks.run_script(["-c", LONG_EVALUATION], tmp_path).out == "silent\n"

@@ -1,4 +1,4 @@
-"""Whatever interrupts a session, at whatever moment: it saves and says how to resume."""
+"""Tests that a session saves and says how to resume, whatever interrupts it and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from terminals import Terminal, on_terminal
 
-SCRIPT = Path(__file__).with_name("interrupted.py")
+SCRIPT = Path(__file__).with_name("interrupted_training.py")
 PACELINE = [sys.executable, "-m", "paceline"]
 TIMEOUT_S = 120.0
 
@@ -30,12 +30,12 @@ def signals_launcher(number: signal.Signals) -> Interrupt:
 
 
 def signals_all(number: signal.Signals) -> Interrupt:
-    """Signals launcher, agent, fork server, ranks and data workers, as schedulers do."""
+    """Returns an interrupt that signals all processes of the job, as schedulers do."""
 
     def send(terminal: Terminal, run: Path) -> None:
         processes = [psutil.Process(terminal.program.pid)]
         processes += processes[0].children(recursive=True)
-        for rank in ranks_of(run):  # a warm agent is no child of the launcher
+        for rank in ranks_of(run):  # a warm agent is not a child of the launcher
             guard = rank.parents()[2]
             processes += [guard, *guard.children(recursive=True)]
         for pid in {process.pid for process in processes}:
@@ -49,16 +49,16 @@ def types_ctrl_c(terminal: Terminal, _: Path) -> None:
 
 
 def closes_terminal(terminal: Terminal, _: Path) -> None:
-    """The kernel tells only the foreground group: that of the launcher."""
+    """Sends SIGHUP as the kernel does: only to the foreground group, which is the launcher's."""
     os.killpg(os.tcgetpgrp(terminal.descriptor), signal.SIGHUP)
 
 
-def stops(_: Terminal, run: Path) -> None:
+def runs_stop_command(_: Terminal, run: Path) -> None:
     subprocess.run([*PACELINE, "stop", str(run)], check=True, capture_output=True)
 
 
 def signals_to_save(terminal: Terminal, run: Path) -> None:
-    """SIGUSR2 to launcher and ranks, which save and go on; then the launcher is ended."""
+    """SIGUSR2 makes launcher and ranks save and continue; then SIGTERM ends the launcher."""
     signals_all(signal.SIGUSR2)(terminal, run)
     terminal.program.send_signal(signal.SIGTERM)
 
@@ -69,7 +69,7 @@ INTERRUPTS: dict[str, tuple[Interrupt, int]] = {  # with the exit status
     "SIGUSR1": (signals_launcher(signal.SIGUSR1), 138),
     "Ctrl-C": (types_ctrl_c, 130),
     "closed terminal": (closes_terminal, 129),
-    "paceline stop": (stops, 143),
+    "paceline stop": (runs_stop_command, 143),
     "SIGTERM to all": (signals_all(signal.SIGTERM), 143),
     "SIGUSR1 to all": (signals_all(signal.SIGUSR1), 138),
     "SIGUSR2 to all, SIGTERM": (signals_to_save, 143),
@@ -77,7 +77,7 @@ INTERRUPTS: dict[str, tuple[Interrupt, int]] = {  # with the exit status
 
 
 def ranks_of(run: Path) -> list[psutil.Process]:
-    """The rank processes of a run of this machine."""
+    """Returns the rank processes of a run on this machine."""
     events = (run / "events.jsonl").read_text()
     return [
         psutil.Process(int(pid)) for pid in re.findall(r'"rank started".*?"pid": ?(\d+)', events)
@@ -92,14 +92,14 @@ def wait_for(path: Path, terminal: Terminal) -> None:
         terminal.reads(b"nothing that is ever said", 0.05)
 
 
-def interrupted(name: str, moment: str, folder: Path, guards: set[psutil.Process]) -> str:
-    """Interrupts one training at one moment; what is wrong with its end, empty if nothing is.
+def interrupt_training(name: str, moment: str, folder: Path, guards: set[psutil.Process]) -> str:
+    """Interrupts a training at a moment; returns what is wrong with its end, or "".
 
     Args:
-        name: Of the interrupt.
-        moment: See ``interrupted.py``.
-        folder: For the run; made here.
-        guards: Gets that of the agent, which serves the next training, too.
+        name: Name of the interrupt.
+        moment: See ``interrupted_training.py``.
+        folder: Folder of the run, made here.
+        guards: Set to which the agent's guard is added; the agent serves the next training, too.
     """
     interrupt, expected_status = INTERRUPTS[name]
     run, ready = folder / "run", folder / "ready"
@@ -116,43 +116,47 @@ def interrupted(name: str, moment: str, folder: Path, guards: set[psutil.Process
         status = terminal.ends()
         shown = terminal.said.decode()
     saved = max((int(path.name) for path in run.glob("checkpoints/[0-9]*")), default=-1)
-    left = [process.pid for process in processes if process.is_running()]
+    remaining = [process.pid for process in processes if process.is_running()]
     if status != expected_status:
         return f"status {status} instead of {expected_status}: {shown}"
     if "to resume: " not in shown:
         return f"does not say how to resume: {shown}"
     if saved < int(ready.read_text()):
         return f"interrupted after step {ready.read_text()}, saved {saved}"
-    return f"left {left}" if left else ""
+    return f"left {remaining}" if remaining else ""
 
 
 @pytest.fixture
 def guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[psutil.Process]]:
-    """Those of warm agents, which are ended after the test."""
+    """Collects the guards of warm agents, and ends these after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found: set[psutil.Process] = set()
-    yield found
-    for guard in found:
+    warm_guards: set[psutil.Process] = set()
+    yield warm_guards
+    for guard in warm_guards:
         with contextlib.suppress(psutil.NoSuchProcess):
             guard.terminate()
 
 
-# at other moments: the launcher tells the ranks, or a signal reaches them first
-TWO_WAYS = ("Ctrl-C", "SIGTERM to all")
+# interrupts for other moments: the launcher signals the ranks, or a signal reaches them first
+COMMON_INTERRUPTS = ("Ctrl-C", "SIGTERM to all")
 MOMENTS = {
     "step": tuple(INTERRUPTS),
-    "evaluation": TWO_WAYS,
-    "checkpoint": (*TWO_WAYS, "SIGUSR2 to all, SIGTERM"),
-    "epoch-end": TWO_WAYS,
-    "collective": (*TWO_WAYS, "SIGUSR2 to all, SIGTERM"),
+    "evaluation": COMMON_INTERRUPTS,
+    "checkpoint": (*COMMON_INTERRUPTS, "SIGUSR2 to all, SIGTERM"),
+    "epoch-end": COMMON_INTERRUPTS,
+    "collective": (*COMMON_INTERRUPTS, "SIGUSR2 to all, SIGTERM"),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_every_interrupt_saves(moment: str, tmp_path: Path, guards: set[psutil.Process]) -> None:
-    """One fork server serves all trainings of a moment, which saves most of their time."""
-    wrong = {name: interrupted(name, moment, tmp_path / name, guards) for name in MOMENTS[moment]}
-    assert not {name: problem for name, problem in wrong.items() if problem}
+def test_interrupt_saves_checkpoint(
+    moment: str, tmp_path: Path, guards: set[psutil.Process]
+) -> None:
+    """A moment's trainings use the same fork server, which saves most of their time."""
+    problems = {
+        name: interrupt_training(name, moment, tmp_path / name, guards) for name in MOMENTS[moment]
+    }
+    assert not {name: problem for name, problem in problems.items() if problem}
 
 
 HANDLER_AND_WORKER = """
@@ -187,8 +191,10 @@ PROGRAM = f"""
         ("--no-python bash", PROGRAM, "saved by the child"),
     ],
 )
-def test_without_a_session(tmp_path: Path, options: str, text: str, saved: str) -> None:
-    """Its own handler, or that of a child, has the time to save, and the workers to save with."""
+def test_script_handler_has_time_to_save(
+    tmp_path: Path, options: str, text: str, saved: str
+) -> None:
+    """A handler of the script, or of a child, has time to save, and its workers still run."""
     (tmp_path / "script").write_text(textwrap.dedent(text))
     argv = [*PACELINE, "run", "--no-torch", "--screen", "lines", "--grace", str(TIMEOUT_S)]
     argv += ["--run-dir", "run", *options.split(), "script"]

@@ -1,4 +1,4 @@
-"""The same numbers at any world size."""
+"""Tests that results do not depend on the world size."""
 
 from __future__ import annotations
 
@@ -12,101 +12,101 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import ranks
+import local_ranks
 
-SCRIPT = str(Path(__file__).with_name("many.py"))
+SCRIPT = str(Path(__file__).with_name("world_size_checks.py"))
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What every rank of worlds of 1, 2 and 3 found."""
+    """Returns the results of every rank in worlds of 1, 2 and 3 ranks."""
     folder = tmp_path_factory.mktemp("worlds")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
+    local_ranks.run_ok(1, [SCRIPT, str(folder)], folder)
     return {
         size: [json.loads((folder / f"{size}/{rank}.json").read_text()) for rank in range(size)]
         for size in (1, 2, 3)
     }
 
 
-@pytest.mark.parametrize("way", ["trained", "accumulated", "sharded"])
-def test_parameters_do_not_depend_on_the_world(worlds: Any, way: str) -> None:
-    check_equal(worlds, way, worlds[1][0]["trained"])
+@pytest.mark.parametrize("variant", ["trained", "accumulated", "sharded"])
+def test_parameters_do_not_depend_on_world_size(worlds: Any, variant: str) -> None:
+    check_equal(worlds, variant, worlds[1][0]["trained"])
 
 
 def test_parameters_may_be_unused(worlds: Any) -> None:
     check_equal(worlds, "partly used", worlds[1][0]["partly used"])
 
 
-@pytest.mark.parametrize("way", ["clipped", "sharded and accumulated"])
-def test_clipping_sees_the_whole_gradient(worlds: Any, way: str) -> None:
-    check_equal(worlds, way, worlds[1][0]["clipped"])
+@pytest.mark.parametrize("variant", ["clipped", "sharded and accumulated"])
+def test_clipping_uses_full_gradient(worlds: Any, variant: str) -> None:
+    check_equal(worlds, variant, worlds[1][0]["clipped"])
     assert worlds[1][0]["clipped"] != worlds[1][0]["trained"]
 
 
-def check_equal(worlds: Any, way: str, alone: list[float]) -> None:
-    for found in worlds.values():
-        for one in found:
-            if one[way]:  # of a sharded model only rank 0 gets the whole state
-                assert np.abs(np.array(one[way]) - np.array(alone)).max() < 1e-12
-        assert found[0][way]
+def check_equal(worlds: Any, variant: str, reference: list[float]) -> None:
+    for results in worlds.values():
+        for entry in results:
+            if entry[variant]:  # of a sharded model, only rank 0 gets the whole state
+                assert np.abs(np.array(entry[variant]) - np.array(reference)).max() < 1e-12
+        assert results[0][variant]
 
 
-def test_an_exchange_of_ours_gives_the_bits_of_ddp(worlds: Any) -> None:
+def test_gradient_exchange_is_bit_identical_to_ddp(worlds: Any) -> None:
     for size in (2, 3):
-        for found in (one["exchanged"] for one in worlds[size]):
-            assert found == worlds[size][0]["exchanged"]
-            assert found["hook"] == found["by ddp"]
-            assert found["laid out, hook"] == found["laid out"]
-            assert found["unused, hook"] == found["unused"]
-            assert found["as made"] == found["by ddp"]
-            assert found["unused, as made"] == found["unused"]
-            # The order of additions matters from three ranks on.
-            assert np.allclose(found["laid out"], found["by ddp"], rtol=0, atol=1e-7)
-            assert size > 2 or found["laid out"] == found["unused"] == found["by ddp"]
+        for results in (entry["exchanged"] for entry in worlds[size]):
+            assert results == worlds[size][0]["exchanged"]
+            assert results["hook"] == results["by ddp"]
+            assert results["laid out, hook"] == results["laid out"]
+            assert results["unused, hook"] == results["unused"]
+            assert results["as made"] == results["by ddp"]
+            assert results["unused, as made"] == results["unused"]
+            # For three and more ranks, the order of additions matters.
+            assert np.allclose(results["laid out"], results["by ddp"], rtol=0, atol=1e-7)
+            assert size > 2 or results["laid out"] == results["unused"] == results["by ddp"]
 
 
-def test_a_little_models_gradients_are_averaged_wherever_they_lie(worlds: Any) -> None:
-    """Three ranks average them directly, in rank order."""
-    for one in worlds[3]:
-        found = one["exchanged directly"]
-        assert found == worlds[3][0]["exchanged directly"]
-        assert all(weights == found["by ddp"] for weights in found.values())
-        assert np.allclose(found["by ddp"], one["exchanged"]["by ddp"], rtol=0, atol=1e-7)
+def test_small_model_gradients_are_averaged_in_any_layout(worlds: Any) -> None:
+    """Three ranks average the gradients directly, in the order of the ranks."""
+    for entry in worlds[3]:
+        results = entry["exchanged directly"]
+        assert results == worlds[3][0]["exchanged directly"]
+        assert all(weights == results["by ddp"] for weights in results.values())
+        assert np.allclose(results["by ddp"], entry["exchanged"]["by ddp"], rtol=0, atol=1e-7)
 
 
-def test_metrics_count_every_sample_once(worlds: Any) -> None:
+def test_metrics_count_samples_once(worlds: Any) -> None:
     expected = worlds[1][0]["odd"]
     assert [count for count, _ in expected] == [1, 2, 3, 7, 11]
-    for found in worlds.values():
-        for one in found:
-            assert [count for count, _ in one["odd"]] == [1, 2, 3, 7, 11]
-            means = [mean for _, mean in one["odd"]]
+    for results in worlds.values():
+        for entry in results:
+            assert [count for count, _ in entry["odd"]] == [1, 2, 3, 7, 11]
+            means = [mean for _, mean in entry["odd"]]
             assert np.allclose(means, [mean for _, mean in expected], rtol=0, atol=1e-12)
 
 
-def test_stand_ins_are_left_out_of_any_count(worlds: Any) -> None:
-    assert all(one["counted"] == [3, 1.0] for found in worlds.values() for one in found)
+def test_padding_samples_are_not_counted(worlds: Any) -> None:
+    assert all(entry["counted"] == [3, 1.0] for results in worlds.values() for entry in results)
 
 
-def test_buffers_are_in_step(worlds: Any) -> None:
+def test_replica_check_covers_buffers(worlds: Any) -> None:
     for size in (2, 3):
-        found = [one["in step"] for one in worlds[size]]
-        assert all(one["statistics"] == found[0]["statistics"] for one in found)
-        for one in found:
-            assert "first differing tensor: table" in one["buffer"]
-            assert "first differing tensor: table" in one["beside"]
+        results = [entry["in step"] for entry in worlds[size]]
+        assert all(entry["statistics"] == results[0]["statistics"] for entry in results)
+        for entry in results:
+            assert "first differing tensor: table" in entry["buffer"]
+            assert "first differing tensor: table" in entry["beside"]
 
 
-def test_sharded_models_are_in_step(worlds: Any) -> None:
-    for one in worlds[3]:
-        assert "first differing tensor: weight; rank 1 on" in one["in step"]["replica"]
+def test_replica_check_covers_sharded_models(worlds: Any) -> None:
+    for entry in worlds[3]:
+        assert "first differing tensor: weight; rank 1 on" in entry["in step"]["replica"]
 
 
-@pytest.mark.parametrize("where", ["held up", "held up before"])
-def test_the_slow_rank_is_named(worlds: Any, where: str) -> None:
-    """It sleeps: nobody communicates in that time."""
+@pytest.mark.parametrize("phase", ["held up", "held up before"])
+def test_names_slow_rank(worlds: Any, phase: str) -> None:
+    """It sleeps, and no rank communicates in that time."""
     for size in (2, 3):
-        first, second = worlds[size][0][where]
+        first, second = worlds[size][0][phase]
         shares = {
             name: int(part)
             for name, part in re.findall(r"(slower ranks|communication) (\d+)%", first)
@@ -117,50 +117,50 @@ def test_the_slow_rank_is_named(worlds: Any, where: str) -> None:
 
 
 def test_networks_with_buffers_train(worlds: Any) -> None:
-    assert all(one["with buffers"] == [1] for found in worlds.values() for one in found)
+    assert all(entry["with buffers"] == [1] for results in worlds.values() for entry in results)
 
 
-def test_a_stated_order_is_shared_among_the_ranks(worlds: Any) -> None:
-    alone = worlds[1][0]["order"]
-    assert alone[0] == [8] * 9 + [7] * 9
-    assert sorted(alone[1][:9]) == sorted(alone[1][9:]) == list(range(9))
-    for found in worlds.values():
-        for way in (0, 1):
-            together = [number for one in found for number in one["order"][way]]
-            assert sorted(together) == sorted(alone[way])
+def test_given_sample_order_is_split_among_ranks(worlds: Any) -> None:
+    reference = worlds[1][0]["order"]
+    assert reference[0] == [8] * 9 + [7] * 9
+    assert sorted(reference[1][:9]) == sorted(reference[1][9:]) == list(range(9))
+    for results in worlds.values():
+        for variant in (0, 1):
+            combined = [number for entry in results for number in entry["order"][variant]]
+            assert sorted(combined) == sorted(reference[variant])
 
 
-def test_orders_that_differ_are_refused(worlds: Any) -> None:
+def test_rejects_different_sample_orders(worlds: Any) -> None:
     assert worlds[1][0]["orders"] == ""
-    assert all("the order of the samples" in one["orders"] for one in worlds[2])
+    assert all("the order of the samples" in entry["orders"] for entry in worlds[2])
 
 
-def test_every_rank_gets_every_row(worlds: Any) -> None:
+def test_ranks_get_rows_of_peers(worlds: Any) -> None:
     assert worlds[3][1]["sums"] == [0, 1, 2]
 
 
-def test_disagreement_is_said_on_every_rank(worlds: Any) -> None:
-    assert all(one["agree"] == "" for one in worlds[2])
-    assert all("rank 2 on" in one["agree"] for one in worlds[3])
+def test_ranks_report_disagreement(worlds: Any) -> None:
+    assert all(entry["agree"] == "" for entry in worlds[2])
+    assert all("rank 2 on" in entry["agree"] for entry in worlds[3])
 
 
-def test_one_rank_fails_all_know(worlds: Any) -> None:
-    for size, found in worlds.items():
-        for one in found:
-            assert one["together"].startswith("DataError: this rank cannot read it")
-            assert f"(rank {size - 1} on" in one["together"]
+def test_error_of_single_rank_is_raised_on_peers(worlds: Any) -> None:
+    for size, results in worlds.items():
+        for entry in results:
+            assert entry["together"].startswith("DataError: this rank cannot read it")
+            assert f"(rank {size - 1} on" in entry["together"]
 
 
-def test_made_once_on_a_shared_disk(worlds: Any) -> None:
-    assert all(one["once"] == 1 for found in worlds.values() for one in found)
+def test_file_is_made_once_on_shared_disk(worlds: Any) -> None:
+    assert all(entry["once"] == 1 for results in worlds.values() for entry in results)
 
 
-def test_more_ranks_than_samples(worlds: Any) -> None:
-    assert all("1 sample, 3 ranks" in one["few"] for one in worlds[3])
+def test_rejects_more_ranks_than_samples(worlds: Any) -> None:
+    assert all("1 sample, 3 ranks" in entry["few"] for entry in worlds[3])
 
 
-def test_divergence_is_named(worlds: Any) -> None:
-    for one in worlds[3]:
-        assert "first differing tensor: bias; rank 1 on" in one["diverged"]
-    for one in worlds[2]:
-        assert "first differing tensor: bias; no majority" in one["diverged"]
+def test_names_diverged_rank_and_tensor(worlds: Any) -> None:
+    for entry in worlds[3]:
+        assert "first differing tensor: bias; rank 1 on" in entry["diverged"]
+    for entry in worlds[2]:
+        assert "first differing tensor: bias; no majority" in entry["diverged"]

@@ -1,7 +1,7 @@
-"""The copy that a person gets of each recipe: trains, resumes, evaluates, at two ranks as at one.
+"""Tests each recipe's minimal copy: trains, resumes, evaluates; same results on one and two ranks.
 
-``python tests/train/test_minimal_recipes.py`` records the losses anew; a change of them says that
-the copies train differently than before.
+``python tests/train/test_minimal_recipes.py`` records the losses again. If they change, the copies
+train differently than before.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.recipes.data.pairs import numbers
 from paceline.recipes.data.texts import meals
 
 sys.path.insert(0, str(Path(__file__).parent))
-import ranks
+import local_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden/minimal"
 NAMES = ("image", "text", "translation", "language")
 
 
 def flags(name: str, folder: Path) -> list[str]:
-    """Two short epochs."""
+    """Returns flags for two short epochs."""
     if name == "image":
         return ["--epochs=2"]
     file = folder / "rows"
@@ -39,15 +39,15 @@ def flags(name: str, folder: Path) -> list[str]:
     return ["--epochs=2", f"--data={file}"]
 
 
-def train(name: str, size: int, folder: Path, run: Path) -> list[ranks.Ended]:
-    """The copy, but in float64 and with every step on record."""
+def train(name: str, size: int, folder: Path, run: Path) -> list[local_ranks.Ended]:
+    """Runs the copy in float64, with every step recorded."""
     text = script(name)
     exact = text.replace('dtype="float32"', 'dtype="float64", log_every=1')
     assert exact != text
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(exact)
-    words = [str(folder / "mine.py"), *flags(name, folder)]
-    return ranks.run_ok(size, words, folder, extra={"PACELINE_RUN_DIR": str(run)})
+    args = [str(folder / "mine.py"), *flags(name, folder)]
+    return local_ranks.run_ok(size, args, folder, extra={"PACELINE_RUN_DIR": str(run)})
 
 
 def losses(run: Path) -> list[float]:
@@ -62,7 +62,7 @@ def parameters(run: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trains_as_recorded_and_resumes_at_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+def test_matches_golden_losses_and_resumes_at_any_world_size(name: str, tmp_path: Path) -> None:
     expected = json.loads((GOLDEN / f"{name}.json").read_text())["losses"]
     one, two, resumed = (tmp_path / folder / "run" for folder in ("one", "two", "resumed"))
     train(name, 1, one.parent, one)
@@ -78,15 +78,15 @@ def test_trains_as_recorded_and_resumes_at_any_number_of_ranks(name: str, tmp_pa
     assert f"resumed after step {len(expected) // 2}" in ended[0].out + ended[0].err
     assert (parameters(one) - parameters(resumed)).abs().max() < 1e-10
 
-    words = [str(one.parent / "mine.py"), *flags(name, one.parent), f"--evaluate={one}"]
-    (said,) = ranks.run_ok(1, words, tmp_path / "evaluated")
+    args = [str(one.parent / "mine.py"), *flags(name, one.parent), f"--evaluate={one}"]
+    (evaluated,) = local_ranks.run_ok(1, args, tmp_path / "evaluated")
     last = json.loads((one / "metrics.jsonl").read_text().splitlines()[-1])
-    figures = ast.literal_eval(said.out.strip())
+    figures = ast.literal_eval(evaluated.out.strip())
     assert {key: last[key] for key in figures} == figures
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reads_in_one_sitting(name: str) -> None:
+def test_script_is_short_and_needs_only_torch(name: str) -> None:
     text = script(name)
     assert len(text.splitlines()) <= {"image": 120}.get(name, 150)
     modules = [
@@ -97,17 +97,17 @@ def test_reads_in_one_sitting(name: str) -> None:
             [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
         )
     ]
-    ours = [module for module in modules if module.startswith("paceline")]
-    assert len(ours) == (1 if name == "image" else 2)
-    others = {module.partition(".")[0] for module in modules} - {"torch", "paceline"}
-    assert others <= sys.stdlib_module_names
+    paceline_modules = [module for module in modules if module.startswith("paceline")]
+    assert len(paceline_modules) == (1 if name == "image" else 2)
+    third_party = {module.partition(".")[0] for module in modules} - {"torch", "paceline"}
+    assert third_party <= sys.stdlib_module_names
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or NAMES:
+    for recipe_name in sys.argv[1:] or NAMES:
         with tempfile.TemporaryDirectory() as temporary:
             run = Path(temporary) / "run"
-            train(chosen, 1, Path(temporary) / "made", run)
-            made = {"losses": losses(run)}
+            train(recipe_name, 1, Path(temporary) / "made", run)
+            golden = {"losses": losses(run)}
         GOLDEN.mkdir(exist_ok=True)
-        (GOLDEN / f"{chosen}.json").write_text(json.dumps(made, indent=1) + "\n")
+        (GOLDEN / f"{recipe_name}.json").write_text(json.dumps(golden, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A GAN: two models, an optimizer each, and an average of weights, at any world size."""
+"""Tests a GAN (two models, two optimizers, averaged weights) on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,60 +10,62 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import ranks
+import local_ranks
 
-SCRIPT = str(Path(__file__).with_name("several.py"))
+SCRIPT = str(Path(__file__).with_name("gan_worlds.py"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all scenarios found, in one process that forks."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs all scenarios in one forked process; returns their results."""
     folder = tmp_path_factory.mktemp("several")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
+    local_ranks.run_ok(1, [SCRIPT, str(folder)], folder)
     return dict(json.loads((folder / "found.json").read_text()))
 
 
-def test_the_same_at_one_two_and_four_ranks(found: Any) -> None:
-    assert max(found["worlds"].values()) < 1e-10
+def test_results_do_not_depend_on_world_size(results: Any) -> None:
+    assert max(results["worlds"].values()) < 1e-10
 
 
-def test_killed_between_two_updates_bit_equal(found: Any) -> None:
-    assert found["resumed"] == {"at 1": 0.0, "at 2": 0.0}
+def test_kill_between_updates_resumes_bit_exact(results: Any) -> None:
+    assert results["resumed"] == {"at 1": 0.0, "at 2": 0.0}
 
 
-def test_pieces_and_shards_give_the_same(found: Any) -> None:
-    assert max(found["together"].values()) < 1e-10
+def test_microbatches_and_sharding_match_reference(results: Any) -> None:
+    assert max(results["together"].values()) < 1e-10
 
 
-def test_shards_of_several_models_are_resumed_whole(found: Any) -> None:
-    assert found["moved"] < 1e-10
+def test_shards_of_several_models_resume(results: Any) -> None:
+    assert results["moved"] < 1e-10
 
 
-def test_buffers_may_change_between_two_passes(found: Any) -> None:
-    assert len(found["with_statistics"]) == 2
+def test_buffers_may_change_between_passes(results: Any) -> None:
+    assert len(results["with_statistics"]) == 2
 
 
-def test_the_pages_gan(found: Any) -> None:
-    assert found["page"] == 48
+def test_gan_example_of_page(results: Any) -> None:
+    assert results["page"] == 48
 
 
-def test_each_model_has_its_own_figures(found: Any) -> None:
-    alone, two = (
-        [one for one in found["records"][size] if one["split"] == "train"] for size in ("1", "2")
+def test_metrics_are_recorded_per_model(results: Any) -> None:
+    single_rank, two_ranks = (
+        [record for record in results["records"][size] if record["split"] == "train"]
+        for size in ("1", "2")
     )
-    assert [one["step"] for one in alone] == [3, 5, 6, 9, 10]
-    for one, other in zip(alone, two, strict=True):
+    assert [record["step"] for record in single_rank] == [3, 5, 6, 9, 10]
+    for record, other_record in zip(single_rank, two_ranks, strict=True):
         for name in ("generator", "discriminator"):
-            assert one[f"{name}_loss"] == pytest.approx(other[f"{name}_loss"], rel=1e-12)
+            assert record[f"{name}_loss"] == pytest.approx(other_record[f"{name}_loss"], rel=1e-12)
     norms = [
-        [one for one in found["records"][size] if one["split"] == "norms"] for size in ("1", "2")
+        [record for record in results["records"][size] if record["split"] == "norms"]
+        for size in ("1", "2")
     ]
-    assert [one["step"] for one in norms[0]] == [3, 6, 9]
-    for one, other in zip(*norms, strict=True):
+    assert [record["step"] for record in norms[0]] == [3, 6, 9]
+    for record, other_record in zip(*norms, strict=True):
         for name in ("generator_grad_norm", "discriminator_update_ratio"):
-            assert one[name] == pytest.approx(other[name], rel=1e-9)
-    usage = [one for one in found["records"]["2"] if one["split"] == "usage"]
-    assert all(one["memory_gib_max"] >= one["memory_gib"] for one in usage)
+            assert record[name] == pytest.approx(other_record[name], rel=1e-9)
+    usage = [record for record in results["records"]["2"] if record["split"] == "usage"]
+    assert all(record["memory_gib_max"] >= record["memory_gib"] for record in usage)
     assert len(usage) == 5
-    assert alone[0]["generator_lr"] > alone[-1]["generator_lr"]
-    assert alone[0]["discriminator_lr"] == alone[-1]["discriminator_lr"]
+    assert single_rank[0]["generator_lr"] > single_rank[-1]["generator_lr"]
+    assert single_rank[0]["discriminator_lr"] == single_rank[-1]["discriminator_lr"]

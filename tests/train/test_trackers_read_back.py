@@ -1,6 +1,6 @@
-"""Real trackers, read back after a run that was resumed: every step once.
+"""Reads back what real trackers recorded of a run that was resumed: each step once.
 
-Without its library (the extra ``trackers``) a test counts as not run.
+A test is skipped if its library (the extra ``trackers``) is not installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import ranks
+import local_ranks
 
 SCRIPT = """
 import sys
@@ -40,59 +40,59 @@ guard.close(60)
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    """Counts a test as not run where the library is not installed."""
-    lacks = importlib.util.find_spec(name) is None
-    return pytest.mark.skipif(lacks, reason=f"not run: {name} is not installed")
+    """Returns a mark that skips a test if a library is not installed."""
+    is_missing = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(is_missing, reason=f"not run: {name} is not installed")
 
 
-def tracked(name: str, folder: Path) -> None:
-    """Steps 1 to 5; then, resumed after step 3, steps 4 to 8."""
+def record_steps(name: str, folder: Path) -> None:
+    """Records steps 1 to 5 and, resumed after step 3, steps 4 to 8."""
     extra = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     for first, last in ((1, 5), (4, 8)):
         argv = ["-c", SCRIPT, name, str(folder), str(first), str(last)]
-        ended = ranks.run_ok(1, argv, folder.parent / f"logs{first}", extra=extra)
+        ended = local_ranks.run_ok(1, argv, folder.parent / f"logs{first}", extra=extra)
         assert "Error" not in ended[0].out + ended[0].err
 
 
-def selected(database: Path, query: str) -> list[Any]:
+def query_database(database: Path, query: str) -> list[Any]:
     with contextlib.closing(sqlite3.connect(database)) as connection:
         return connection.execute(query).fetchall()
 
 
 @needs("tensorboard")
 def test_tensorboard(tmp_path: Path) -> None:
-    tracked("tensorboard", tmp_path / "run")
+    record_steps("tensorboard", tmp_path / "run")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run/tensorboard"))
     events.Reload()
-    assert [one.step for one in events.Scalars("train/loss")] == list(range(1, 9))
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
 
 
-def logged(content: bytes) -> list[bytes]:
-    """Records of a file in LevelDB's log format, after a header of seven bytes."""
-    records, parts, place = [], b"", 7
-    while place + 7 <= len(content):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
+def leveldb_records(content: bytes) -> list[bytes]:
+    """Returns the records of a file in LevelDB's log format, after a header of seven bytes."""
+    records, parts, offset = [], b"", 7
+    while offset + 7 <= len(content):
+        remaining = 32768 - offset % 32768
+        if remaining < 7:
+            offset += remaining
             continue
-        size, kind = struct.unpack("<HB", content[place + 4 : place + 7])
-        parts = (b"" if kind in (1, 2) else parts) + content[place + 7 : place + 7 + size]
+        size, kind = struct.unpack("<HB", content[offset + 4 : offset + 7])
+        parts = (b"" if kind in (1, 2) else parts) + content[offset + 7 : offset + 7 + size]
         if kind in (1, 4):
             records.append(parts)
-        place += 7 + size
+        offset += 7 + size
     return records
 
 
 @needs("wandb")
 def test_wandb_offline(tmp_path: Path) -> None:
-    tracked("wandb", tmp_path / "run")
+    record_steps("wandb", tmp_path / "run")
     from wandb.proto import wandb_internal_pb2
 
     steps, ids = [], set()
     for path in sorted((tmp_path / "run/wandb").glob("offline-run-*/*.wandb")):
-        for raw in logged(path.read_bytes()):
+        for raw in leveldb_records(path.read_bytes()):
             entry = wandb_internal_pb2.Record()
             entry.ParseFromString(raw)
             if entry.HasField("history"):
@@ -105,10 +105,12 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 @needs("mlflow")
 def test_mlflow_local_files(tmp_path: Path) -> None:
-    tracked("mlflow", tmp_path / "run")
+    record_steps("mlflow", tmp_path / "run")
     database = tmp_path / "run/mlflow.db"
     if database.exists():
-        steps = [row[0] for row in selected(database, "select step from metrics order by step")]
+        steps = [
+            row[0] for row in query_database(database, "select step from metrics order by step")
+        ]
     else:
         (metric,) = (tmp_path / "run/mlruns").glob("*/*/metrics/train/loss")
         steps = [int(line.split()[2]) for line in metric.read_text().splitlines()]
@@ -117,9 +119,9 @@ def test_mlflow_local_files(tmp_path: Path) -> None:
 
 @needs("trackio")
 def test_trackio(tmp_path: Path) -> None:
-    tracked("trackio", tmp_path / "run")
+    record_steps("trackio", tmp_path / "run")
     (database,) = (tmp_path / "run/trackio").glob("project*.db")
-    rows = selected(database, "select step, metrics from metrics order by step")
+    rows = query_database(database, "select step, metrics from metrics order by step")
     steps = [step for step, values in rows if "train/loss" in json.loads(values)]
     assert steps == list(range(1, 9))
     assert os.environ.get("TRACKIO_DIR") is None

@@ -1,4 +1,4 @@
-"""The page's script, its diff applied, trains; at two ranks as at one."""
+"""Tests that the tutorial's script, with its diff applied, trains the same on one and two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-import ranks
+import local_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,19 +23,19 @@ def block(kind: str, file: str = "one", page: str = "tutorial/training-session")
 
 
 def applied(script: list[str], diff: list[str]) -> tuple[list[str], int]:
-    """The changed script, and how many lines were added."""
-    rest, made = list(script), []
+    """Returns the changed script and the number of added lines."""
+    remaining, output_lines = list(script), []
     for line in diff[1:]:
         mark, text = line[:1], line[1:]
         if mark != "+":
-            assert rest.pop(0) == text
+            assert remaining.pop(0) == text
         if mark != "-":
-            made.append(text)
-    assert not rest
-    return made, sum(line.startswith("+") for line in diff)
+            output_lines.append(text)
+    assert not remaining
+    return output_lines, sum(line.startswith("+") for line in diff)
 
 
-def test_the_diff_is_what_it_takes(tmp_path: Path) -> None:
+def test_diff_of_page_trains(tmp_path: Path) -> None:
     changed, added = applied(block("python"), block("diff"))
     assert added <= 12
     script = tmp_path / "one.py"
@@ -44,14 +44,14 @@ def test_the_diff_is_what_it_takes(tmp_path: Path) -> None:
     for size in (1, 2):
         folder = tmp_path / str(size)
         extra = {"PACELINE_RUN_DIR": str(folder / "run")}
-        ended = ranks.run_ok(size, [str(script)], folder, extra=extra)
+        ended = local_ranks.run_ok(size, [str(script)], folder, extra=extra)
         found[size] = load_file(folder / "run/model/model.safetensors")
         assert "trained 80 steps, 4,995 samples" in ended[0].out
     for name, tensor in found[1].items():
         assert torch.allclose(tensor, found[2][name], atol=1e-5)
 
 
-def test_with_evaluation_best_and_schedule(tmp_path: Path) -> None:
+def test_diff_with_evaluation_and_schedule_trains(tmp_path: Path) -> None:
     changed, added = applied(block("python", "two"), block("diff", "two"))
     assert added <= 18
     script = tmp_path / "two.py"
@@ -60,7 +60,7 @@ def test_with_evaluation_best_and_schedule(tmp_path: Path) -> None:
     for size in (1, 2):
         folder = tmp_path / str(size)
         extra = {"PACELINE_RUN_DIR": str(folder / "run")}
-        ended = ranks.run_ok(size, [str(script)], folder, extra=extra)
+        ended = local_ranks.run_ok(size, [str(script)], folder, extra=extra)
         shown = re.findall(
             r"epoch (\d)  step \d+/128  train: .*held out: accuracy (\S+)", ended[0].out
         )
@@ -76,8 +76,8 @@ def test_with_evaluation_best_and_schedule(tmp_path: Path) -> None:
     assert max(lines[1]) > 0.85
 
 
-def test_a_stop_is_said_by_one_rank(tmp_path: Path) -> None:
-    """Without our launcher nobody would sort what all of them say."""
+def test_single_rank_reports_stop(tmp_path: Path) -> None:
+    """Without Paceline's launcher, repeated messages would not be merged."""
     changed, _ = applied(block("python"), block("diff"))
     at = changed.index("session.checkpoints()")
     changed[at] += "\nimport os, signal, time"
@@ -90,19 +90,19 @@ def test_a_stop_is_said_by_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text("\n".join(changed))
     folder = tmp_path / "run"
-    ended = ranks.run(2, [str(script)], tmp_path, extra={"PACELINE_RUN_DIR": str(folder)})
+    ended = local_ranks.run(2, [str(script)], tmp_path, extra={"PACELINE_RUN_DIR": str(folder)})
     assert [one.status for one in ended] == [143, 143]
     assert "Traceback" not in ended[0].err + ended[1].err
     assert "resumes it" not in ended[0].err + ended[0].out
     assert f"PACELINE_RUN_DIR={folder} before the same command resumes it" in ended[1].err
 
 
-def test_a_folder_of_shards(tmp_path: Path) -> None:
-    """The page's example: one process packs the shards, and both train on them."""
+def test_shards_example_trains(tmp_path: Path) -> None:
+    """The page's example: one process packs the shards, and both ranks train on them."""
     script, folder = tmp_path / "shards.py", tmp_path / "packed"
     text = "\n".join(block("python", "shards", "how-to/large-datasets"))
     script.write_text(text.replace('"shards"', repr(str(folder))))
     extra = {"PACELINE_RUN_DIR": str(tmp_path / "run")}
-    ended = ranks.run_ok(2, [str(script)], tmp_path, extra=extra)
+    ended = local_ranks.run_ok(2, [str(script)], tmp_path, extra=extra)
     assert "trained 80 steps, 4,995 samples" in ended[0].out
     assert len([*folder.glob("*.tar")]) > 10

@@ -1,6 +1,6 @@
-"""A server of W&B, as far as its client speaks to one: GraphQL, and streams of a run's files.
+"""A server that speaks the part of W&B's protocol that its client uses: GraphQL and file streams.
 
-Runs are kept in memory, and those that are there already are resumed, as by the real one.
+Runs are kept in memory. An existing run is resumed, as by the real server.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ENTITY = "me"
 
 @dataclass
 class Run:
-    """What the server knows of a run.
+    """A run as the server knows it.
 
     Attributes:
-        config: As the client last said.
-        lines: By name of a streamed file, its lines by their number.
-        files: Names of the files that were uploaded.
-        ended: Exit status with which it was ended, each time.
+        config: The client's last configuration.
+        lines: Lines of each streamed file, by their numbers.
+        files: Names of the uploaded files.
+        ended: Exit statuses with which the client ended the run.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Run:
 
 
 class WandbServer:
-    """Answers on loopback while the ``with`` lasts; after ``slow_s`` seconds each time."""
+    """Answers on loopback inside the ``with`` block, each time after ``slow_s`` seconds."""
 
     def __init__(self, slow_s: float = 0.0) -> None:
         self.runs: dict[str, Run] = {}
@@ -88,7 +88,7 @@ class WandbServer:
         self._over.wait(self.slow_s)
 
     def answered(self, path: str, body: bytes) -> dict[str, Any]:
-        """By the kind of request; unknown ones get an empty object, as unknown fields do."""
+        """Returns the answer to a request; unknown requests and fields get an empty object."""
         with self._lock:
             if path == "/graphql":
                 asked = json.loads(body)
@@ -149,7 +149,7 @@ class WandbServer:
 
 
 def read(request: BaseHTTPRequestHandler) -> bytes:
-    """The body of a request, in pieces or packed as it may be."""
+    """Returns the body of a request, which may be chunked or compressed."""
     if request.headers.get("Transfer-Encoding") == "chunked":
         body = b""
         while size := int(request.rfile.readline(), 16):

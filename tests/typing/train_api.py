@@ -1,4 +1,4 @@
-"""The types that users of the training library see; checked, not run."""
+"""Checks the types that users of the training library see; mypy checks it, nothing runs it."""
 
 from __future__ import annotations
 

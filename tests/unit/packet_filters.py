@@ -1,4 +1,4 @@
-"""Whether the kernel lets this process filter packets of TCP sockets."""
+"""Detects whether the kernel lets this process filter packets of TCP sockets."""
 
 from __future__ import annotations
 

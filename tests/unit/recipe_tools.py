@@ -1,4 +1,4 @@
-"""What the tests of recipes share."""
+"""Helpers and fixtures that the tests of recipes share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
-tqdm.tqdm.monitor_interval = 0  # a thread that would outlive the test
+tqdm.tqdm.monitor_interval = 0  # disables a thread that would outlive the test
 
 HUB_VARIABLES = (
     "HF_HUB_DISABLE_TELEMETRY",
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 def hub_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Recipes set these for their process; a cache of the test's own, and never the network."""
+    """Restores the variables that recipes set; uses a private cache and no network."""
     for name in HUB_VARIABLES:
         monkeypatch.setenv(name, "1" if name.endswith(("OFFLINE", "TELEMETRY")) else "false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
@@ -47,7 +47,7 @@ def hub_variables(
 
 
 def records(folder: Path, split: str) -> list[dict[str, Any]]:
-    """Log records of one part of the data."""
+    """Returns the records of one split from ``metrics.jsonl``."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [one for one in map(json.loads, lines) if one["split"] == split]
 

@@ -1,4 +1,4 @@
-"""GPUs, cores and NUMA nodes, from trees of files as machines have them."""
+"""Tests the detection of GPUs, CPU cores and NUMA nodes in recorded files of real machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "sysfs"
 
 
 def tree(name: str, root: Path) -> Path:
-    """A machine's files: ``PATH``, ``PATH = LINE | LINE`` or ``PATH -> TARGET`` a line."""
+    """Creates the recorded files of a machine.
+
+    Each line of a recording is ``PATH``, ``PATH = LINE | LINE`` or ``PATH -> TARGET``.
+    """
     for line in (FIXTURES / f"{name}.txt").read_text().splitlines():
         path, is_link, target = line.partition(" -> ")
         name, _, content = path.partition(" = ")
@@ -39,33 +42,31 @@ def tree(name: str, root: Path) -> Path:
         ("two-sockets", []),
     ],
 )  # fmt: skip
-def test_gpus_are_counted(machine: str, gpus: list[str], tmp_path: Path) -> None:
-    found = accelerators.find_gpus(tree(machine, tmp_path))
-    assert [" ".join(map(str, gpu.values())) for gpu in found] == gpus
+def test_find_gpus(machine: str, gpus: list[str], tmp_path: Path) -> None:
+    detected = accelerators.find_gpus(tree(machine, tmp_path))
+    assert [" ".join(map(str, gpu.values())) for gpu in detected] == gpus
 
 
 @pytest.mark.parametrize(("machine", "missing"), [("mi100x2", "dev/kfd"),
                                                   ("arc", "dev/dri/renderD129")])  # fmt: skip
-def test_a_container_without_the_device_has_none(
-    machine: str, missing: str, tmp_path: Path
-) -> None:
+def test_container_without_device_has_no_gpu(machine: str, missing: str, tmp_path: Path) -> None:
     root = tree(machine, tmp_path)
     (root / missing).unlink()
     assert accelerators.find_gpus(root) == []
 
 
-def test_damaged_files_break_nothing(tmp_path: Path) -> None:
+def test_ignores_damaged_files(tmp_path: Path) -> None:
     root = tree("mi100x2", tmp_path)
     for file in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
         file.write_text("simd_count\n\0 1 2\ncpu_cores_count x\n")
     assert accelerators.find_gpus(root) == []
 
 
-def test_cores_and_nodes(tmp_path: Path) -> None:
+def test_cpu_cores_and_numa_nodes(tmp_path: Path) -> None:
     root = tree("two-sockets", tmp_path)
-    every = set(range(16))
-    assert facts.cpu_cores(every, root) == [[cpu, cpu + 8] for cpu in range(8)]
-    assert facts.numa_nodes(every, root) == {
+    cpus = set(range(16))
+    assert facts.cpu_cores(cpus, root) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert facts.numa_nodes(cpus, root) == {
         "0": [0, 1, 2, 3, 8, 9, 10, 11],
         "1": [4, 5, 6, 7, 12, 13, 14, 15],
     }
@@ -73,22 +74,22 @@ def test_cores_and_nodes(tmp_path: Path) -> None:
     assert facts.numa_nodes({1, 9}, root) == {"0": [1, 9]}
 
 
-def test_a_containers_share_of_time(tmp_path: Path) -> None:
+def test_cpu_quota_of_container(tmp_path: Path) -> None:
     root = tree("two-sockets", tmp_path)
     assert facts.cpu_quota(root) == 2.5
     (root / "sys/fs/cgroup/system.slice/docker-1.scope/cpu.max").write_text("max 100000")
     assert facts.cpu_quota(root) == 6.0
-    old = root / "sys/fs/cgroup/cpu/a"
-    old.mkdir(parents=True)
+    cgroup_v1 = root / "sys/fs/cgroup/cpu/a"
+    cgroup_v1.mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("5:cpu,cpuacct:/a\n1:name=systemd:/\n")
     assert facts.cpu_quota(root) is None
-    (old / "cpu.cfs_quota_us").write_text("-1")
-    (old / "cpu.cfs_period_us").write_text("100000")
+    (cgroup_v1 / "cpu.cfs_quota_us").write_text("-1")
+    (cgroup_v1 / "cpu.cfs_period_us").write_text("100000")
     assert facts.cpu_quota(root) is None
-    (old / "cpu.cfs_quota_us").write_text("50000")
+    (cgroup_v1 / "cpu.cfs_quota_us").write_text("50000")
     assert facts.cpu_quota(root) == 0.5
 
 
-def test_the_kernels_lists() -> None:
+def test_parse_cpu_list() -> None:
     assert facts.parse_cpu_list("0-2,8") == {0, 1, 2, 8}
     assert facts.parse_cpu_list("") == facts.parse_cpu_list("x") == set()

@@ -1,4 +1,4 @@
-"""What a node's process that a launcher has started keeps of the launcher."""
+"""Tests which sockets a process on a node closes that it inherited from an MPI launcher."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ print([os.path.exists(f"/proc/self/fd/{fd}") for fd in sys.argv[1:]])
 """
 
 
-def test_listening_sockets_of_the_launcher_are_closed_and_nothing_else() -> None:
-    """As hydra passes on its own, and the one that tells it of this process's end (PMI_FD)."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as other:
-        fds = server.fileno(), theirs.fileno(), other.fileno()
+def test_closes_only_listening_sockets() -> None:
+    """MPICH's Hydra passes on its listening socket, and one that must stay open (PMI_FD)."""
+    local_end, remote_end = socket.socketpair()
+    with (
+        local_end,
+        remote_end,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as unbound,
+    ):
+        fds = server.fileno(), remote_end.fileno(), unbound.fileno()
         argv = [sys.executable, "-c", CLOSES, *map(str, fds)]
-        done = subprocess.run(argv, pass_fds=fds, capture_output=True, text=True, check=True)
-    assert done.stdout == "[False, True, True]\n"
+        result = subprocess.run(argv, pass_fds=fds, capture_output=True, text=True, check=True)
+    assert result.stdout == "[False, True, True]\n"

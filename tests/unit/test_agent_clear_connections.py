@@ -1,4 +1,4 @@
-"""What ranks of an encrypted job may not do, as it would pass the tunnels."""
+"""Tests that ranks of an encrypted job cannot open connections that bypass the tunnels."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DESCRIPTION = "127.70.0.1 10.0.0.1 5000 paceline-tunnels-0"
 
 
 class Store:
-    """As torch's ``TCPStore``."""
+    """Stands in for torch's ``TCPStore``."""
 
     def __init__(self, host_name: str, port: int) -> None:
         self.place = host_name, port
 
 
 def make_torch(monkeypatch: pytest.MonkeyPatch, **c10d: Any) -> Any:
-    """Returns ``torch.distributed`` with the parts that are guarded, after the guard."""
+    """Returns a fake ``torch.distributed`` in which the restrictions are installed."""
 
     def make_group(size: int, rank: int, ranks: Any, backend: Any, store: Any = None) -> Any:
         return backend, store
 
-    monkeypatch.setattr(Store, "__init__", Store.__init__)  # restores it
+    monkeypatch.setattr(Store, "__init__", Store.__init__)  # has the original restored
     rpc = SimpleNamespace(init_rpc=lambda name: name)
     monkeypatch.setitem(sys.modules, "torch.distributed.rpc", rpc)  # type: ignore[arg-type]
     parts = SimpleNamespace(_new_process_group_helper=make_group, **c10d)
@@ -42,9 +42,7 @@ def encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("encrypted")
 @pytest.mark.parametrize("backend", ["mpi", "cpu:gloo,xpu:ccl", "UCC"])
-def test_groups_of_other_backends_are_refused(
-    monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_rejects_other_backends(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     c10d = make_torch(monkeypatch).distributed_c10d
     with pytest.raises(RuntimeError, match="--encrypt: connections of the backend"):
         c10d._new_process_group_helper(2, 0, [], backend)
@@ -52,20 +50,20 @@ def test_groups_of_other_backends_are_refused(
 
 @pytest.mark.usefixtures("encrypted")
 @pytest.mark.parametrize("backend", [None, "gloo", "undefined", "cpu:gloo,cuda:nccl"])
-def test_groups_of_gloo_are_made(monkeypatch: pytest.MonkeyPatch, backend: str | None) -> None:
+def test_allows_gloo_groups(monkeypatch: pytest.MonkeyPatch, backend: str | None) -> None:
     c10d = make_torch(monkeypatch, _use_torchcomms_enabled=lambda: False).distributed_c10d
     assert c10d._new_process_group_helper(2, 0, [], backend, store="s") == (backend, "s")
 
 
 @pytest.mark.usefixtures("encrypted")
-def test_torchcomms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_torchcomms(monkeypatch: pytest.MonkeyPatch) -> None:
     c10d = make_torch(monkeypatch, _use_torchcomms_enabled=lambda: True).distributed_c10d
     with pytest.raises(RuntimeError, match="torchcomms"):
         c10d._new_process_group_helper(2, 0, [], "gloo")
 
 
 @pytest.mark.usefixtures("encrypted")
-def test_stores_on_the_network_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_stores_on_network(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_torch(monkeypatch).TCPStore
     for host in ("10.0.0.1", "fd00::1"):
         with pytest.raises(RuntimeError, match=f"a store at {host} cannot be encrypted"):
@@ -77,12 +75,12 @@ def test_stores_on_the_network_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("encrypted")
-def test_rpc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"torch\.distributed\.rpc"):
         make_torch(monkeypatch).rpc.init_rpc("worker0")
 
 
-def test_other_jobs_may_do_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencrypted_jobs_are_not_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(tunnels.VARIABLE, raising=False)
     distributed = make_torch(monkeypatch)
     assert distributed.TCPStore("10.0.0.1", 1).place == ("10.0.0.1", 1)

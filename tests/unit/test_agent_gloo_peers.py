@@ -1,4 +1,4 @@
-"""Where gloo and torch's own stores listen."""
+"""Tests on which addresses gloo and torch's stores listen, and whose connections they accept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(address: str, family: int, scope: str = "global", usable: bool = True)
             "scope": scope, "usable": usable}  # fmt: skip
 
 
-BOTH = [entry("10.78.0.11", 4), entry("fe80::1", 6, "link"), entry("fd77::9", 6, usable=False),
+ADDRESSES = [entry("10.78.0.11", 4), entry("fe80::1", 6, "link"), entry("fd77::9", 6, usable=False),
         entry("fd77::11", 6)]  # fmt: skip
 
 
@@ -34,15 +34,15 @@ BOTH = [entry("10.78.0.11", 4), entry("fe80::1", 6, "link"), entry("fd77::9", 6,
         ("n1", "eth0", ""),
     ],
 )
-def test_in_a_job_that_talks_ipv6_it_is_not_the_ipv4_address(
+def test_job_address_is_ipv6_if_master_is(
     master: str, interface: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(netlink, "addresses", lambda: BOTH)
+    monkeypatch.setattr(netlink, "addresses", lambda: ADDRESSES)
     monkeypatch.setenv("MASTER_ADDR", master)
     assert gloo_peers.job_address(interface) == expected
 
 
-def test_who_connects_to_a_blocked_device_waits_even_without_packet_filters(
+def test_blocked_device_delays_connections_without_filter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peer_filters, "attach_filter", lambda listener, hosts: False)
@@ -62,10 +62,10 @@ def test_who_connects_to_a_blocked_device_waits_even_without_packet_filters(
 
 
 @pytest.mark.parametrize("sent", [b"", b"rank 1"])
-def test_another_user_of_the_host_is_no_rank(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_other_user_of_host(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4242)
-    found: list[str] = []
-    gloo_filter = gloo_peers.GlooFilter(None, found.append, found.append)
+    reported: list[str] = []
+    gloo_filter = gloo_peers.GlooFilter(None, reported.append, reported.append)
     with socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as epoll:
         epoll.register(listener, select.EPOLLIN)
         inode = os.fstat(listener.fileno()).st_ino
@@ -81,11 +81,11 @@ def test_another_user_of_the_host_is_no_rank(sent: bytes, monkeypatch: pytest.Mo
                     gloo_filter.verify([device], peer_filters.LOOPBACK, 2)
                 caller.settimeout(10)
                 assert caller.recv(1) == b""
-    assert found == (["127.0.0.1"] if sent else [])
+    assert reported == (["127.0.0.1"] if sent else [])
 
 
 class FakeGloo:
-    """Listens as gloo's devices do; somebody calls the first ``num_called`` devices at once."""
+    """Listens like gloo's devices; the first devices get a connection at once."""
 
     def __init__(self, num_called: int) -> None:
         self._num_called = num_called
@@ -106,9 +106,7 @@ class FakeGloo:
 
 
 @pytest.mark.parametrize(("num_called", "num_made"), [(0, 1), (2, 3), (999, 100)])
-def test_a_device_that_somebody_called_before_it_had_a_filter_is_not_used(
-    num_called: int, num_made: int
-) -> None:
+def test_device_contacted_before_filtering_is_not_used(num_called: int, num_made: int) -> None:
     gloo = FakeGloo(num_called)
     gloo_filter = gloo_peers.GlooFilter(gloo, lambda address: None, lambda address: None)
     with gloo.closing:
@@ -120,31 +118,31 @@ def test_a_device_that_somebody_called_before_it_had_a_filter_is_not_used(
         gloo_filter.rejects.end()
 
 
-def test_a_store_of_torch_gets_a_socket_that_never_takes_strangers(
+def test_store_listens_on_filtered_socket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PACELINE_ADDRESSES", "10.0.0.1")
     monkeypatch.setattr(peer_filters, "LOOPBACK", peer_filters.NO_HOSTS)
     peer_filters.parse_hosts.cache_clear()
     rejects = peer_filters.RejectWatcher(lambda address: None)
-    made: list[dict[str, Any]] = []
-    make = gloo_peers._guard_stores(lambda **kwargs: made.append(kwargs), rejects)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        taken = {"host_name": "n1", "port": port, "is_master": True}
-        client = {"host_name": "n1", "port": port, "is_master": False}
-        make(**taken)
-        make(**client)
-    assert made == [taken, client]
-    make(**taken)
-    with socket.socket(fileno=made[-1]["master_listen_fd"]) as listener:
+    store_calls: list[dict[str, Any]] = []
+    make_store = gloo_peers._guard_stores(lambda **kwargs: store_calls.append(kwargs), rejects)
+    with socket.create_server(("127.0.0.1", 0)) as occupant:
+        port = occupant.getsockname()[1]
+        server_options = {"host_name": "n1", "port": port, "is_master": True}
+        client_options = {"host_name": "n1", "port": port, "is_master": False}
+        make_store(**server_options)
+        make_store(**client_options)
+    assert store_calls == [server_options, client_options]
+    make_store(**server_options)
+    with socket.socket(fileno=store_calls[-1]["master_listen_fd"]) as listener:
         listener.settimeout(0.1)
         with contextlib.ExitStack() as closing:
-            with contextlib.suppress(TimeoutError, ConnectionResetError):  # dropped, or rejected
+            with contextlib.suppress(TimeoutError, ConnectionResetError):  # dropped or rejected
                 closing.enter_context(socket.create_connection(("127.0.0.1", port), 0.1))
             with pytest.raises(TimeoutError):
                 listener.accept()
-    make(**taken)  # a later one on the same port
-    with socket.socket(fileno=made[-1]["master_listen_fd"]):
+    make_store(**server_options)  # a later store on the same port
+    with socket.socket(fileno=store_calls[-1]["master_listen_fd"]):
         rejects.end()
     peer_filters.parse_hosts.cache_clear()

@@ -1,4 +1,4 @@
-"""A rank with threads of gloo ends as Python does, but cannot be aborted on the way."""
+"""Tests that a rank exits like plain Python, without being aborted by threads of gloo."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-# what would abort at the interpreter's teardown, as a thread of gloo may
+# aborts when the interpreter is torn down, as a thread of gloo may
 TRAP = "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)\n"
 
-ENDS = {
+SCRIPTS = {
     "returns": ("print('out')", 0),
     "exits": ("import sys; sys.exit(7)", 7),
     "exits large": ("import sys; sys.exit(256 + 9)", 9),
@@ -84,42 +84,42 @@ sys.exit(process.run(entry, {folder!r}, os.open(os.devnull, os.O_WRONLY)))
 """
 
 
-Ended = tuple[int, str, str, dict[str, str]]
+Outcome = tuple[int, str, str, dict[str, str]]
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 
-def ended(folder: Path, *argv: str) -> Ended:
-    """Status, output, errors and files that were left."""
+def run_python(folder: Path, *argv: str) -> Outcome:
+    """Returns the exit status, stdout, stderr and the files in the folder."""
     folder.mkdir()
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *argv], cwd=folder, capture_output=True, text=True, timeout=30
     )
     files = {path.name: path.read_text() for path in folder.iterdir()}
-    return done.returncode, done.stdout, done.stderr, files
+    return completed.returncode, completed.stdout, completed.stderr, files
 
 
-def last_line(text: str) -> str:
+def final_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_ends_as_python_does(tmp_path: Path, name: str) -> None:
-    text, status = ENDS[name]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_exit_matches_plain_python(tmp_path: Path, name: str) -> None:
+    text, status = SCRIPTS[name]
     script = tmp_path / "script.py"
     script.write_text(text)
-    plain = ended(tmp_path / "plain", str(script))
+    expected = run_python(tmp_path / "plain", str(script))
     script.write_text(TRAP + text)
     folder = tmp_path / "ours"
     rank = RANK.format(source=SOURCE, script=str(script), folder=str(folder))
-    ours = ended(folder, "-c", rank)
-    assert ours[0] == plain[0] == status, ours[2]
-    assert ours[1] == plain[1]
-    assert ours[3] == plain[3]
-    assert last_line(ours[2]) == last_line(plain[2])
+    actual = run_python(folder, "-c", rank)
+    assert actual[0] == expected[0] == status, actual[2]
+    assert actual[1] == expected[1]
+    assert actual[3] == expected[3]
+    assert final_line(actual[2]) == final_line(expected[2])
 
 
-def test_the_trap_is_one(tmp_path: Path) -> None:
-    assert ended(tmp_path / "trapped", "-c", TRAP)[0] == -signal.SIGABRT
+def test_trap_aborts_interpreter(tmp_path: Path) -> None:
+    assert run_python(tmp_path / "trapped", "-c", TRAP)[0] == -signal.SIGABRT
 
 
 MODULE = """
@@ -133,13 +133,13 @@ process._run_python({{"kind": "module", "target": {target!r}, "args": []}})
 
 
 @pytest.mark.parametrize(
-    ("target", "imports_from_there"),
+    ("target", "sees_working_dir"),
     [("paceline.bench.collectives_job", False), ("paceline.recipes.image", False), ("mine", True)],
 )
-def test_what_we_measure_imports_nothing_from_the_folder(
-    tmp_path: Path, target: str, imports_from_there: bool
+def test_paceline_modules_import_nothing_from_working_dir(
+    tmp_path: Path, target: str, sees_working_dir: bool
 ) -> None:
-    """``paceline check`` may be typed in a project that came from somebody else."""
+    """You may type ``paceline check`` in a project that you do not trust."""
     code = MODULE.format(source=SOURCE, folder=str(tmp_path / "a"), target=target)
-    status, output, errors, _ = ended(tmp_path / "a", "-c", code)
-    assert (status, output.strip()) == (0, f"{[str(tmp_path / 'a')][:imports_from_there]}"), errors
+    status, output, errors, _ = run_python(tmp_path / "a", "-c", code)
+    assert (status, output.strip()) == (0, f"{[str(tmp_path / 'a')][:sees_working_dir]}"), errors

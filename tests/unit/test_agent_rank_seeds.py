@@ -10,7 +10,7 @@ import pytest
 from paceline.agent.ranks import process
 
 
-def test_each_generator_gets_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reseeds_numpy_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     seeded: list[str] = []
     numpy_random = SimpleNamespace(seed=lambda: seeded.append("numpy"))
     generator = SimpleNamespace(seed=lambda: seeded.append("torch"))

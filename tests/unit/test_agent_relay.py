@@ -1,4 +1,4 @@
-"""How connections to the store get from one host to another, and who does not get through."""
+"""Tests how connections to the store are relayed between hosts, and which are rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMEOUT_S = 10.0
 
 
 class Hosts:
-    """A store that sends back what it gets, a gateway to it, and forwarders of other hosts."""
+    """Runs an echo server in place of the store, its gateway, and forwarders of other hosts."""
 
     def __init__(self, encryption: Encryption | None = None) -> None:
         self.encryption = encryption
@@ -50,7 +50,7 @@ class Hosts:
         self.num_served = 0
         self.store_callers: list[tuple[str, int]] = []
         self.spawn(self._serve)
-        self.closing.callback(self.store.shutdown, socket.SHUT_RDWR)  # wakes it
+        self.closing.callback(self.store.shutdown, socket.SHUT_RDWR)  # wakes its thread
 
     def spawn(self, work: Callable[..., None], *args: Any) -> None:
         self._threads.append(threading.Thread(target=work, args=args))
@@ -77,61 +77,61 @@ class Hosts:
         return listener
 
     def dial(self, listener: socket.socket) -> socket.socket:
-        calling = socket.create_connection(listener.getsockname(), TIMEOUT_S)
-        return self.closing.enter_context(calling)
+        client_socket = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+        return self.closing.enter_context(client_socket)
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                served, _ = self.store.accept()
+                connection, _ = self.store.accept()
                 self.num_served += 1
-                self.spawn(self._echo, served)
+                self.spawn(self._echo, connection)
 
-    def _echo(self, served: socket.socket) -> None:
-        with served, contextlib.suppress(OSError):
-            while data := served.recv(1 << 16):
-                served.sendall(data)
+    def _echo(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
                 if data.endswith(b"end"):
                     return
 
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    made = Hosts(Encryption(*make_certificate()) if getattr(request, "param", False) else None)
-    with made.closing:
-        yield made
+    created = Hosts(Encryption(*make_certificate()) if getattr(request, "param", False) else None)
+    with created.closing:
+        yield created
 
 
 clear_and_encrypted = pytest.mark.parametrize("hosts", [False, True], indirect=True)
 
 
-def answered(calling: socket.socket, text: bytes) -> bool:
-    calling.sendall(text)
-    return calling.recv(len(text)) == text
+def is_echoed(client_socket: socket.socket, text: bytes) -> bool:
+    client_socket.sendall(text)
+    return client_socket.recv(len(text)) == text
 
 
-def is_closed(calling: socket.socket) -> bool:
+def is_closed(client_socket: socket.socket) -> bool:
     with contextlib.suppress(ConnectionError):
-        return calling.recv(1) == b""
+        return client_socket.recv(1) == b""
     return True
 
 
 @clear_and_encrypted
-def test_ranks_of_another_host_reach_the_store(hosts: Hosts) -> None:
+def test_ranks_on_remote_host_reach_store(hosts: Hosts) -> None:
     forwarder = hosts.forwarder()
     first, second = hosts.dial(forwarder), hosts.dial(forwarder)
-    assert answered(first, b"one")
-    assert answered(second, b"two")
-    assert answered(first, b"three")
+    assert is_echoed(first, b"one")
+    assert is_echoed(second, b"two")
+    assert is_echoed(first, b"three")
     first.close()
-    assert answered(second, b"four")
+    assert is_echoed(second, b"four")
     second.sendall(b"end")
     assert second.recv(9) == b"end"
-    assert is_closed(second)  # as the store did
+    assert is_closed(second)  # closed, like the store's connection
 
 
 @clear_and_encrypted
-def test_more_than_all_buffers_hold_arrives_whole_and_holds_up_nobody(
+def test_full_buffers_lose_no_data_and_block_no_connection(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = relay._prepare
@@ -144,36 +144,36 @@ def test_more_than_all_buffers_hold_arrives_whole_and_holds_up_nobody(
     monkeypatch.setattr(relay, "_prepare", prepare_small)
     forwarder, content = hosts.forwarder(), bytes(range(256)) * (3 << 15)  # 24 MiB
     busy, other = hosts.dial(forwarder), hosts.dial(forwarder)
-    assert answered(busy, b"begin")
+    assert is_echoed(busy, b"begin")
     hosts.spawn(busy.sendall, content)
-    time.sleep(0.2)  # nobody reads the answer
-    assert answered(other, b"meanwhile")
+    time.sleep(0.2)  # the echo is not read yet
+    assert is_echoed(other, b"meanwhile")
     received = bytearray()
     while len(received) < len(content):
         received += busy.recv(1 << 20)
     assert received == content
 
 
-def test_who_does_not_know_the_key_reaches_nothing(hosts: Hosts) -> None:
+def test_gateway_rejects_callers_without_key(hosts: Hosts) -> None:
     stranger, replaying = hosts.dial(hosts.gateway_listener), hosts.dial(hosts.gateway_listener)
     handshake = challenge.caller_handshake(KEY)
     next(handshake)
     proof, _ = handshake.send(stranger.recv(32).decode())
     replaying.recv(32)
-    replaying.sendall(proof.encode())  # of another connection
+    replaying.sendall(proof.encode())  # the proof of another connection
     stranger.sendall(b"0" * len(proof))
     assert is_closed(stranger)
     assert is_closed(replaying)
     assert hosts.num_served == 0
 
 
-def test_a_gateway_that_does_not_know_the_key_is_told_nothing(
+def test_forwarder_sends_no_data_to_impostor_gateway(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 0.5)
     impostor = hosts.listen()
-    calling = hosts.dial(hosts.forwarder(gateway=impostor))
-    calling.sendall(b"secret")
+    client_socket = hosts.dial(hosts.forwarder(gateway=impostor))
+    client_socket.sendall(b"secret")
     accepted, _ = impostor.accept()
     with accepted:
         accepted.settimeout(TIMEOUT_S)
@@ -181,30 +181,30 @@ def test_a_gateway_that_does_not_know_the_key_is_told_nothing(
         assert len(accepted.recv(200)) == 96
         accepted.sendall(b"0" * 64)
         assert is_closed(accepted)
-    assert is_closed(calling)
+    assert is_closed(client_socket)
 
 
-def test_silent_connections_end_soon(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_proof_time_out(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 0.2)
-    silent = hosts.dial(hosts.gateway_listener)
-    assert len(silent.recv(200)) == 32
-    assert is_closed(silent)
+    idle = hosts.dial(hosts.gateway_listener)
+    assert len(idle.recv(200)) == 32
+    assert is_closed(idle)
 
 
-def test_a_flood_of_silent_connections_keeps_nobody_out(hosts: Hosts) -> None:
+def test_flood_of_idle_connections_blocks_no_rank(hosts: Hosts) -> None:
     forwarder = hosts.forwarder()
     early = hosts.dial(forwarder)
-    assert answered(early, b"early")
+    assert is_echoed(early, b"early")
     flood = [hosts.dial(hosts.gateway_listener) for _ in range(MAX_UNPROVEN + 50)]
-    assert answered(hosts.dial(forwarder), b"late")
-    assert answered(early, b"still here")
+    assert is_echoed(hosts.dial(forwarder), b"late")
+    assert is_echoed(early, b"still here")
     assert len(flood[0].recv(200)) == 32
     assert is_closed(flood[0])
 
 
-def test_connections_go_on_while_no_more_descriptors_can_be_opened(hosts: Hosts) -> None:
-    calling = hosts.dial(hosts.forwarder())
-    assert answered(calling, b"before")
+def test_connections_survive_descriptor_exhaustion(hosts: Hosts) -> None:
+    client_socket = hosts.dial(hosts.forwarder())
+    assert is_echoed(client_socket, b"before")
     waiting = hosts.closing.enter_context(socket.socket())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(waiting.fileno())
@@ -213,44 +213,44 @@ def test_connections_go_on_while_no_more_descriptors_can_be_opened(hosts: Hosts)
     try:
         waiting.connect(hosts.gateway_listener.getsockname())
         start = time.monotonic()
-        assert all(answered(calling, b"meanwhile") for _ in range(50))
-        took_s = time.monotonic() - start
+        assert all(is_echoed(client_socket, b"meanwhile") for _ in range(50))
+        elapsed_s = time.monotonic() - start
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert took_s < 50 * relay.PAUSE_S / 2
+    assert elapsed_s < 50 * relay.PAUSE_S / 2
     assert len(waiting.recv(200)) == 32
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1 << 20, MAX_UNPROVEN), (400, 50), (-1, 512)])
-def test_unproven_connections_leave_most_descriptors_to_others(
+def test_max_unproven_follows_descriptor_limit(
     limit: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert relay._max_unproven() == expected
 
 
-def test_a_flood_does_not_end_connections_that_this_host_makes(
+def test_flood_does_not_close_outgoing_connections(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay of an encrypted job has a gateway and forwarders."""
+    """In an encrypted job, one relay serves both a gateway and forwarders."""
     monkeypatch.setattr(relay, "MAX_UNPROVEN", 2)
-    slow, forwarder = hosts.listen(), hosts.listen()
-    hosts.gateway.listen(forwarder, Route(slow.getsockname(), KEY, is_gateway=False))
-    calling = hosts.dial(forwarder)
-    accepted = hosts.closing.enter_context(slow.accept()[0])
+    delayed_gateway, forwarder = hosts.listen(), hosts.listen()
+    hosts.gateway.listen(forwarder, Route(delayed_gateway.getsockname(), KEY, is_gateway=False))
+    client_socket = hosts.dial(forwarder)
+    accepted = hosts.closing.enter_context(delayed_gateway.accept()[0])
     flood = [hosts.dial(hosts.gateway_listener) for _ in range(5)]
     flood[0].recv(32)
     assert is_closed(flood[0])
     challenge.run(accepted, challenge.listener_handshake(KEY))
-    calling.sendall(b"hello")
+    client_socket.sendall(b"hello")
     assert accepted.recv(5) == b"hello"
 
 
-def test_an_unexpected_error_ends_one_connection(
+def test_unexpected_error_closes_only_its_connection(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = hosts.dial(hosts.forwarder())
-    assert answered(early, b"early")
+    assert is_echoed(early, b"early")
 
     def fail(*_: Any) -> None:
         raise OverflowError
@@ -258,16 +258,16 @@ def test_an_unexpected_error_ends_one_connection(
     with monkeypatch.context() as patch:
         patch.setattr(relay, "_requested", fail)
         assert is_closed(hosts.dial(hosts.forwarder()))
-    assert answered(early, b"still here")
-    assert answered(hosts.dial(hosts.forwarder()), b"late")
+    assert is_echoed(early, b"still here")
+    assert is_echoed(hosts.dial(hosts.forwarder()), b"late")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_relay_that_fails_ends_all_connections(
+def test_relay_failure_closes_all_connections(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = hosts.dial(hosts.forwarder())
-    assert answered(early, b"early")
+    assert is_echoed(early, b"early")
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -278,20 +278,20 @@ def test_a_relay_that_fails_ends_all_connections(
 
 
 @clear_and_encrypted
-def test_a_forwarder_waits_for_a_gateway_that_opens_later(hosts: Hosts) -> None:
+def test_forwarder_redials_until_gateway_opens(hosts: Hosts) -> None:
     with socket.create_server((LOCAL, 0)) as former:
         place = former.getsockname()
         forwarder = hosts.forwarder(gateway=former)
-    calling = hosts.dial(forwarder)
-    calling.sendall(b"hello")
+    client_socket = hosts.dial(forwarder)
+    client_socket.sendall(b"hello")
     time.sleep(3 * relay.REDIAL_S)
     with probe.listen(*place) as listener:
         hosts.relay(listener, hosts.store, KEY, is_gateway=True)
-        assert calling.recv(5) == b"hello"
+        assert client_socket.recv(5) == b"hello"
 
 
 @clear_and_encrypted
-def test_a_forwarder_that_reaches_no_gateway_ends_the_connection(
+def test_forwarder_without_gateway_closes_connection(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 0.3)
@@ -300,23 +300,23 @@ def test_a_forwarder_that_reaches_no_gateway_ends_the_connection(
     assert is_closed(hosts.dial(forwarder))
 
 
-def test_closing_ends_all_connections(hosts: Hosts) -> None:
+def test_relay_close_closes_all_connections(hosts: Hosts) -> None:
     forwarder = hosts.listen()
     relaying = hosts.relay(forwarder, hosts.gateway_listener, KEY, is_gateway=False)
-    calling, silent = hosts.dial(forwarder), hosts.dial(hosts.gateway_listener)
-    assert answered(calling, b"here")
+    client_socket, idle = hosts.dial(forwarder), hosts.dial(hosts.gateway_listener)
+    assert is_echoed(client_socket, b"here")
     relaying.close()
-    assert is_closed(calling)
+    assert is_closed(client_socket)
     hosts.gateway.close()
-    silent.recv(32)
-    assert is_closed(silent)
+    idle.recv(32)
+    assert is_closed(idle)
 
 
 # --- encrypted connections ------------------------------------------------------------------------
 
 
 class Wire:
-    """Between a forwarder and a gateway: records what passes, and changes what it is told to."""
+    """Sits between a forwarder and a gateway: records the traffic, and can change bytes of it."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.listener, self._gateway = hosts.listen(), hosts.gateway_listener.getsockname()
@@ -328,9 +328,9 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 caller, _ = self.listener.accept()
-                called = socket.create_connection(self._gateway, TIMEOUT_S)
-                for ends in ((caller, called), (called, caller)):
-                    self._hosts.spawn(self._copy, *ends)
+                callee = socket.create_connection(self._gateway, TIMEOUT_S)
+                for direction in ((caller, callee), (callee, caller)):
+                    self._hosts.spawn(self._copy, *direction)
 
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -348,28 +348,28 @@ encrypted = pytest.mark.parametrize("hosts", [True], indirect=True)
 
 
 @encrypted
-def test_nothing_of_the_content_is_on_the_wire(hosts: Hosts) -> None:
+def test_wire_carries_no_plaintext(hosts: Hosts) -> None:
     wire = Wire(hosts)
-    calling = hosts.dial(hosts.forwarder(gateway=wire.listener))
-    assert answered(calling, b"weights and gradients")
+    client_socket = hosts.dial(hosts.forwarder(gateway=wire.listener))
+    assert is_echoed(client_socket, b"weights and gradients")
     assert len(wire.seen) > 500
     assert b"weights" not in wire.seen
-    calling.shutdown(socket.SHUT_RDWR)
+    client_socket.shutdown(socket.SHUT_RDWR)
 
 
 @encrypted
-def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> None:
+def test_altered_byte_closes_connection_and_is_reported(hosts: Hosts) -> None:
     altered: list[str] = []
     hosts.gateway.close()
     gateway = Relay(Encryption(*make_certificate(), altered.append))
     hosts.closing.callback(gateway.close)
     gateway.listen(hosts.gateway_listener, Route(hosts.store.getsockname(), KEY, is_gateway=True))
     wire = Wire(hosts)
-    calling = hosts.dial(hosts.forwarder(gateway=wire.listener))
-    assert answered(calling, b"as it was sent")
+    client_socket = hosts.dial(hosts.forwarder(gateway=wire.listener))
+    assert is_echoed(client_socket, b"as it was sent")
     wire.changes_next = True
-    calling.sendall(b"changed")
-    assert is_closed(calling)
+    client_socket.sendall(b"changed")
+    assert is_closed(client_socket)
     assert eventually(lambda: altered == [LOCAL], TIMEOUT_S)
 
 
@@ -377,25 +377,25 @@ def test_a_changed_byte_ends_the_connection_and_is_reported(hosts: Hosts) -> Non
     ("error", "is_change"),
     [
         (ssl.SSLError(1, "[SSL: DECRYPTION_FAILED_OR_BAD_RECORD_MAC]"), True),
-        (ssl.SSLError(1, "[SSL: INVALID_SESSION_ID]"), True),  # while they agree on keys
-        (ssl.SSLError(1, "[SSL: SSLV3_ALERT_ILLEGAL_PARAMETER]"), True),  # the other side saw it
+        (ssl.SSLError(1, "[SSL: INVALID_SESSION_ID]"), True),  # during the handshake
+        (ssl.SSLError(1, "[SSL: SSLV3_ALERT_ILLEGAL_PARAMETER]"), True),  # other side noticed it
         (ssl.SSLEOFError(8, "[SSL: UNEXPECTED_EOF_WHILE_READING]"), False),
         (ConnectionResetError(), False),
     ],
 )
-def test_whatever_makes_tls_fail_is_a_change(error: OSError, is_change: bool) -> None:
+def test_classifies_tls_errors_as_alteration(error: OSError, is_change: bool) -> None:
     assert Encryption.shows_change(error) is is_change
 
 
 @encrypted
-def test_nobody_in_between_can_pass_the_proofs_on(
+def test_man_in_the_middle_cannot_relay_proofs(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each side talks TLS to somebody who has a certificate of their own."""
+    """The attacker has a certificate of its own and talks TLS to each side."""
     monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 1.0)
     certificate, key = make_certificate()
     middle = hosts.listen()
-    calling = hosts.dial(hosts.forwarder(gateway=middle))
+    client_socket = hosts.dial(hosts.forwarder(gateway=middle))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(certificate + key)
@@ -404,41 +404,43 @@ def test_nobody_in_between_can_pass_the_proofs_on(
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     caller = context.wrap_socket(middle.accept()[0], server_side=True)
-    called = client.wrap_socket(
+    callee = client.wrap_socket(
         socket.create_connection(hosts.gateway_listener.getsockname(), TIMEOUT_S)
     )
-    with caller, called:
-        caller.sendall(called.recv(32))  # the nonce
-        called.sendall(caller.recv(96))
-        assert called.recv(64) == b""
-    assert is_closed(calling)
+    with caller, callee:
+        caller.sendall(callee.recv(32))  # the nonce
+        callee.sendall(caller.recv(96))
+        assert callee.recv(64) == b""
+    assert is_closed(client_socket)
     assert hosts.num_served == 0
 
 
 @encrypted
-def test_a_stranger_without_tls_gets_nothing(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_without_tls_is_closed_without_report(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     altered: list[str] = []
     monkeypatch.setattr(hosts.encryption, "on_altered", altered.append)
     stranger = hosts.dial(hosts.gateway_listener)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     with contextlib.suppress(ConnectionError):
-        assert len(stranger.recv(100)) < 10  # an alert
-    assert answered(hosts.dial(hosts.forwarder()), b"others get through")
+        assert len(stranger.recv(100)) < 10  # a TLS alert at most
+    assert is_echoed(hosts.dial(hosts.forwarder()), b"others get through")
     assert altered == []
 
 
 @pytest.fixture
 def tunnels(hosts: Hosts) -> Tunnels:
-    """Of a host whose ranks are at 127.70.3.2."""
+    """Returns the tunnels of a host whose ranks are at 127.70.3.2."""
     certificate, private_key = make_certificate()
     settings = {"address": LOCAL, "loopback": "127.70.3.2", "key": KEY.hex(),
                 "certificate": certificate, "private_key": private_key}  # fmt: skip
-    made = Tunnels(settings, "", lambda address: None)
-    hosts.closing.callback(made.close)
-    return made
+    created = Tunnels(settings, "", lambda address: None)
+    hosts.closing.callback(created.close)
+    return created
 
 
-def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts, tunnels: Tunnels) -> None:
+def test_host_gateway_connects_only_to_its_ranks(hosts: Hosts, tunnels: Tunnels) -> None:
     loopback, gateway, port, _ = tunnels.description.split()
     rank = hosts.closing.enter_context(socket.create_server((loopback, 0)))
     forwarder, relaying = hosts.listen(), Relay(tunnels.encryption)
@@ -446,32 +448,32 @@ def test_the_gateway_of_a_host_leads_to_its_ranks_only(hosts: Hosts, tunnels: Tu
     request = f"7f4603017f460302{rank.getsockname()[1]:04x}"
     route = Route((gateway, int(port)), KEY, is_gateway=False, request=request)
     relaying.listen(forwarder, route)
-    calling = hosts.dial(forwarder)
-    calling.sendall(b"hello")
+    client_socket = hosts.dial(forwarder)
+    client_socket.sendall(b"hello")
     rank.settimeout(TIMEOUT_S)
     accepted, (address, _) = rank.accept()
     with accepted:
         assert accepted.recv(5) == b"hello"
-        assert address == "127.70.3.1"  # as the other host's ranks are known
+        assert address == "127.70.3.1"  # the address of the other host's ranks
         accepted.sendall(b"all of this" * 10000)
     received = bytearray()
-    while data := calling.recv(1 << 16):
+    while data := client_socket.recv(1 << 16):
         received += data
-    assert received == b"all of this" * 10000  # also what came before the end
-    nobody = "7f4603017f4603020001"
-    led_here_by_somebody = request.replace("7f460302", "7f460303")
-    for refused in (nobody, led_here_by_somebody):
-        route = Route((gateway, int(port)), KEY, is_gateway=False, request=refused)
-        with hosts.listen() as asking:
-            relaying.listen(asking, route)
-            assert is_closed(hosts.dial(asking))
+    assert received == b"all of this" * 10000  # including the data before the end of the stream
+    closed_port_request = "7f4603017f4603020001"
+    wrong_address_request = request.replace("7f460302", "7f460303")
+    for rejected_request in (closed_port_request, wrong_address_request):
+        route = Route((gateway, int(port)), KEY, is_gateway=False, request=rejected_request)
+        with hosts.listen() as forwarder_socket:
+            relaying.listen(forwarder_socket, route)
+            assert is_closed(hosts.dial(forwarder_socket))
 
 
 @pytest.mark.parametrize("source", ["127.70.3.1", LOCAL])
-def test_other_hosts_do_not_reach_other_programs_from_loopback(
+def test_gateway_does_not_expose_loopback_programs(
     hosts: Hosts, tunnels: Tunnels, source: str
 ) -> None:
-    """From an address of the job: one on all addresses. From any other address: even ranks."""
+    """Hosts of the job reach no program that listens on all addresses; other hosts, no rank."""
     _, gateway, port, _ = tunnels.description.split()
     listening = "" if source != LOCAL else "127.70.3.2"
     program = hosts.closing.enter_context(socket.create_server((listening, 0)))
@@ -483,39 +485,39 @@ def test_other_hosts_do_not_reach_other_programs_from_loopback(
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", LOCAL, "127.71.3.1", "10.0.0.1", "n1"])
-def test_agents_listen_at_addresses_of_ranks_only(tunnels: Tunnels, address: str) -> None:
-    """Other hosts say where."""
+def test_agents_listen_only_at_rank_addresses(tunnels: Tunnels, address: str) -> None:
+    """Other hosts choose the address, so it must be checked."""
     with pytest.raises((ValueError, OSError)):
         tunnels.open_way((address, 5000), ("10.0.0.2", 6000))
     with pytest.raises(ValueError, match=r"127\.70\.3\.1"):
         tunnels.open_way(("127.70.3.1", 70000), ("10.0.0.2", 6000))
 
 
-def test_ranks_listen_elsewhere_if_a_program_of_another_host_has_the_port(
+def test_ranks_retry_if_port_is_in_use_on_remote_host(
     tunnels: Tunnels,
 ) -> None:
-    """The agent of rank 0 would have to listen where a program of its host does."""
+    """The agent of rank 0 cannot listen on a port that a program of its host uses."""
     torch_distributed = pytest.importorskip("torch.distributed")
     loopback, gateway, gateway_port, agent = tunnels.description.split()
-    places = [rank_tunnels.Tunnels(loopback, gateway, int(gateway_port), agent),
+    tunnels_by_rank = [rank_tunnels.Tunnels(loopback, gateway, int(gateway_port), agent),
               rank_tunnels.Tunnels("127.70.3.1", "10.0.0.2", 6000, agent)]  # fmt: skip
     store = torch_distributed.HashStore()
 
-    def meet(ports: Sequence[int], attempt: int) -> list[bool]:
-        def one(rank: int) -> bool:
-            return rank_tunnels.meet(places[rank], store, rank, 2, ports[rank], attempt)
+    def connect_ranks(ports: Sequence[int], attempt: int) -> list[bool]:
+        def meet_rank(rank: int) -> bool:
+            return rank_tunnels.meet(tunnels_by_rank[rank], store, rank, 2, ports[rank], attempt)
 
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(one, (0, 1)))
+            return list(pool.map(meet_rank, (0, 1)))
 
     with socket.create_server(("", 0)) as program:
-        taken = program.getsockname()[1]
-        assert meet((taken, taken), 0) == [False, False]
-        with pytest.raises(OSError, match=rf"rank 0: port {taken}, .* is in use here"):
-            meet((taken, taken), rank_tunnels.MAX_ATTEMPTS - 1)
+        occupied_port = program.getsockname()[1]
+        assert connect_ranks((occupied_port, occupied_port), 0) == [False, False]
+        with pytest.raises(OSError, match=rf"rank 0: port {occupied_port}, .* is in use here"):
+            connect_ranks((occupied_port, occupied_port), rank_tunnels.MAX_ATTEMPTS - 1)
         with socket.create_server(("127.70.3.1", 0)) as listener:
-            free = listener.getsockname()[1]
-        assert meet((taken, free), 1) == [True, True]
+            free_port = listener.getsockname()[1]
+        assert connect_ranks((occupied_port, free_port), 1) == [True, True]
 
 
 # --- the store of a node --------------------------------------------------------------------------
@@ -526,31 +528,31 @@ def closed_store(gateway: socket.socket) -> dict[str, Any]:
     return {"address": address, "port": port, "key": KEY.hex()}
 
 
-def test_a_node_leads_its_ranks_to_the_store_of_each_group(hosts: Hosts) -> None:
+def test_node_forwards_ranks_to_store_of_each_group(hosts: Hosts) -> None:
     node = Store()
     hosts.closing.callback(node.end)
     store = closed_store(
         hosts.gateway_listener
-    )  # the gateway has this port here: another one is taken
-    line = node.localize({"control": "regroup", "store": store})
-    endpoint = line["store"]
+    )  # the gateway has this port here: the node takes another
+    localized = node.localize({"control": "regroup", "store": store})
+    endpoint = localized["store"]
     assert endpoint.pop("host") == store["address"]
     assert set(endpoint) == {"address", "port"}
     assert endpoint["port"] != store["port"]
     place = endpoint["address"], endpoint["port"]
-    with socket.create_connection(place, TIMEOUT_S) as calling:
-        assert answered(calling, b"one")
+    with socket.create_connection(place, TIMEOUT_S) as client_socket:
+        assert is_echoed(client_socket, b"one")
         assert node.localize({"store": store})["store"]["port"] == endpoint["port"]
-        assert answered(calling, b"two")
-        newer = node.localize(line | {"store": {**store, "key": "00"}})["store"]
-        assert newer != store
-        assert is_closed(calling)
+        assert is_echoed(client_socket, b"two")
+        next_endpoint = node.localize(localized | {"store": {**store, "key": "00"}})["store"]
+        assert next_endpoint != store
+        assert is_closed(client_socket)
     assert node.localize({"control": "end"}) == {"control": "end"}
-    plain = {"store": {"address": "10.0.0.1", "port": 5}}
-    assert node.localize(plain) == plain
+    unencrypted_order = {"store": {"address": "10.0.0.1", "port": 5}}
+    assert node.localize(unencrypted_order) == unencrypted_order
 
 
-def test_ranks_get_the_place_of_the_store_here_and_never_its_key(
+def test_ranks_get_local_store_address_but_not_key(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders: list[Any] = []
@@ -567,11 +569,11 @@ def test_ranks_get_the_place_of_the_store_here_and_never_its_key(
     assert KEY.hex() not in str(orders)
     place = orders[-1]["rank"]["env"]
     assert place["MASTER_ADDR"] == LOCAL
-    with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), TIMEOUT_S) as calling:
-        assert answered(calling, b"here")
+    with socket.create_connection((LOCAL, int(place["MASTER_PORT"])), TIMEOUT_S) as client_socket:
+        assert is_echoed(client_socket, b"here")
 
 
-def test_processes_that_ranks_start_stay_within_the_host(
+def test_encrypted_ranks_default_to_loopback_interface(
     hosts: Hosts, tunnels: Tunnels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders: list[Any] = []
@@ -593,7 +595,7 @@ def test_processes_that_ranks_start_stay_within_the_host(
 
 # --- other users of the store's host --------------------------------------------------------------
 
-_TRY = """
+_CONNECT_SCRIPT = """
 import encodings.idna, os, socket, sys
 os.setgroups([])
 os.setgid(65534)
@@ -613,9 +615,9 @@ except OSError as error:
 def guarded(
     hosts: Hosts, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[socket.socket, socket.socket]:
-    """The local gateway in a job on one host, and the socket of the store, which echoes.
+    """Returns the local gateway of a job on one host, and the socket of an echoing store.
 
-    Also on a kernel that lets no user filter packets.
+    Also runs as on a kernel that lets no user filter packets.
     """
     if request.param == "no filter":
         monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
@@ -629,28 +631,28 @@ def guarded(
     def serve() -> None:
         with contextlib.suppress(OSError):
             while True:
-                served, caller = inner.accept()
+                connection, caller = inner.accept()
                 hosts.store_callers.append(caller)
-                hosts.spawn(hosts._echo, served)
+                hosts.spawn(hosts._echo, connection)
 
     hosts.spawn(serve)
     return local, inner
 
 
-def test_ranks_reach_the_store_through_the_local_gateway_only(
+def test_local_gateway_forwards_ranks_to_inner_store(
     hosts: Hosts, guarded: tuple[socket.socket, socket.socket]
 ) -> None:
     local, inner = guarded
     assert inner.getsockname() == ("127.0.0.2", local.getsockname()[1])
-    assert answered(hosts.dial(local), b"one")
-    mapped = hosts.closing.enter_context(socket.socket(socket.AF_INET6))  # as torch's clients
+    assert is_echoed(hosts.dial(local), b"one")
+    mapped = hosts.closing.enter_context(socket.socket(socket.AF_INET6))  # like torch's clients
     mapped.settimeout(TIMEOUT_S)
     mapped.connect((f"::ffff:{LOCAL}", local.getsockname()[1]))
-    assert answered(mapped, b"two")
-    assert answered(hosts.dial(local), b"three")
+    assert is_echoed(mapped, b"two")
+    assert is_echoed(hosts.dial(local), b"three")
 
 
-def test_who_takes_the_stores_port_first_does_not_open_the_store(hosts: Hosts) -> None:
+def test_inner_store_avoids_occupied_loopback_address(hosts: Hosts) -> None:
     node, local = Store(), hosts.closing.enter_context(probe.listen(LOCAL))
     hosts.closing.callback(node.end)
     port = local.getsockname()[1]
@@ -661,30 +663,33 @@ def test_who_takes_the_stores_port_first_does_not_open_the_store(hosts: Hosts) -
     assert address[1] == port
 
 
-def test_who_came_before_the_store_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No filter could keep a stranger from a port that was held for the store."""
+def test_restrict_closes_pending_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a filter, anybody could connect before the store started."""
     monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
     node = Store()
-    with socket.create_server((LOCAL, 0)) as held:
-        with socket.create_connection(held.getsockname(), TIMEOUT_S, ("127.0.0.3", 0)) as early:
-            node.restrict(held, "10.77.0.11")
+    with socket.create_server((LOCAL, 0)) as reserved:
+        with socket.create_connection(reserved.getsockname(), TIMEOUT_S, ("127.0.0.3", 0)) as early:
+            node.restrict(reserved, "10.77.0.11")
             assert is_closed(early)
-        with socket.create_connection(held.getsockname(), TIMEOUT_S), held.accept()[0] as served:
-            assert served.getpeername()[0] == LOCAL
+        with (
+            socket.create_connection(reserved.getsockname(), TIMEOUT_S),
+            reserved.accept()[0] as connection,
+        ):
+            assert connection.getpeername()[0] == LOCAL
         node.end()
 
 
 @needs_packet_filters
 @pytest.mark.parametrize("guarded", ["filter"], indirect=True)
-def test_the_store_takes_no_connections_but_the_gateways(
+def test_inner_store_accepts_only_gateway_connections(
     guarded: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Not even of this user: without a filter, they lead to the gateway."""
+    """Direct connections of the same user fail, too; without a filter, they reach the gateway."""
     with pytest.raises(TimeoutError):
         socket.create_connection(guarded[1].getsockname(), 0.3)
 
 
-def test_a_local_gateway_is_closed_to_other_users(
+def test_local_gateway_rejects_foreign_users(
     hosts: Hosts, guarded: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = os.getuid() + 1
@@ -694,23 +699,29 @@ def test_a_local_gateway_is_closed_to_other_users(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_gets_nothing_from_the_store(
+def test_foreign_user_cannot_reach_store(
     hosts: Hosts, guarded: tuple[socket.socket, socket.socket]
 ) -> None:
-    """Nor from the number of a gateway's port, at another address or after its end."""
+    """Using the gateway's port number at another address, or after its end, does not help."""
     local, inner = guarded
 
-    def is_closed_to_others(target: socket.socket, *source: object) -> bool:
-        argv = [sys.executable, "-I", "-c", _TRY, *map(str, (*target.getsockname(), *source))]
+    def is_closed_to_foreign_user(target: socket.socket, *source: object) -> bool:
+        argv = [
+            sys.executable,
+            "-I",
+            "-c",
+            _CONNECT_SCRIPT,
+            *map(str, (*target.getsockname(), *source)),
+        ]
         result = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
         return result in ("0", "ConnectionResetError", "BrokenPipeError", "TimeoutError")
 
-    calling = hosts.dial(local)
-    assert answered(calling, b"one")
+    client_socket = hosts.dial(local)
+    assert is_echoed(client_socket, b"one")
     ((address, port),) = hosts.store_callers
     for source in (), (LOCAL, port):
-        assert is_closed_to_others(local, *source)
-        assert is_closed_to_others(inner, *source)
-    assert answered(calling, b"end")
-    assert is_closed(calling)
-    assert is_closed_to_others(inner, address, port)
+        assert is_closed_to_foreign_user(local, *source)
+        assert is_closed_to_foreign_user(inner, *source)
+    assert is_echoed(client_socket, b"end")
+    assert is_closed(client_socket)
+    assert is_closed_to_foreign_user(inner, address, port)

@@ -12,7 +12,7 @@ from paceline.agent.ranks import replica_watch
 
 
 @pytest.mark.parametrize(("cost_s", "steps"), [(0.0, [0, 16, 64, 256]), (10.0, [0])])
-def test_a_short_training_is_compared_unless_that_takes_long(
+def test_compares_replicas_early_unless_checksums_are_slow(
     monkeypatch: pytest.MonkeyPatch, cost_s: float, steps: list[int]
 ) -> None:
     group = SimpleNamespace(get_process_group_ranks=lambda _: [0, 1])

@@ -1,4 +1,4 @@
-"""What the arguments of the Python interface become."""
+"""Tests how arguments of the Python interface become settings of a job."""
 
 from __future__ import annotations
 

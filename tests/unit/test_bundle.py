@@ -1,4 +1,4 @@
-"""What leaves this machine in a support bundle holds no secrets."""
+"""Tests that support bundles contain no secrets and replace no other files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6y
         ("-----BEGIN PRIVATE KEY-----\nabc, cut off", "abc"),
     ],
 )
-def test_no_secret_is_left(text: str, secret: str) -> None:
+def test_redacts_secrets(text: str, secret: str) -> None:
     assert secret not in redact(text)
     assert "[secret]" in redact(text)
 
@@ -55,7 +55,7 @@ def test_no_secret_is_left(text: str, secret: str) -> None:
     ["loss 0.31 at step 12", "tokenizer: bert-base", "samples 812", "File \"a.py\", line 3, in f",
      "https://download.pytorch.org/whl"],
 )  # fmt: skip
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_redact_keeps_ordinary_text(text: str) -> None:
     assert redact(text) == text
 
 
@@ -64,24 +64,24 @@ def test_what_is_no_secret_stays(text: str) -> None:
     ["passwd", "-", "a-", "--password ", "token=", "eyJ", "-eyJa.", "://", "://a:", "hf_", "sk-",
      "bearer ", "authorization: x ", "-----BEGIN PRIVATE KEY-----", "AIza", '"secret" ', "--a-"],
 )  # fmt: skip
-def test_long_hostile_texts_take_no_time(part: str) -> None:
-    began = time.monotonic()
+def test_redact_is_fast_on_hostile_text(part: str) -> None:
+    start = time.monotonic()
     redact(part * (200_000 // len(part)))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
 
 
-def test_a_file_that_another_user_made_first_does_not_get_the_bundle(tmp_path: Path) -> None:
-    bundle, theirs = tmp_path / "b.tgz", tmp_path / "theirs"
-    theirs.touch()
-    bundle.hardlink_to(theirs)
+def test_bundle_is_not_written_through_hard_link(tmp_path: Path) -> None:
+    bundle, foreign_file = tmp_path / "b.tgz", tmp_path / "theirs"
+    foreign_file.touch()
+    bundle.hardlink_to(foreign_file)
     bundle.chmod(0o666)
     write(bundle, {"log.txt": "of the run"})
-    assert theirs.read_bytes() == b""
+    assert foreign_file.read_bytes() == b""
     assert stat.S_IMODE(bundle.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.tgz", "theirs"]
 
 
-def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+def test_bundle_does_not_replace_fifo(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(SettingError, match="cannot write the bundle"):

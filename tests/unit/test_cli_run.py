@@ -1,4 +1,4 @@
-"""The command line of ``paceline run``: settings and their sources, hosts, the script."""
+"""Tests the command line of ``paceline run``: settings and their sources, hosts, the script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry
 
-# --- what a value in the file may be
+# --- values in paceline.toml
 
 
 @pytest.mark.parametrize(
@@ -41,44 +41,44 @@ from paceline.spec.job import Entry
         ("name", "a\nb"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused(key: str, value: object) -> None:
+def test_rejects_invalid_file_values(key: str, value: object) -> None:
     with pytest.raises(SettingError, match=key):
         settings_file.convert_value(options.settings_registry()[key], key, value)
 
 
-def test_values_of_the_file() -> None:
-    def taken(key: str, value: object) -> object:
+def test_converts_file_values() -> None:
+    def convert(key: str, value: object) -> object:
         return settings_file.convert_value(options.settings_registry()[key], key, value)
 
-    assert taken("lease", 20) == 20.0
-    assert taken("env", "A=1") == ("A=1",)
-    assert taken("env", ["A=1", "B=2"]) == ("A=1", "B=2")
-    assert taken("accept-new-host-keys", True) is True
-    assert taken("time", "1:00") == "1:00"
+    assert convert("lease", 20) == 20.0
+    assert convert("env", "A=1") == ("A=1",)
+    assert convert("env", ["A=1", "B=2"]) == ("A=1", "B=2")
+    assert convert("accept-new-host-keys", True) is True
+    assert convert("time", "1:00") == "1:00"
 
 
-def test_options_are_made_once_per_process() -> None:
-    """A recipe looks each of its options up among them."""
+def test_settings_registry_is_cached() -> None:
+    """A recipe looks up each of its options in the registry."""
     assert options.settings_registry() is options.settings_registry()
 
 
 # --- --env
 
 
-def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_option_sets_and_forwards_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T_MINE", "of mine")
     public, forwarded = job_options.parse_env(("A=1", "B=", "C=x=y", "D=a b\n", "T_MINE"))
     assert public == {"A": "1", "B": "", "C": "x=y", "D": "a b\n"}
     assert forwarded == {"T_MINE": "of mine"}
 
 
-@pytest.mark.parametrize("given", ["", "=x", "A\0=1", "A B=1"])
-def test_what_names_no_variable(given: str) -> None:
+@pytest.mark.parametrize("definition", ["", "=x", "A\0=1", "A B=1"])
+def test_rejects_invalid_env_definitions(definition: str) -> None:
     with pytest.raises(SettingError, match="--env"):
-        job_options.parse_env((given,))
+        job_options.parse_env((definition,))
 
 
-def test_a_variable_that_is_not_there() -> None:
+def test_rejects_forwarding_unset_variable() -> None:
     with pytest.raises(SettingError, match="T_NOWHERE"):
         job_options.parse_env(("T_NOWHERE",))
 
@@ -94,7 +94,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_kinds_of_entries(folder: Path) -> None:
+def test_entry_kinds(folder: Path) -> None:
     def kind(name: str, module: bool = False, no_python: bool = False) -> str:
         return entry_of(name, ("x",), module=module, no_python=no_python).kind
 
@@ -104,14 +104,14 @@ def test_kinds_of_entries(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "hint"), [("trian.py", "train.py"), ("hostname", "--no-python")])
-def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
+def test_missing_script_error_has_hint(folder: Path, name: str, hint: str) -> None:
     with pytest.raises(SettingError) as caught:
         entry_of(name, (), module=False, no_python=False)
     assert hint in caught.value.remedy
 
 
-def test_hosts_without_commas(folder: Path) -> None:
-    with pytest.raises(SettingError) as caught:  # -H n1 n2 train.py
+def test_suggests_commas_between_hosts(folder: Path) -> None:
+    with pytest.raises(SettingError) as caught:  # from ``-H n1 n2 train.py``
         entry_of("n2", ("train.py", "--lr", "1"))
     assert caught.value.remedy.endswith("-H HOST,n2 train.py")
 
@@ -131,7 +131,7 @@ def test_hosts_without_commas(folder: Path) -> None:
         ("/dev/null", (), "Save the script in a file"),
     ],
 )
-def test_a_script_that_is_none(
+def test_rejects_interpreter_or_folder_as_script(
     folder: Path, script: str, args: tuple[str, ...], remedy: str
 ) -> None:
     (folder / "empty").mkdir()
@@ -149,7 +149,9 @@ def test_a_script_that_is_none(
         ("solver", b"\x7fELF\2\1\1", "paceline run --no-python ./solver --lr 1"),
     ],
 )
-def test_a_program_that_is_not_python(folder: Path, name: str, content: bytes, remedy: str) -> None:
+def test_rejects_scripts_that_are_not_python(
+    folder: Path, name: str, content: bytes, remedy: str
+) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(SettingError) as caught:
         entry_of(name, ("--lr", "1"))
@@ -157,7 +159,7 @@ def test_a_program_that_is_not_python(folder: Path, name: str, content: bytes, r
     assert entry_of(name, (), no_python=True).kind == "binary"
 
 
-def test_a_launcher_inside_a_program_is_recognised(folder: Path) -> None:
+def test_finds_launcher_inside_program(folder: Path) -> None:
     def launcher(*command: str) -> str:
         return inner_launcher(Entry("binary", command[0], command[1:]))
 
@@ -171,15 +173,15 @@ def test_a_launcher_inside_a_program_is_recognised(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["-n", "-np"])
-def test_flags_of_mpirun_lead_to_ours(flag: str) -> None:
-    done = CliRunner().invoke(program, ["run", flag, "2", "train.py"])
-    assert "Did you mean -p N, the ranks of each host?" in done.output
+def test_mpirun_flags_get_suggestion(flag: str) -> None:
+    completed = CliRunner().invoke(program, ["run", flag, "2", "train.py"])
+    assert "Did you mean -p N, the ranks of each host?" in completed.output
 
 
-def test_an_option_of_the_script_goes_after_its_name() -> None:
-    done = CliRunner().invoke(program, ["run", "--epochs", "2", "train.py"])
-    assert done.exit_code == 2
-    assert "An option of your script goes after its name." in done.output
+def test_script_option_before_script_gets_hint() -> None:
+    completed = CliRunner().invoke(program, ["run", "--epochs", "2", "train.py"])
+    assert completed.exit_code == 2
+    assert "An option of your script goes after its name." in completed.output
 
 
 def test_module_and_program_exclude_each_other() -> None:
@@ -190,10 +192,10 @@ def test_module_and_program_exclude_each_other() -> None:
 # --- this machine
 
 
-def test_this_very_machine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = [{"address": "127.0.0.1"}, {"address": "10.0.0.2"}]
+def test_marks_local_host_by_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_addresses = [{"address": "127.0.0.1"}, {"address": "10.0.0.2"}]
     monkeypatch.setattr(this_machine, "local_names", lambda: {"n1", "localhost"})
-    monkeypatch.setattr(this_machine, "addresses", lambda: mine)
+    monkeypatch.setattr(this_machine, "addresses", lambda: local_addresses)
     by_name = this_machine.mark_local(Cluster((Host("n1"), Host("n3"))))
     assert [host.local for host in by_name.hosts] == [True, False]
     by_address = this_machine.mark_local(Cluster((Host("n3"), Host("10.0.0.2"))))
@@ -205,7 +207,7 @@ def test_this_very_machine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the program
 
 
-def test_help_names_every_verb_without_importing_it() -> None:
+def test_help_lists_verbs_by_section() -> None:
     text = CliRunner().invoke(program, ["--help"]).output
     for verb in ("run", "train", "hosts", "lab"):
         assert f"\n  {verb} " in text
@@ -216,20 +218,20 @@ def test_help_names_every_verb_without_importing_it() -> None:
     ]  # fmt: skip
 
 
-def test_help_of_run_says_where_options_stand() -> None:
-    done = CliRunner().invoke(program, ["run", "--help-all"])
-    assert done.exit_code == 0
+def test_help_all_of_run_lists_options() -> None:
+    completed = CliRunner().invoke(program, ["run", "--help-all"])
+    assert completed.exit_code == 0
     for option in ("--hosts", "--nnodes", "--plan", "--lease", "--max-restarts", "--env"):
-        assert option in done.output
+        assert option in completed.output
 
 
-def test_a_verb_that_is_not_there() -> None:
-    done = CliRunner().invoke(program, ["rnu"])
-    assert done.exit_code == 2
-    assert "Did you mean run?" in done.output
+def test_unknown_verb_gets_suggestion() -> None:
+    completed = CliRunner().invoke(program, ["rnu"])
+    assert completed.exit_code == 2
+    assert "Did you mean run?" in completed.output
 
 
-HEAVY = """
+IMPORT_CHECK = """
 import sys
 from paceline.cli import program
 for argv in ({argv}):
@@ -242,13 +244,13 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 """
 
 
-def test_the_control_side_starts_without_torch_and_quickly() -> None:
-    code = HEAVY.format(argv="['--help'], ['run', '--help'], ['--version'], ['env']")
+def test_cli_does_not_import_heavy_packages() -> None:
+    code = IMPORT_CHECK.format(argv="['--help'], ['run', '--help'], ['--version'], ['env']")
     env = {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 IMPORTED = """
@@ -264,23 +266,23 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("argv", "most"), [(["--help"], 150), (["run", "--help"], 205)])
-def test_help_imports_little(argv: list[str], most: int) -> None:
-    """What is imported is what a start costs."""
-    done = subprocess.run(
+@pytest.mark.parametrize(("argv", "max_modules"), [(["--help"], 150), (["run", "--help"], 205)])
+def test_help_limits_imports(argv: list[str], max_modules: int) -> None:
+    """Most of the start time is spent on imports."""
+    completed = subprocess.run(
         [sys.executable, "-I", "-c", IMPORTED.format(argv=argv)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    modules = done.stderr.split()
-    plain = {name.split(".")[0] for name in modules if not name.startswith("_")}
-    assert plain - set(sys.stdlib_module_names) == {"click", "paceline"}
-    of_click = {"subprocess"} if sys.version_info < (3, 11) else set()  # by uuid, which it imports
-    assert not ({"asyncio", "subprocess", "ssl"} - of_click) & plain
-    assert len(modules) < most  # 93 and 131 on Python 3.11
+    modules = completed.stderr.split()
+    top_level = {name.split(".")[0] for name in modules if not name.startswith("_")}
+    assert top_level - set(sys.stdlib_module_names) == {"click", "paceline"}
+    of_click = {"subprocess"} if sys.version_info < (3, 11) else set()  # imported by uuid
+    assert not ({"asyncio", "subprocess", "ssl"} - of_click) & top_level
+    assert len(modules) < max_modules  # Python 3.11: 93 and 131
 
 
 @pytest.mark.parametrize("cause", [KeyboardInterrupt(), ValueError()])
-def test_an_interrupt_while_a_class_is_made(
+def test_interrupt_during_class_creation_exits_130(
     monkeypatch: pytest.MonkeyPatch, cause: BaseException
 ) -> None:
     def interrupted() -> None:
@@ -288,9 +290,9 @@ def test_an_interrupt_while_a_class_is_made(
 
     monkeypatch.setattr("paceline.cli.main", interrupted)
     is_interrupt = isinstance(cause, KeyboardInterrupt)
-    with pytest.raises(SystemExit if is_interrupt else RuntimeError) as ended:
+    with pytest.raises(SystemExit if is_interrupt else RuntimeError) as exc_info:
         entry_point.main()
-    assert getattr(ended.value, "code", 130) == 130
+    assert getattr(exc_info.value, "code", 130) == 130
 
 
 # --- what a node imports before it forks
@@ -341,42 +343,44 @@ def test_an_interrupt_while_a_class_is_made(
         ),
     ],
 )
-def test_what_the_script_will_import(tmp_path: Path, text: str, modules: tuple[str, ...]) -> None:
+def test_preload_matches_script_imports(
+    tmp_path: Path, text: str, modules: tuple[str, ...]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
     entry = entry_of(str(script), (), module=False, no_python=False)
     assert preload_of(entry) == modules
 
 
-def test_only_scripts_are_looked_into() -> None:
+def test_module_entry_preloads_only_torch() -> None:
     assert preload_of(entry_of("a.module", (), module=True, no_python=False)) == ("torch",)
 
 
-def test_the_name_of_a_rendezvous_has_an_ordinary_variable() -> None:
+def test_rdzv_id_has_environment_variable() -> None:
     run = program.get_command(click.Context(program), "run")
     assert run is not None
     (option,) = [p for p in run.params if p.name == "rdzv_id"]
     assert option.envvar == ["PACELINE_OPT_RDZV_ID"]
 
 
-def test_ctrl_c_before_a_verb_runs_has_the_status_of_an_interrupt(
+def test_ctrl_c_during_parsing_exits_130(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(click.Group, "parse_args", interrupted)
-    before = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             cli.main(["run"])
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert ended.value.code == 130
+        signal.signal(signal.SIGINT, previous_handler)
+    assert exc_info.value.code == 130
 
 
-def test_closed_outputs_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python finds them after ``>&-``."""
+def test_closed_stdout_and_stderr_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the shell's ``>&-``, Python's stream is ``None``."""
     seen = []
     monkeypatch.setattr(cli.program, "main", lambda **how: seen.append((sys.stdout, sys.stderr)))
     monkeypatch.setattr(cli.signal, "signal", lambda *how: None)
@@ -390,35 +394,33 @@ def test_closed_outputs_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "flag"),
+    ("cli_args", "flag"),
     [
         (["run", "--data", "A", "--data", "B", "x.py"], "--data"),
         (["run", "-H", "a", "--hosts=b", "x.py"], "-H/--hosts"),
         (["train", "image", "--data", "digits", "--data", "dummy"], "--data"),
     ],
 )
-def test_a_second_value_is_refused_instead_of_dropping_the_first(
-    words: list[str], flag: str
-) -> None:
+def test_rejects_repeated_option(cli_args: list[str], flag: str) -> None:
     with pytest.raises(SettingError, match=rf"^{flag} is given"):
-        program.main(words, standalone_mode=False)
+        program.main(cli_args, standalone_mode=False)
 
 
-def test_options_that_may_stand_twice(folder: Path) -> None:
+def test_accepts_repeatable_options(folder: Path) -> None:
     (folder / "x.py").write_text("")
-    words = ["run", "--env", "A=1", "--env", "B=2", "--lease", "7", "--lease", "8", "--plan"]
-    words += ["x.py", "--data", "A", "--data", "B"]
-    assert CliRunner().invoke(program, words).exit_code == 0
+    cli_args = ["run", "--env", "A=1", "--env", "B=2", "--lease", "7", "--lease", "8", "--plan"]
+    cli_args += ["x.py", "--data", "A", "--data", "B"]
+    assert CliRunner().invoke(program, cli_args).exit_code == 0
 
 
-def test_a_typed_option_still_wins_over_the_file(folder: Path) -> None:
+def test_command_line_option_overrides_file(folder: Path) -> None:
     (folder / "paceline.toml").write_text("[train.image]\nepochs = 2\n")
-    done = CliRunner().invoke(program, ["train", "image", "--epochs", "1", "--plan", "-v"])
-    assert done.exit_code == 0
-    assert "--epochs=1" in done.output
+    completed = CliRunner().invoke(program, ["train", "image", "--epochs", "1", "--plan", "-v"])
+    assert completed.exit_code == 0
+    assert "--epochs=1" in completed.output
 
 
-# --- started several times
+# --- several copies of one command
 
 
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
@@ -428,7 +430,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
 
 
 @pytest.mark.parametrize("environ", [SRUN, MPIRUN, TORCHRUN])
-def test_a_copy_of_the_command_is_refused(environ: dict[str, str]) -> None:
+def test_rejects_copy_started_by_srun_or_mpirun(environ: dict[str, str]) -> None:
     with pytest.raises(SettingError, match="started this command 2 times"):
         dispatch.refuse_later_copy({"rdzv": None, "hosts": None}, environ)
 
@@ -436,13 +438,13 @@ def test_a_copy_of_the_command_is_refused(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("hosts", "rdzv", "environ"),
     [
-        (None, None, {**SRUN, "SLURM_PROCID": "0"}),  # also the shell of srun --pty
+        (None, None, {**SRUN, "SLURM_PROCID": "0"}),  # also a shell started by srun --pty
         (None, None, {"RANK": "1", "WORLD_SIZE": "2"}),  # a pod of a PyTorchJob
         (None, "n1:29400", SRUN),
         ("local", None, SRUN),
     ],
 )
-def test_copies_with_a_purpose(
+def test_accepts_intended_copies(
     hosts: str | None, rdzv: str | None, environ: dict[str, str]
 ) -> None:
     dispatch.refuse_later_copy({"rdzv": rdzv, "hosts": hosts}, environ)

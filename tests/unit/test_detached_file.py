@@ -1,4 +1,4 @@
-"""Whose word it is that a run goes on somewhere: nobody is logged in to by a stranger's."""
+"""Tests that records of detached runs are authenticated, so that forged ones cause no login."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.spec.detached import DETACHED, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import SettingError
 from paceline.transfer import follow
 
-BACK = SupervisorLocation(
+LOCATION = SupervisorLocation(
     "ab" * 6, "n1", "10.0.0.1", "/x", 5.0, "ada", 22, "/k", "/opt/python", "/c"
 )
 
@@ -30,25 +30,25 @@ def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
-def written(tmp_path: Path) -> Path:
+def write_record(tmp_path: Path) -> Path:
     path = tmp_path / "runs" / "one"
     path.mkdir(parents=True)
-    detached_file.write(path, BACK)
+    detached_file.write(path, LOCATION)
     return path
 
 
-def change(path: Path, **changed: Any) -> None:
+def modify_record(path: Path, **changed: Any) -> None:
     record = json.loads((path / DETACHED).read_text())
     (path / DETACHED).write_text(json.dumps({**record, **changed}))
 
 
-def test_what_was_written_here_is_believed_also_in_another_place_and_when_it_is_home(
+def test_sealed_record_stays_authentic_after_move(
     tmp_path: Path,
 ) -> None:
-    path = written(tmp_path)
-    assert ownership.detached_of(path) == BACK
+    path = write_record(tmp_path)
+    assert ownership.detached_of(path) == LOCATION
     moved = path.rename(tmp_path / "moved")
-    change(moved, home_since=7.0)
+    modify_record(moved, home_since=7.0)
     assert detached_file.is_authentic(moved)
     assert this_machine.config_folder().joinpath("seal").stat().st_mode & 0o777 == 0o600
 
@@ -63,31 +63,31 @@ CHANGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("changed", CHANGED)
-def test_nobody_is_logged_in_to_by_what_somebody_else_wrote(
+def test_forged_record_causes_no_login(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    path = written(tmp_path)
-    change(path, **CHANGED[changed])
+    path = write_record(tmp_path)
+    modify_record(path, **CHANGED[changed])
 
-    async def dialled(*_: object) -> Any:
+    async def fail_on_connect(*_: object) -> Any:
         raise AssertionError("a host was logged in to")
 
-    monkeypatch.setattr(follow, "connect_hosts", dialled)
-    monkeypatch.setattr(detached, "find_detached", dialled)
+    monkeypatch.setattr(follow, "connect_hosts", fail_on_connect)
+    monkeypatch.setattr(detached, "find_detached", fail_on_connect)
     with pytest.raises(SettingError, match="not written by you") as caught:
         sync.sync_run(path)
-    assert caught.value.remedy.endswith(f"paceline attach -H HOST {BACK.run_id}")
-    found = asyncio.run(runs_verb._query_hosts([], SshOptions(), [path]))
-    assert [host for host, _ in found.unreachable] == ["n1"]
+    assert caught.value.remedy.endswith(f"paceline attach -H HOST {LOCATION.run_id}")
+    query = asyncio.run(runs_verb._query_hosts([], SshOptions(), [path]))
+    assert [host for host, _ in query.unreachable] == ["n1"]
 
 
-def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> None:
-    path, key = written(tmp_path), this_machine.config_folder() / "seal"
-    mine = key.read_bytes()
+def test_rejects_foreign_readable_or_linked_key(tmp_path: Path) -> None:
+    path, key = write_record(tmp_path), this_machine.config_folder() / "seal"
+    key_bytes = key.read_bytes()
     key.write_bytes(os.urandom(32))
     assert not detached_file.is_authentic(path)
-    key.write_bytes(mine)
-    key.chmod(0o644)  # others may have read it
+    key.write_bytes(key_bytes)
+    key.chmod(0o644)  # other users may have read it
     assert not detached_file.is_authentic(path)
     with pytest.raises(SettingError, match="readable by others"):
         detached_file.ensure_key()
@@ -96,11 +96,13 @@ def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> Non
     assert not detached_file.is_authentic(path)
 
 
-def test_a_host_that_the_user_names_makes_it_the_users_own(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    change(path, python="/evil")
-    about = DetachedRecord(BACK.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run")
-    named = replace(BACK, python="python3")
-    assert detached.local_folder(about, named, path.parent) == path
+def test_host_named_by_user_renews_seal(tmp_path: Path) -> None:
+    path = write_record(tmp_path)
+    modify_record(path, python="/evil")
+    detached_record = DetachedRecord(
+        LOCATION.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run"
+    )
+    location = replace(LOCATION, python="python3")
+    assert detached.local_folder(detached_record, location, path.parent) == path
     assert detached_file.is_authentic(path)
-    assert ownership.detached_of(path) == named
+    assert ownership.detached_of(path) == location

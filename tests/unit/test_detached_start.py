@@ -1,4 +1,4 @@
-"""What a launching machine believes of the supervisor that it starts on another host."""
+"""Tests which messages a client accepts from the supervisor that it starts on another host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAILED = {"over": 2, "error": {"message": "m", "found": "", "remedy": ""}}
      [FAILED], [{"refused": "no Python", "found": "3.6", "remedy": "x"}],
      [LISTENING, RUNNING, OVER]],
 )  # fmt: skip
-def test_what_a_supervisor_says(messages: list[dict[str, Any]]) -> None:
+def test_accepts_valid_supervisor_messages(messages: list[dict[str, Any]]) -> None:
     received = SupervisorMessages()
     for message in messages:
         received.check(message)
@@ -50,7 +50,7 @@ def test_what_a_supervisor_says(messages: list[dict[str, Any]]) -> None:
      ([{"starting": "x"}], "lacks done"), ([{"over": "0"}], "whole number"),
      ([{"over": 1, "error": "x"}], "a table"), ([{"over": 1, "error": {}}], "lacks message")],
 )  # fmt: skip
-def test_what_no_supervisor_says(messages: list[dict[str, Any]], problem: str) -> None:
+def test_rejects_invalid_supervisor_messages(messages: list[dict[str, Any]], problem: str) -> None:
     received = SupervisorMessages()
     for message in messages[:-1]:
         received.check(message)
@@ -59,12 +59,14 @@ def test_what_no_supervisor_says(messages: list[dict[str, Any]], problem: str) -
 
 
 @pytest.mark.parametrize("line", [b"{", b"[" * 100_000, b"3", b"\xff", b"{}"])
-def test_a_hostile_supervisor_starts_no_second_callers(
+def test_hostile_supervisor_cannot_start_callers_twice(
     line: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(
-        leave._DetachedStart, "_start_callers", lambda self, login, told: started.append(told)
+        leave._DetachedStart,
+        "_start_callers",
+        lambda self, login, addresses: started.append(addresses),
     )
     start = leave._DetachedStart.__new__(leave._DetachedStart)
     start._host, start._caller_tasks = Host("n1"), []
@@ -82,8 +84,8 @@ def test_a_hostile_supervisor_starts_no_second_callers(
     assert started == [[("10.0.0.1", 4000)]]
 
 
-def test_the_arguments_of_a_supervisor_do_not_tell_the_name_of_the_run(tmp_path: Path) -> None:
-    """Its socket has that name, and other users could take it first."""
+def test_supervisor_arguments_hide_run_id(tmp_path: Path) -> None:
+    """The socket has the run's name, which other users could otherwise claim first."""
     python, run_id = tmp_path / "python", "0123456789ab"
     python.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nenv > {tmp_path}/environ\n')
     python.chmod(0o700)

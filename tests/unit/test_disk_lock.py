@@ -1,4 +1,4 @@
-"""The lock of a folder of data that other users may read."""
+"""Tests the lock of a data folder that other users may read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.train.data import disk_lock
 from paceline.train.data.disk_lock import exclusive_lock
 
 
-def test_a_long_wait_is_told(
+def test_reports_wait_for_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(disk_lock, "NOTE_AFTER_S", 0.0)
@@ -28,7 +28,7 @@ def test_a_long_wait_is_told(
     assert f"waiting for another process, which holds the lock {path}" in capsys.readouterr().err
 
 
-def test_a_linked_lock_is_not_opened(tmp_path: Path) -> None:
+def test_symlinked_lock_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "other")
     with pytest.raises(OSError), exclusive_lock(tmp_path / "lock"):
         pass

@@ -1,4 +1,4 @@
-"""Ctrl-C in the first moments of the program: it ends quietly, with the status of a shell."""
+"""Tests that Ctrl-C during the start of the program ends it without output, with status 130."""
 
 from __future__ import annotations
 
@@ -23,27 +23,31 @@ runpy.run_module("paceline", run_name="__main__", alter_sys=False)
 """
 
 
-def interrupt(module: str, handler: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program, which gets SIGINT when it imports a module."""
+def interrupt(module: str, handler: str, *cli_args: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program and sends it SIGINT when it imports the module."""
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, module, handler, *words],
+        [sys.executable, "-c", PROGRAM, module, handler, *cli_args],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("module", ["paceline.cli", "click", "paceline.cli.verb"])
-def test_an_interrupt_during_the_imports_is_quiet(module: str) -> None:
-    done = interrupt(module, "default_int_handler", "--version")
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
+def test_interrupt_during_imports_is_quiet(module: str) -> None:
+    completed = interrupt(module, "default_int_handler", "--version")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (
+        128 + signal.SIGINT,
+        "",
+        "",
+    )
 
 
-def test_an_interrupt_during_the_imports_of_a_verb_is_quiet() -> None:
-    done = interrupt("paceline.cli.verbs.hosts", "default_int_handler", "hosts", "--help")
-    assert done.returncode in (128 + signal.SIGINT, -signal.SIGINT)  # as a shell sees it: 130
-    assert (done.stdout, done.stderr) == ("", "")
+def test_interrupt_during_verb_imports_is_quiet() -> None:
+    completed = interrupt("paceline.cli.verbs.hosts", "default_int_handler", "hosts", "--help")
+    assert completed.returncode in (128 + signal.SIGINT, -signal.SIGINT)  # 130 in a shell
+    assert (completed.stdout, completed.stderr) == ("", "")
 
 
-def test_an_ignored_interrupt_stays_ignored() -> None:
-    done = interrupt("click", "SIG_IGN", "--version")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("paceline")
+def test_ignored_interrupt_stays_ignored() -> None:
+    completed = interrupt("click", "SIG_IGN", "--version")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("paceline")

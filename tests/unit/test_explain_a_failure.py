@@ -1,4 +1,4 @@
-"""The explanation after a failure: bounded in time, and ended by Ctrl-C."""
+"""Tests the explanation after a failed run: time limit, Ctrl-C, and the named cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.spec.settings import Setting, Source
 JOB = Job("train", Entry("script", "train.py"), "/", "python3")
 
 
-def test_a_slow_rule_does_not_hold_the_end(
+def test_slow_rule_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -38,16 +38,16 @@ def test_a_slow_rule_does_not_hold_the_end(
     assert "to find the cause: paceline explain" in capsys.readouterr().err
 
 
-def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
+def test_ctrl_c_in_explanation_keeps_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain KeyboardInterrupt out of ``exec`` would make Python die of SIGINT in any case."""
+    """A plain KeyboardInterrupt raised in ``exec`` would make Python exit by SIGINT."""
 
     def interrupted(*run: object) -> None:
         exec("import signal; signal.raise_signal(signal.SIGINT)")
 
     monkeypatch.setattr(explanation, "explain_failure", interrupted)
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             run_end.explain_run(tmp_path, Result(1), (), is_shown=True)
@@ -57,11 +57,11 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
     assert caught.type is not KeyboardInterrupt
 
 
-def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
-    """Into the run directory, without secrets; and not into that of another run."""
+def test_refusal_is_recorded_only_in_unused_run_dir(tmp_path: Path) -> None:
+    """The explanation has no secrets, and is not written into the directory of another run."""
     job = replace(JOB, report=False)
 
-    def refused() -> None:
+    def refuse_start() -> None:
         with (
             pytest.raises(SettingError),
             launch.record_refusal(job, tmp_path, ["hunter2-hunter2"], is_generated=False),
@@ -70,25 +70,25 @@ def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
 
     findings = tmp_path / "findings.json"
     (tmp_path / "owner.json").write_text('{"host": "x", "pid": 4711, "since": "now"}')
-    refused()
+    refuse_start()
     assert not findings.exists()
     (tmp_path / "owner.json").unlink()
-    (tmp_path / "result.json").write_text('{"exit_code": 0}')  # of a finished run
-    refused()
+    (tmp_path / "result.json").write_text('{"exit_code": 0}')  # from a finished run
+    refuse_start()
     assert not findings.exists()
     (tmp_path / "result.json").unlink()
-    refused()
+    refuse_start()
     (match,) = json.loads(findings.read_text())["findings"]
     assert match["check"] == "explain/not-started"
     assert match["message"] == "no [secret] here"
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_refused_start_leaves_no_folder_that_nobody_named(tmp_path: Path, planned: bool) -> None:
+def test_refused_start_removes_generated_run_dir(tmp_path: Path, planned: bool) -> None:
     run_dir = tmp_path / "runs" / "train-1"
     run_dir.mkdir(parents=True)
     (run_dir / "hosts.json").touch()
-    if planned:  # it failed later, and its logs may say why
+    if planned:  # failed later: its logs may show the cause
         (run_dir / "plan.json").touch()
     with (
         pytest.raises(SettingError),
@@ -104,12 +104,12 @@ def test_a_refused_start_leaves_no_folder_that_nobody_named(tmp_path: Path, plan
     [
         (None, 1, "--nnodes 2:3"),
         (2, 1, "--nnodes 1:2"),
-        (None, 3, ""),  # nobody has answered
-        (None, None, ""),  # the others were not tried
+        (None, 3, ""),  # no host has answered
+        (None, None, ""),  # the other hosts were not tried
         (NodeRange(2, 3), 1, ""),
     ],
 )
-def test_a_failed_login_says_how_to_start_without_the_host(
+def test_failed_login_suggests_node_range(
     nodes: NodeCount | None, num_refusals: int | None, suggested: str
 ) -> None:
     cluster = Cluster(tuple(map(Host, ("n1", "n2", "n3"))))
@@ -121,54 +121,55 @@ def test_a_failed_login_says_how_to_start_without_the_host(
     assert caught.value.remedy.partition("answer: ")[2] == suggested
 
 
-def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:
-    """What failed is handed over: only the logs are read."""
+def test_explains_failure_from_logs_only(tmp_path: Path) -> None:
+    """The failure is passed as an argument, so that only the logs are read."""
     text = 'Traceback (most recent call last):\n  File "/a/t.py", line 3\nValueError: boom\n'
     failed = Failure("exception", "n2", 1, headline="ValueError: boom", traceback=text)
-    ended = Event("rank ended", "n2", 1, fields={"code": None, "signal": 11, "peak_bytes": 0})
-    told = explanation.explain_failure(
-        tmp_path, Result(1, Failure("signal", "n2", 1, signal=11)), (ended,)
+    rank_ended = Event("rank ended", "n2", 1, fields={"code": None, "signal": 11, "peak_bytes": 0})
+    explained = explanation.explain_failure(
+        tmp_path, Result(1, Failure("signal", "n2", 1, signal=11)), (rank_ended,)
     )
-    assert "rank 1 on n2 crashed in compiled code (SIGSEGV)" in told
+    assert "rank 1 on n2 crashed in compiled code (SIGSEGV)" in explained
     assert (
         explanation.explain_failure(tmp_path, Result(1, failed), ()) == ""
-    )  # the traceback is shown
-    (found,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
-    assert found["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
+    )  # the traceback has been shown already
+    (finding,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
+    assert finding["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
 
 
 @pytest.mark.parametrize(
-    ("memory", "known"),
+    ("memory", "is_known"),
     [
         ({"kills": 0, "limit": None, "kernel": []}, True),
         ({"kills": None, "limit": None, "kernel": []}, False),
         ({}, False),
     ],
 )
-def test_who_was_not_killed_for_memory_is_not_sent_to_look_for_that(
-    memory: dict[str, object], known: bool
-) -> None:
+def test_kill_advice_depends_on_memory_evidence(memory: dict[str, object], is_known: bool) -> None:
     end = Event("rank ended", "n1", 1, fields={"code": None, "signal": 9, "memory": memory})
     match = killed.match(Evidence(events=(end,)))
     assert match is not None
-    assert bool(match.remedy) == bool(match.confirm) == known
+    assert bool(match.remedy) == bool(match.confirm) == is_known
     assert "dmesg" not in match.remedy + match.confirm
 
 
-def test_a_rank_that_ended_well_after_a_restart_did_not_lose_its_connection_first() -> None:
-    """Its own log still has the lost connection of the attempt before."""
+def test_cause_ignores_attempt_before_restart() -> None:
+    """The rank's log still contains the lost connection of the previous attempt."""
 
-    def ended(time: float, rank: int, code: int | None, signum: int | None = None) -> Event:
+    def rank_ended(time: float, rank: int, code: int | None, signum: int | None = None) -> Event:
         fields = {"code": code, "signal": signum, "seen": None, "memory": None, "peak_bytes": 0}
         return Event("rank ended", f"n{rank + 1}", rank, time, fields=fields)
 
-    def started(time: float, attempt: int) -> Event:
+    def attempt_started(time: float, attempt: int) -> Event:
         return Event("started", time=time, fields={"attempt": attempt, "world_size": 2})
 
-    lost = "RuntimeError: Connection closed by peer [10.0.0.1]:57252"
-    logs = (Log("n1", 0, (lost, "rank 0 resuming at epoch 12")), Log("n2", 1, (lost, lost)))
-    events = (started(0, 0), ended(5, 1, None, 9), ended(6, 0, 1),
-              started(7, 1), ended(9, 0, 0), ended(9.2, 1, 1))  # fmt: skip
+    closed_error = "RuntimeError: Connection closed by peer [10.0.0.1]:57252"
+    logs = (
+        Log("n1", 0, (closed_error, "rank 0 resuming at epoch 12")),
+        Log("n2", 1, (closed_error, closed_error)),
+    )
+    events = (attempt_started(0, 0), rank_ended(5, 1, None, 9), rank_ended(6, 0, 1),
+              attempt_started(7, 1), rank_ended(9, 0, 0), rank_ended(9.2, 1, 1))  # fmt: skip
     first = Failure("early", "n1", 0, 9.0, code=0, headline="ended with status 0")
     conclusion = conclude(Evidence(logs, Result(1, failure=first), events), load_all())
     assert conclusion.text == "rank 0 on n1 ended its work while rank 1 on n2 still waited for it"
@@ -177,7 +178,7 @@ def test_a_rank_that_ended_well_after_a_restart_did_not_lose_its_connection_firs
     assert "load the same checkpoint: save it on a disk that all hosts share" in match.remedy
 
 
-def test_the_line_at_which_a_rank_waited_for_one_that_ended_is_named() -> None:
+def test_names_line_at_which_rank_waited() -> None:
     lines = (
         "Traceback (most recent call last):",
         '  File "/home/me/fit.py", line 17, in <module>',
@@ -195,7 +196,7 @@ def test_the_line_at_which_a_rank_waited_for_one_that_ended_is_named() -> None:
     assert match.cause.endswith("rank 0 on n1 still waited for it at fit.py, line 17")
 
 
-def test_a_run_directory_on_a_full_disk_is_a_cause() -> None:
+def test_full_disk_of_run_directory_is_cause() -> None:
     headline = (
         "cannot write to the run directory /runs/a on this machine\n"
         "  found:  No space left on device\n"
@@ -225,8 +226,8 @@ LIBRARY_ERROR = """\
 """
 
 
-def test_an_exception_of_a_library_does_not_accuse_the_script() -> None:
-    """It is quoted with the script's line, and other candidates are shown with it."""
+def test_library_exception_does_not_blame_script() -> None:
+    """The exception is shown with the script's line, and other candidates are listed."""
     evidence = from_log(LIBRARY_ERROR)
     conclusion = conclude(evidence, load_all())
     assert conclusion.text == "rank 1 raised RuntimeError: strange thing (train.py, line 3)"
@@ -235,7 +236,7 @@ def test_an_exception_of_a_library_does_not_accuse_the_script() -> None:
     assert "also seen:\n    rank 1 ended first: rank 0 lost its connection" in text
 
 
-def test_what_is_unknown_shows_the_first_failure_and_what_to_collect() -> None:
+def test_unknown_failure_shows_evidence_to_collect() -> None:
     log = "loading shards\nstep 3 loss 0.2\nsrun: error: n7: task 3: Exited with exit code 9\n"
     evidence = from_log(log)
     conclusion = conclude(evidence, load_all())
@@ -245,38 +246,40 @@ def test_what_is_unknown_shows_the_first_failure_and_what_to_collect() -> None:
     assert "to collect: " in text
 
 
-def test_a_cause_by_other_messages_than_the_failures_own_is_less_certain() -> None:
+def test_unrelated_message_lowers_confidence() -> None:
     name = "OSError: [Errno 28] No space left on device: '/srv/a'"
-    own = conclude(from_log(f"{name}\n"), load_all()).matches[0][1]
+    direct = conclude(from_log(f"{name}\n"), load_all()).matches[0][1]
     report = "run.sh: line 3: 81 Killed    python t.py\n"
-    other = conclude(from_log(f"logging failed: {name[9:]}\n{report}"), load_all()).matches[0][1]
-    assert own.confidence > other.confidence > 0.8
+    indirect = conclude(from_log(f"logging failed: {name[9:]}\n{report}"), load_all()).matches[0][1]
+    assert direct.confidence > indirect.confidence > 0.8
 
 
 @pytest.mark.parametrize("number_of_steps", [1, 6])
 @pytest.mark.parametrize(("number", "rule"), [(9, "killed"), (11, "crashed")])
-def test_a_warning_of_another_rank_does_not_overrule_the_first_end(
+def test_warning_of_peer_does_not_override_first_exit(
     number_of_steps: int, number: int, rule: str
 ) -> None:
     warning = "WARNING: cannot write tokenizer cache: [Errno 28] No space left on device\n"
-    lost = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:41\n"
+    closed_error = (
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:41\n"
+    )
     failure = Failure("signal", "n2", 1, signal=number)
     end = Event("rank ended", "n2", 1, fields={"signal": number, "code": None})
-    log = Log.from_text("n1", 0, warning + "acc 0.1\n" * number_of_steps + lost)
+    log = Log.from_text("n1", 0, warning + "acc 0.1\n" * number_of_steps + closed_error)
     evidence = Evidence((log, Log("n2", 1, ("acc 0.1",))), Result(128 + number, failure), (end,))
     (first, match), *_ = conclude(evidence, load_all()).matches
     assert (first.code, match.rank) == (rule, 1)
 
 
-def test_a_labelled_warning_is_survived_by_plain_lines() -> None:
+def test_survived_labelled_warning_is_not_cause() -> None:
     lines = "".join(f"[rank{rank}]: acc 0.{step}\n" for step in range(3) for rank in (0, 1))
     warning = "[rank0]: UserWarning: cannot write cache: [Errno 28] No space left on device\n"
     end = "failed (exitcode: -9) local_rank: 1 (pid: 123) of binary: /usr/bin/python\n"
     assert conclude(from_log(warning + lines + end), load_all()).matches[0][0].code == "killed"
 
 
-def test_the_rank_that_the_launcher_names_first_did_not_end_in_silence() -> None:
-    """The log holds its exception only, and not that of the next rank in the table."""
+def test_launcher_root_cause_uses_exception_of_rank() -> None:
+    """The log contains the exception of this rank only, not of the next rank in the table."""
     table = "".join(
         f"{head}:\n[{n}]:\n  host      : n2\n  rank      : {rank} (local_rank: {rank % 8})\n"
         f"  exitcode  : 1 (pid: {n})\n  error_file: <N/A>\n"

@@ -1,4 +1,4 @@
-"""Of several starts in one run directory, the last is explained."""
+"""Tests that only the last of several starts in a run directory is explained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.explain.evidence_reader import from_run
 
 
-def test_logs_and_events_of_earlier_starts_do_not_count(tmp_path: Path) -> None:
+def test_evidence_ignores_previous_starts(tmp_path: Path) -> None:
     def start(*ranks: int) -> list[dict[str, object]]:
         return [
             {"event": "connected", "hosts": ["n1"]},

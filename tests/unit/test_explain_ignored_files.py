@@ -1,4 +1,4 @@
-"""A file that git ignores is not sent: explain names the reason, and its remedy sends the file."""
+"""Tests that explain recognises a missing file that git ignores, and that its remedy sends it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.transfer.tree import files_of
 COPY = "/run/user/0/paceline/job/code"
 
 
-def run_of(folder: Path, project: Path, missed: str, error: str = "") -> Path:
-    """Writes a run in which rank 1 missed a path in its copy of the project."""
+def write_run(folder: Path, project: Path, missing: str, error: str = "") -> Path:
+    """Writes a run in which rank 1 did not find a path in its copy of the project."""
     events = [
         {"event": "connected", "hosts": ["n1"]},
         {"event": "copied", "host": "n1", "copy": COPY, "home": str(project)},
@@ -29,7 +29,7 @@ def run_of(folder: Path, project: Path, missed: str, error: str = "") -> Path:
     text = "".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events)
     (folder / "events.jsonl").write_text(text)
     (folder / "result.json").write_text('{"exit_code": 1}')
-    error = error or f"FileNotFoundError: [Errno 2] No such file or directory: '{COPY}/{missed}'"
+    error = error or f"FileNotFoundError: [Errno 2] No such file or directory: '{COPY}/{missing}'"
     (folder / "logs/n1/1.log").write_text(f"{error}\n")
     script = {"kind": "script", "target": "train/main.py"}
     node = {"host": "n1", "workdir": f"{COPY}/sub", "entry": script}
@@ -37,7 +37,7 @@ def run_of(folder: Path, project: Path, missed: str, error: str = "") -> Path:
     return folder
 
 
-def test_a_file_that_git_ignores_is_sent_after_the_remedy(tmp_path: Path) -> None:
+def test_remedy_sends_git_ignored_file(tmp_path: Path) -> None:
     project = tmp_path / "my project"
     (project / "configs").mkdir(parents=True)
     (project / "train").mkdir()
@@ -46,7 +46,7 @@ def test_a_file_that_git_ignores_is_sent_after_the_remedy(tmp_path: Path) -> Non
     subprocess.run(["git", "init", "-q", project], check=True)
     assert "configs/compiled.json" not in set(files_of(project))
 
-    run = run_of(tmp_path / "run", project, "train/../configs/compiled.json")
+    run = write_run(tmp_path / "run", project, "train/../configs/compiled.json")
     rule, match = conclude(from_run(run), load_all()).matches[0]
     assert rule.code == "missing-file"
     reason = "was not sent to the host, because git ignores it"
@@ -57,14 +57,14 @@ def test_a_file_that_git_ignores_is_sent_after_the_remedy(tmp_path: Path) -> Non
     assert "configs/compiled.json" in set(files_of(project))
 
 
-def test_a_file_that_is_not_here_either_is_not_blamed_on_git(tmp_path: Path) -> None:
+def test_locally_missing_file_is_not_blamed_on_git(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
     (project / ".gitignore").write_text("*.json\n")
     (project / "sent.txt").write_text("")
     subprocess.run(["git", "init", "-q", project], check=True)
-    for missed in ("none.json", "sent.txt"):
-        run = run_of(tmp_path / missed, project, missed)
+    for missing in ("none.json", "sent.txt"):
+        run = write_run(tmp_path / missing, project, missing)
         _, match = conclude(from_run(run), load_all()).matches[0]
         assert "git" not in match.cause
         assert not match.remedy
@@ -79,15 +79,13 @@ def test_a_file_that_is_not_here_either_is_not_blamed_on_git(tmp_path: Path) -> 
         ("ModuleNotFoundError: No module named 'made'", "sub/train/made/__init__.py"),
     ],
 )
-def test_a_relative_path_and_a_module_are_looked_up_where_the_script_ran(
-    tmp_path: Path, error: str, file: str
-) -> None:
+def test_looks_up_paths_and_modules_in_work_folder(tmp_path: Path, error: str, file: str) -> None:
     project = tmp_path / "project"
     (project / file).parent.mkdir(parents=True)
     (project / file).write_text("")
     (project / ".gitignore").write_text(f"{file}\n")
     subprocess.run(["git", "init", "-q", project], check=True)
-    run = run_of(tmp_path / "run", project, "", error)
+    run = write_run(tmp_path / "run", project, "", error)
     _, match = conclude(from_run(run), load_all()).matches[0]
     assert f"{project}/{file} was not sent to the host, because git ignores it" in match.cause
     assert "git -C" in match.remedy

@@ -1,4 +1,4 @@
-"""Prefixes, messages and ends of processes in logs of any origin."""
+"""Tests parsing logs of any origin: line prefixes, failure messages and exit reports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def outcome(text: str) -> Outcome:
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
-def test_blank_lines_have_a_prefix_too(nesting: str) -> None:
+def test_prefixed_blank_lines_keep_exception_chain(nesting: str) -> None:
     prefix, *_ = NESTINGS[nesting]
     chain = f"{TRACEBACK}\n\nThe above exception was the direct cause:\n\n{TRACEBACK}\n"
     (failure,) = outcome("\n".join(map(prefix, chain.split("\n")))).failures
@@ -61,13 +61,13 @@ def test_blank_lines_have_a_prefix_too(nesting: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["INFO [gpu-3/train]", "(pod-1/main)"])
-def test_a_label_with_a_path_is_a_prefix(label: str) -> None:
+def test_label_with_path_is_prefix(label: str) -> None:
     lines = strip_prefixes([f"2026-11-26 10:00:01,123 {label} {line}" for line in "abc"])
     assert [line.text for line in lines] == ["a", "b", "c"]
 
 
-def test_lines_that_begin_with_their_rank_belong_to_it() -> None:
-    """MPICH's launcher adds no labels: the traceback of one rank stands between others' lines."""
+def test_lines_starting_with_rank_belong_to_rank() -> None:
+    """MPICH's launcher adds no labels, so a rank's traceback is mixed with lines of other ranks."""
     steps = [f"rank {rank} step {step} loss 0.5" for step in range(9) for rank in (0, 1)]
     text = "\n".join([*steps[:6], TRACEBACK, *steps[6::2]])
     assert [unit.text for unit in outcome(text).failures] == ["KeyError: 'names'"]
@@ -77,23 +77,23 @@ def test_lines_that_begin_with_their_rank_belong_to_it() -> None:
     "srun: error: n1: task 3: Segmentation fault (core dumped)",
     "srun: error: n1: task 3: Exited with exit code 1",
 ])  # fmt: skip
-def test_other_ranks_go_on_for_a_while_after_one_ended(report: str) -> None:
+def test_surviving_ranks_do_not_hide_exit_report(report: str) -> None:
     steps = [f"{rank}: step {step} loss 0.5" for step in range(9) for rank in range(4)]
     alive = [line for line in steps[16:] if not line.startswith("3")]
     assert outcome("\n".join([*steps[:16], report, *alive])).failures
     assert not outcome("\n".join([*steps[:16], report, *steps[16:]])).failures
 
 
-def test_messages_of_the_kernel_concern_their_host() -> None:
+def test_kernel_messages_belong_to_host() -> None:
     xid = "kernel: [100.30] NVRM: Xid (PCI:0000:b3:00): 94, pid=4412, Contained: SM (0x1)"
     steps = [f"gpu-{host} | step {step} loss 0.5" for step in range(9) for host in "ab"]
-    others = [f"gpu-b | {line}" for line in TRACEBACK.splitlines()]
-    log = [*steps[:6], f"gpu-b | {xid}", *others, *steps[6::2]]
+    peer_lines = [f"gpu-b | {line}" for line in TRACEBACK.splitlines()]
+    log = [*steps[:6], f"gpu-b | {xid}", *peer_lines, *steps[6::2]]
     assert [unit.kind for unit in outcome("\n".join(log)).context] == ["kernel"]
     assert not outcome("\n".join([*steps[:6], f"gpu-b | {xid}", *steps[6:]])).has_failed
 
 
-def test_the_kernels_loss_of_what_came_back_is_none() -> None:
+def test_recovered_link_is_not_reported() -> None:
     down = "Jun 01 03:10:31 cn7 kernel: mlx5_core 0000:5e:00.0 ib0: Link down\n"
     (failure,) = outcome(down).context
     assert failure.host == "cn7"
@@ -101,7 +101,7 @@ def test_the_kernels_loss_of_what_came_back_is_none() -> None:
     assert not outcome(down + down.replace("down", "up")).context
 
 
-def test_an_abort_by_the_watchdog_follows_from_its_time_out() -> None:
+def test_watchdog_abort_follows_from_timeout() -> None:
     watchdog = (
         "[rank1]:[E1122 06:40:01.6 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective"
         " operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, Timeout(ms)=600000) ran for"
@@ -113,7 +113,7 @@ def test_an_abort_by_the_watchdog_follows_from_its_time_out() -> None:
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
-def test_prefixes_in_any_nesting(nesting: str) -> None:
+def test_strips_nested_prefixes(nesting: str) -> None:
     prefix, host, rank = NESTINGS[nesting]
     lines = strip_prefixes([prefix(line) for line in f"{STEPS}\n{TRACEBACK}".splitlines()])
     assert [line.text for line in lines][4:] == TRACEBACK.splitlines()
@@ -126,7 +126,7 @@ def test_prefixes_in_any_nesting(nesting: str) -> None:
     {"message": "training failed", "error.stack_trace": TRACEBACK},
     {"message": f"training failed\n{TRACEBACK}"},
 ])  # fmt: skip
-def test_a_traceback_in_a_record_of_json(record: object) -> None:
+def test_parses_traceback_in_json_record(record: object) -> None:
     lines = [*(json.dumps({"message": line}) for line in STEPS.splitlines()), json.dumps(record)]
     (unit,) = outcome("\n".join(lines)).failures
     assert unit.error is not None
@@ -136,10 +136,10 @@ def test_a_traceback_in_a_record_of_json(record: object) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
 @pytest.mark.parametrize("size", [0, evidence_reader.TAIL_BYTES])
-def test_a_log_in_another_encoding(
+def test_reads_logs_in_utf16_and_utf8_with_bom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, size: int
 ) -> None:
-    """PowerShell writes UTF-16; of a long log, both ends are read."""
+    """PowerShell writes UTF-16. Only the beginning and the end of a long log are read."""
     monkeypatch.setattr(evidence_reader, "STREAM_HEAD_BYTES", 1 << 10)
     monkeypatch.setattr(evidence_reader, "STREAM_TAIL_BYTES", 1 << 12)
     file = tmp_path / "a.log"
@@ -156,11 +156,11 @@ def test_a_log_in_another_encoding(
     "WARNING: a\nError: b\nNote: c",
     "[ 812.123456] a\n[ 812.123457] b\n[ 812.123458] c",
 ])  # fmt: skip
-def test_ordinary_text_is_no_prefix(text: str) -> None:
+def test_ordinary_text_has_no_prefix(text: str) -> None:
     assert [line.text for line in strip_prefixes(text.splitlines())] == text.splitlines()
 
 
-def test_lines_without_a_prefix_continue_a_message_that_has_one() -> None:
+def test_unprefixed_lines_continue_prefixed_message() -> None:
     text = (
         "[rank1]:[E1104 17:40:34.2 ProcessGroupNCCL.cpp:612] [Rank 1] NCCL error: remote\n"
         "ncclRemoteError: A call failed\nLast error:\nsocketProgress: Connection closed\n"
@@ -172,7 +172,7 @@ def test_lines_without_a_prefix_continue_a_message_that_has_one() -> None:
     assert "frame #0" not in unit.text
 
 
-def test_a_chain_of_exceptions_is_one_message() -> None:
+def test_exception_chain_is_single_unit() -> None:
     text = (
         f"{TRACEBACK}\n\nThe above exception was the direct cause of the following exception:\n\n"
         'Traceback (most recent call last):\n  File "/w/train.py", line 3, in <module>\n'
@@ -183,7 +183,7 @@ def test_a_chain_of_exceptions_is_one_message() -> None:
     assert unit.text == "KeyError: 'names'\nRuntimeError: no table"
 
 
-def test_the_message_of_an_exception_has_several_lines() -> None:
+def test_exception_message_spans_several_lines() -> None:
     message = (
         "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 802"
@@ -215,11 +215,11 @@ def test_the_message_of_an_exception_has_several_lines() -> None:
         ("exit codes are listed below", None),
     ],
 )  # fmt: skip
-def test_how_a_process_ended(line: str, end: Exit | None) -> None:
+def test_parses_exit_reports(line: str, end: Exit | None) -> None:
     assert parse_exit(line) == end
 
 
-def test_a_rank_is_found_on_its_host_by_the_launchers_table() -> None:
+def test_launcher_table_gives_host_of_rank() -> None:
     text = (
         f"{TRACEBACK}\n====\nt.py FAILED\n----\nRoot Cause (first observed failure):\n[0]:\n"
         "  host      : n7\n  rank      : 12 (local_rank: 4)\n  exitcode  : 1 (pid: 4)\n====\n"
@@ -229,13 +229,13 @@ def test_a_rank_is_found_on_its_host_by_the_launchers_table() -> None:
     assert first.label == "rank 12 on n7"
 
 
-def test_the_first_failure_comes_before_what_follows_from_it() -> None:
+def test_separates_failure_from_consequences() -> None:
     lost = TRACEBACK.replace("KeyError: 'names'", "RuntimeError: Connection closed by peer [::1]:5")
     ranks = {0: lost, 3: TRACEBACK, 1: lost}
     text = "\n".join(f"[rank{rank}]: {line}" for rank in ranks for line in ranks[rank].splitlines())
-    found = outcome(text)
-    assert [unit.rank for unit in found.failures] == [3]
-    assert [unit.rank for unit in found.consequences] == [0, 1]
+    result = outcome(text)
+    assert [unit.rank for unit in result.failures] == [3]
+    assert [unit.rank for unit in result.consequences] == [0, 1]
 
 
 @pytest.mark.parametrize("text", [
@@ -279,7 +279,7 @@ def test_the_first_failure_comes_before_what_follows_from_it() -> None:
     "\"Segmentation fault (core dumped)\", crash\n\"CUDA error: an illegal memory access\", gpu",
     '{"text": "RuntimeError: CUDA out of memory", "label": "oom"}\nwrote 1 row',
 ])  # fmt: skip
-def test_what_a_job_survives_is_no_failure(text: str) -> None:
+def test_survived_errors_are_no_failure(text: str) -> None:
     assert not outcome(text).has_failed
 
 
@@ -304,30 +304,30 @@ Jun 01 03:00:02 nas systemd[1]: backup.service: Failed with result 'exit-code'.
     'INFO:     127.0.0.1:40114 - "POST /v1/completions HTTP/1.1" 200 OK\n'
     "INFO 06-01 11:02:11 [loggers.py:111] Engine 000: Avg prompt throughput: 10.1 tokens/s\n",
 ])  # fmt: skip
-def test_what_other_programs_write_is_no_failure(text: str) -> None:
+def test_errors_of_unrelated_programs_are_no_failure(text: str) -> None:
     assert outcome(text).first is None
 
 
-def test_a_job_in_the_journal_of_a_system_is_a_job() -> None:
+def test_reads_job_in_system_journal() -> None:
     for program in ("python3", "job.sh"):
         log = JOURNAL.replace("borg[", f"{program}[").replace("17", "loss")
         (failure,) = outcome(log).failures
         assert failure.text.startswith("OSError")
 
 
-def test_a_message_ends_with_a_list() -> None:
+def test_message_includes_trailing_list() -> None:
     log = TRACEBACK.replace("'names'", "no match.") + "\ntensor at 8:\nsaved: 2\nrecomputed: 3\n"
     (failure,) = outcome(log).failures
     assert failure.text.endswith("recomputed: 3")
 
 
-def test_a_summary_of_wandb_is_no_sign_of_life() -> None:
+def test_wandb_summary_is_no_progress() -> None:
     summary = ["Run summary:", " accuracy 0.93", "View run at: https://x", "Synced 5 files"]
     text = "\n".join(f"wandb: {line}" for line in summary)
     assert [unit.text for unit in outcome(f"{TRACEBACK}\n{text}").failures] == ["KeyError: 'names'"]
 
 
-def test_a_service_that_ended_badly_did_not_survive() -> None:
+def test_failed_service_is_failure_despite_live_peer() -> None:
     lines = "".join(f"worker-0 | {line}\nworker-1 | ok\n" for line in TRACEBACK.splitlines())
     text = f"{lines}worker-0 exited with code 1\nworker-1 exited with code 0"
     first = outcome(text).first
@@ -339,11 +339,11 @@ def test_a_service_that_ended_badly_did_not_survive() -> None:
     "train_loss=0.5 val_loss=nan", "val loss nan", "Validation: loss nan (sanity check)",
     '{"eval_loss": NaN, "step": 3}',
 ])  # fmt: skip
-def test_an_evaluation_without_a_number_is_no_failure(line: str) -> None:
+def test_nan_in_validation_is_no_failure(line: str) -> None:
     assert not outcome(f"Epoch 1 {line}\nTraining finished").has_failed
 
 
-def test_what_explains_a_failure_without_a_label_is_of_its_rank() -> None:
+def test_unlabelled_context_gets_rank_of_failure() -> None:
     log = "UserWarning: CUDA unknown error\n" + "\n".join(
         f"[rank3]: {x}" for x in TRACEBACK.split("\n")
     )
@@ -352,17 +352,17 @@ def test_what_explains_a_failure_without_a_label_is_of_its_rank() -> None:
 
 
 @pytest.mark.parametrize("line", ["val_loss=nan loss=nan", "train loss: nan", "loss is nan"])
-def test_a_training_without_a_number_is_a_failure(line: str) -> None:
+def test_nan_training_loss_is_failure(line: str) -> None:
     assert outcome(f"{STEPS}\nEpoch 1 {line}\nsaved model.pt").has_failed
 
 
-def test_an_exception_in_a_thread_may_stop_a_job() -> None:
+def test_thread_exception_fails_job_without_progress() -> None:
     thread = f"Exception in thread Thread-3 (load):\n{TRACEBACK}"
     assert outcome(f"{STEPS}\n{thread}").has_failed
     assert not outcome(f"{STEPS}\n{thread}\nstep 9 loss 0.1").has_failed
 
 
-def test_a_report_of_failure_outweighs_signs_of_life() -> None:
+def test_exit_report_outweighs_progress() -> None:
     report = "srun: error: n7: task 3: Exited with exit code 1"
     assert outcome(f"{TRACEBACK}\n{STEPS}\n{report}").failures[0].kind == "traceback"
 
@@ -371,7 +371,7 @@ def test_a_report_of_failure_outweighs_signs_of_life() -> None:
     "3 failed ranks in 12.3 s", "1 error in 12.5 s", "1 failed, 0 succeeded in 3.4 s",
     "12 failed downloads, retried in 3 s",
 ])  # fmt: skip
-def test_a_count_of_failures_does_not_make_a_test_report(line: str) -> None:
+def test_failure_count_is_no_test_report(line: str) -> None:
     (unit,) = outcome(f"{TRACEBACK}\n{line}").failures
     assert unit.error is not None
     assert unit.error.type == "KeyError"
@@ -392,17 +392,17 @@ TIMEOUT = (
     "[rank0]: Saved checkpoint 100.pt\n[rank1]: step 100\n[rank1]:[E301 10:00:00.1 x.cpp:616] "
     "NET/IB : Got completion from peer with status=12 error",
 ])  # fmt: skip
-def test_a_saved_checkpoint_does_not_hide_what_follows(text: str) -> None:
+def test_checkpoint_message_does_not_hide_failure(text: str) -> None:
     assert outcome(text).has_failed
 
 
-def test_libraries_complain_while_a_job_ends() -> None:
+def test_library_errors_at_shutdown_are_no_failure() -> None:
     end = "[E301 10:00:00.1 TCPStore.cpp:125] [c10d] recvValue failed: Connection reset by peer"
     assert not outcome(f"{STEPS}\nTraining finished\n[rank1]:{end}\n[rank2]:{end}").has_failed
     assert not outcome(f"[rank1]: epoch 1\n[rank1]: saved a.pt\n[rank1]:{end}").has_failed
 
 
-def test_a_message_of_open_mpi_names_the_rank_that_ended() -> None:
+def test_open_mpi_message_names_exited_rank() -> None:
     text = (
         f"{STEPS}\n{'-' * 60}\nmpirun detected that one or more processes exited with non-zero "
         "status, thus causing\nthe job to be terminated. The first process to do so was:\n\n"
@@ -411,29 +411,29 @@ def test_a_message_of_open_mpi_names_the_rank_that_ended() -> None:
     assert outcome(text).exits == (Exit(rank=3, code=7),)
 
 
-def test_a_message_of_mpi_needs_no_rulers() -> None:
+def test_parses_mpi_message_without_rulers() -> None:
     box = "mpirun was unable to start\nthe program\n\nNode:       gpu2\nExecutable: /v/python\n"
     (message,) = outcome(f"{STEPS}\n{box}next\n").context
     assert (message.host, message.lines[-1]) == ("gpu2", "Executable: /v/python")
 
 
-def test_what_a_compiler_reported_explains_that_a_build_failed() -> None:
+def test_compiler_error_explains_build_failure() -> None:
     compiler = "a.cpp:1:10: fatal error: Python.h: No such file or directory\n"
     built = outcome(f"{compiler}[rank1]: RuntimeError: Error building extension 'ext'\n")
     assert [(unit.rank, unit.text) for unit in built.context] == [(1, compiler.strip())]
     assert not outcome(f"{compiler}[rank1]: RuntimeError: shapes\n").context
 
 
-def test_a_traceback_that_another_interrupts_says_nothing_more() -> None:
-    cut = TRACEBACK.rpartition("\n")[0]
-    stopped = f"{cut}\nKeyboardInterrupt\n"
-    found = outcome(f"{cut}\n{stopped}")
-    assert not found.failures
-    assert [unit.text for unit in found.consequences] == ["KeyboardInterrupt"]
+def test_interrupted_traceback_is_consequence() -> None:
+    truncated = TRACEBACK.rpartition("\n")[0]
+    stopped = f"{truncated}\nKeyboardInterrupt\n"
+    result = outcome(f"{truncated}\n{stopped}")
+    assert not result.failures
+    assert [unit.text for unit in result.consequences] == ["KeyboardInterrupt"]
 
 
 @pytest.mark.parametrize("ruler", ["", "-" * 74 + "\n"])
-def test_open_mpi_5_breaks_its_report_into_two_lines(ruler: str) -> None:
+def test_parses_two_line_report_of_open_mpi_5(ruler: str) -> None:
     report = (
         "prterun noticed that process rank 5 with PID 636815 on node fl98 exited on\n"
         "signal 11 (Segmentation fault).\n"
@@ -442,7 +442,7 @@ def test_open_mpi_5_breaks_its_report_into_two_lines(ruler: str) -> None:
     assert unit.exits == (Exit("fl98", 5, signal=11),)
 
 
-def test_a_stack_of_open_mpi_is_a_crash() -> None:
+def test_open_mpi_stack_is_crash() -> None:
     text = (
         "[fl98:636815] *** Process received signal ***\n"
         "[fl98:636815] Signal: Segmentation fault (11)\n"
@@ -453,7 +453,7 @@ def test_a_stack_of_open_mpi_is_a_crash() -> None:
     assert (unit.kind, unit.host, len(unit.lines)) == ("crash", "fl98", 4)
 
 
-def test_what_a_launcher_stops_is_no_sign_of_life() -> None:
+def test_kill_messages_of_launcher_are_no_progress() -> None:
     killed = [f"[INFO] [launch.py:315:sigkill_handler] Killing subprocess {n}" for n in range(8)]
     (unit, *_) = outcome("\n".join([TRACEBACK, " 4%| 17/387 [05:25]", *killed])).failures
     assert unit.text == "KeyError: 'names'"
@@ -468,7 +468,7 @@ def test_what_a_launcher_stops_is_no_sign_of_life() -> None:
     assert outcome(f"{warning}{report}").context
 
 
-def test_generated_text_may_hold_a_traceback() -> None:
+def test_traceback_in_generated_text_is_no_failure() -> None:
     speed = "generated 2 samples in 3.1 s (812 tokens/s)"
     assert not outcome(f"sample 1: It prints\n{TRACEBACK}\nUse get('names').\n{speed}\n").failures
 
@@ -494,7 +494,7 @@ torchrun --nproc-per-node 2 train.py
 """
 
 
-def test_of_a_report_of_a_failure_the_pasted_log_is_read() -> None:
+def test_reads_pasted_log_of_bug_report() -> None:
     log = "\n".join([STEPS, *(f"[rank1]: {line}" for line in TRACEBACK.splitlines())])
     (failure,) = outcome(REPORT.format(log=log)).failures
     assert (failure.rank, failure.text) == (1, "KeyError: 'names'")
@@ -504,7 +504,7 @@ def test_of_a_report_of_a_failure_the_pasted_log_is_read() -> None:
     assert not outcome(manual.format(log=log)).has_failed
 
 
-def test_pdsh_names_the_hosts_of_few_lines() -> None:
+def test_pdsh_prefix_of_single_line_names_host() -> None:
     lines = strip_prefixes([*STEPS.splitlines(), "n2: bash: a: No such file or directory",
                             "pdsh@n1: n2: ssh exited with exit code 127"])  # fmt: skip
     assert [(line.host, line.text) for line in lines[4:]] == [
@@ -513,7 +513,7 @@ def test_pdsh_names_the_hosts_of_few_lines() -> None:
     ]
 
 
-def test_an_unknown_label_may_hold_the_rank() -> None:
+def test_unknown_label_may_contain_rank() -> None:
     steps = [f"pod-{rank} step {step} loss 2.1" for step in range(4) for rank in (0, 1)]
     error = "pod-1 [rank9]: RuntimeError: CUDA error"
     assert strip_prefixes([*steps, error])[-1].rank == 9
@@ -522,7 +522,7 @@ def test_an_unknown_label_may_hold_the_rank() -> None:
     assert [line.rank for line in strip_prefixes(["start", *texts])[1::4]] == [4, 5]
 
 
-def test_ray_names_the_node_of_an_actor() -> None:
+def test_ray_error_names_node_of_actor() -> None:
     text = (
         "ray.exceptions.ActorDiedError: The actor died.\n\tpid: 7\n\tip: 10.29.214.5\nIt is dead."
     )
@@ -530,11 +530,11 @@ def test_ray_names_the_node_of_an_actor() -> None:
     assert failure.host == "10.29.214.5"
 
 
-def test_a_rank_that_did_not_come_to_ddps_check_is_another_failure() -> None:
+def test_ddp_check_without_peer_is_consequence() -> None:
     check = "RuntimeError: DDP expects same model across all ranks, but Rank 5 has 8 params"
     absent = f"[rank5]: {check}, while rank 0 has inconsistent 0 params."
-    found = outcome(f"{absent}\n[rank0]: KeyError: 'names'")
-    assert [unit.rank for unit in found.failures] == [0]
-    assert [unit.rank for unit in found.consequences] == [5]
-    other = absent.replace("inconsistent 0", "inconsistent 9")
-    assert [unit.rank for unit in outcome(other).failures] == [5]
+    result = outcome(f"{absent}\n[rank0]: KeyError: 'names'")
+    assert [unit.rank for unit in result.failures] == [0]
+    assert [unit.rank for unit in result.consequences] == [5]
+    inconsistent = absent.replace("inconsistent 0", "inconsistent 9")
+    assert [unit.rank for unit in outcome(inconsistent).failures] == [5]

@@ -1,4 +1,4 @@
-"""A detached run's folder is kept like the one on the supervisor's host, and whole at the end."""
+"""Tests following a detached run: its local folder is updated, and complete at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from agents import Served, agent_in_thread
 from paceline.agent import detached_runs
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
@@ -34,38 +33,39 @@ from paceline.transfer.follow import Follower, RunState, is_mirrored
 from paceline.transfer.output_folders import RUN_PREFIX
 from paceline.transfer.outputs import OutputStore
 from paceline.transfer.tree import Tree
+from real_agents import Served, agent_in_thread
 
 RUN_ID = "ab" * 6
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for the agent; short files count as long."""
+    """Gives the agent a private cache, and treats short files as large."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(follow, "MAX_SMALL_BYTES", 1000)
     monkeypatch.setattr(follow, "BLOCK_BYTES", 64)
     return tmp_path / "cache" / "paceline"
 
 
-def there(cache: Path, **more: Any) -> Path:
-    """A detached run on the supervisor's host, whose supervisor is this process; its directory."""
+def make_remote_run(cache: Path, **changes: Any) -> Path:
+    """Writes a detached run whose supervisor is this process; returns its run directory."""
     folder = cache / "detached" / RUN_ID
     (folder / "run").mkdir(parents=True, exist_ok=True)
-    me = processes.identify(os.getpid())
-    assert me is not None
-    about = {"run_id": RUN_ID, "name": "job", "command": ["paceline", "run"], "hosts": ["n1"],
+    proc = processes.identify(os.getpid())
+    assert proc is not None
+    run_record = {"run_id": RUN_ID, "name": "job", "command": ["paceline", "run"], "hosts": ["n1"],
              "started": 5.0, "launched_by": "me@here", "launched_in": "/x/runs/job",
-             "supervisor_host": socket.gethostname(), "pid": me.pid, "pid_start": me.start,
-             "run": str(folder / "run"), "ended": None, "exit_code": None, **more}  # fmt: skip
-    (folder / "about.json").write_text(json.dumps(about))
+             "supervisor_host": socket.gethostname(), "pid": proc.pid, "pid_start": proc.start,
+             "run": str(folder / "run"), "ended": None, "exit_code": None, **changes}  # fmt: skip
+    (folder / "about.json").write_text(json.dumps(run_record))
     return folder / "run"
 
 
-def home(tmp_path: Path) -> Path:
+def make_local_run(tmp_path: Path) -> Path:
     path = tmp_path / "home"
     path.mkdir(exist_ok=True)
-    left = SupervisorLocation(RUN_ID, "n1", "n1", "/somewhere", 4.0)
-    (path / DETACHED).write_text(json.dumps(left.to_json()))
+    location = SupervisorLocation(RUN_ID, "n1", "n1", "/somewhere", 4.0)
+    (path / DETACHED).write_text(json.dumps(location.to_json()))
     return path
 
 
@@ -77,15 +77,15 @@ def fill(root: Path, files: dict[str, str]) -> None:
 
 
 def run(path: Path, work: Callable[[Follower, Served], Coroutine[Any, Any, None]]) -> None:
-    async def go() -> None:
+    async def serve() -> None:
         async with agent_in_thread() as served:
             await work(Follower(served.node.channel, RUN_ID, path), served)
 
-    asyncio.run(go())
+    asyncio.run(serve())
 
 
-def test_what_is_added_comes_and_no_more(cache: Path, tmp_path: Path) -> None:
-    remote, path = there(cache), home(tmp_path)
+def test_refresh_transfers_only_additions(cache: Path, tmp_path: Path) -> None:
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     log = "line\n" * 200
     fill(remote, {"events.jsonl": "{}\n", "logs/n1/0.log": log, "plan.json": '{"a": 1}',
           "model/weights": "w" * 50, ".hidden": "x", "owner.json": "{}"})  # fmt: skip
@@ -97,24 +97,22 @@ def test_what_is_added_comes_and_no_more(cache: Path, tmp_path: Path) -> None:
         assert (path / "plan.json").read_text() == '{"a": 1}'
         assert not (path / ".hidden").exists()
         assert not (path / "owner.json").exists()
-        assert not (path / "model").exists()  # at the end
-        before = served.line.passed
+        assert not (path / "model").exists()  # fetched at the end
+        previous = served.line.passed
         assert (await follower.refresh()).has_changed is False
         with (remote / "logs/n1/0.log").open("a") as file:
             file.write("more\n")
         fill(remote, {"plan.json": '{"a": 2}'})
         assert (await follower.refresh()).has_changed
-        assert served.line.passed - before < 3000  # not the 1000 bytes of the log again
+        assert served.line.passed - previous < 3000  # not the log's 1000 old bytes again
         assert (path / "logs/n1/0.log").read_text() == log + "more\n"
         assert (path / "plan.json").read_text() == '{"a": 2}'
 
     run(path, work)
 
 
-def test_a_folder_that_is_behind_goes_on_and_a_foreign_one_begins_anew(
-    cache: Path, tmp_path: Path
-) -> None:
-    remote, path = there(cache), home(tmp_path)
+def test_refresh_extends_partial_and_replaces_foreign_files(cache: Path, tmp_path: Path) -> None:
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     log = "".join(f"line {number}\n" for number in range(100))
     fill(remote, {"logs/n1/0.log": log, "logs/n1/1.log": log, "events.jsonl": "short\n"})
     fill(
@@ -133,9 +131,9 @@ def test_a_folder_that_is_behind_goes_on_and_a_foreign_one_begins_anew(
         for name in ("0", "1"):
             assert (path / f"logs/n1/{name}.log").read_text() == log
         assert (path / "events.jsonl").read_text() == "short\n"
-        (before,) = path.glob("events-before-*.jsonl")
-        assert before.read_text() == "much longer than there\n"
-        assert not (path / "result.json").exists()  # of an earlier start
+        (previous,) = path.glob("events-before-*.jsonl")
+        assert previous.read_text() == "much longer than there\n"
+        assert not (path / "result.json").exists()  # from an earlier start
         fill(remote, {"ranks.json": "[]"})
         await follower.refresh()
         (remote / "ranks.json").unlink()
@@ -145,26 +143,26 @@ def test_a_folder_that_is_behind_goes_on_and_a_foreign_one_begins_anew(
     run(path, work)
 
 
-def test_several_followers_of_one_folder_do_no_harm(cache: Path, tmp_path: Path) -> None:
-    remote, path = there(cache), home(tmp_path)
+def test_concurrent_followers_keep_files_intact(cache: Path, tmp_path: Path) -> None:
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     fill(remote, {"metrics.jsonl": "1\n" * 300})
 
     async def work(follower: Follower, served: Served) -> None:
-        other = Follower(served.node.channel, RUN_ID, path)
+        second_follower = Follower(served.node.channel, RUN_ID, path)
         for number in range(5):
             with (remote / "metrics.jsonl").open("a") as file:
                 file.write(f"{number}\n" * 50)
-            served.agent.listed_files.clear()  # each has an agent of its own
-            await asyncio.gather(follower.refresh(), other.refresh())
+            served.agent.listed_files.clear()  # as if each client had its own agent
+            await asyncio.gather(follower.refresh(), second_follower.refresh())
         assert (path / "metrics.jsonl").read_bytes() == (remote / "metrics.jsonl").read_bytes()
 
     run(path, work)
 
 
-def test_requests_at_the_same_time_lock_a_folder_once(
+def test_concurrent_requests_share_run_lock(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there(cache)
+    make_remote_run(cache)
     opened, open_lock = threading.Barrier(2), detached_runs._open_lock
 
     def open_together(folder: Path) -> int:
@@ -172,17 +170,20 @@ def test_requests_at_the_same_time_lock_a_folder_once(
         return open_lock(folder)
 
     async def work(follower: Follower, served: Served) -> None:
-        other = Follower(served.node.channel, RUN_ID, follower._path)
+        second_follower = Follower(served.node.channel, RUN_ID, follower._path)
         with monkeypatch.context() as patch:
             patch.setattr(detached_runs, "_open_lock", open_together)
-            await asyncio.gather(follower.refresh(), other.refresh())
-        assert len(served.agent.run_locks) == 1  # and no other descriptor is left
+            await asyncio.gather(follower.refresh(), second_follower.refresh())
+        assert len(served.agent.run_locks) == 1  # no other descriptor is left open
 
-    run(home(tmp_path), work)
+    run(make_local_run(tmp_path), work)
 
 
-def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path: Path) -> None:
-    remote, path = there(cache, pid=1 << 22, ended=9.0, exit_code=0), home(tmp_path)
+def test_finish_fetches_files_and_discard_removes_run(cache: Path, tmp_path: Path) -> None:
+    remote, path = (
+        make_remote_run(cache, pid=1 << 22, ended=9.0, exit_code=0),
+        make_local_run(tmp_path),
+    )
     weights = FileEntry(hashlib.sha256(b"c" * 300).hexdigest(), 300)
     manifest = Manifest(10, {"weights": weights}, {}).encode().decode()
     fill(remote, {"result.json": '{"exit_code": 0}', "model/config.json": "{}", "big": "b" * 5000,
@@ -191,27 +192,27 @@ def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path
           "checkpoints/latest.json": '{"step": 10}', "checkpoints/writer.json": "{}"})  # fmt: skip
 
     async def work(follower: Follower, _: Served) -> None:
-        standing = await follower.refresh()
-        assert not await follower.discard(fetched=False)  # nobody has it all
-        assert (standing.state, standing.is_over) == ("ended", True)
+        run_state = await follower.refresh()
+        assert not await follower.discard(fetched=False)  # not completely fetched yet
+        assert (run_state.state, run_state.is_over) == ("ended", True)
         assert detached_of(path) is not None
         await follower.finish()
-        assert detached_of(path) is None  # from now on a run as any other
+        assert detached_of(path) is None  # now an ordinary run
         for name in ("model/model.safetensors", "big", "files/n1/out.txt", "checkpoints/10/weights",
                      "checkpoints/latest.json", "result.json"):  # fmt: skip
             assert (path / name).read_bytes() == (remote / name).read_bytes(), name
         assert not (path / "checkpoints/writer.json").exists()
         assert not (path / ".paceline-incoming").exists()
-        async with agent_in_thread() as another:  # of somebody who looks on from elsewhere
+        async with agent_in_thread() as second_agent:  # another client
             (path.parent / "copy").mkdir()
-            other = Follower(another.node.channel, RUN_ID, path.parent / "copy")
-            await other.refresh()
+            second_follower = Follower(second_agent.node.channel, RUN_ID, path.parent / "copy")
+            await second_follower.refresh()
             assert not await follower.discard(fetched=True)
-            await other.finish()
-            async with agent_in_thread() as third:  # of somebody who looks no further
+            await second_follower.finish()
+            async with agent_in_thread() as third_agent:  # a client that stops following
                 (path.parent / "part").mkdir()
-                await Follower(third.node.channel, RUN_ID, path.parent / "part").refresh()
-                assert not await other.discard(fetched=False)
+                await Follower(third_agent.node.channel, RUN_ID, path.parent / "part").refresh()
+                assert not await second_follower.discard(fetched=False)
                 assert remote.exists()
         assert not remote.parent.exists()
         with pytest.raises(NodeError, match="has no run"):
@@ -221,26 +222,29 @@ def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_files_of_an_earlier_start_are_left_to_the_end(
+def test_previous_files_are_replaced_only_at_finish(
     cache: Path, tmp_path: Path, resumed: bool
 ) -> None:
-    """They are kept with a line, or replaced if the run continues that start."""
-    remote, path = there(cache, pid=1 << 22, ended=9.0, exit_code=0), home(tmp_path)
+    """They are backed up with a note, or replaced if the run resumes the earlier start."""
+    remote, path = (
+        make_remote_run(cache, pid=1 << 22, ended=9.0, exit_code=0),
+        make_local_run(tmp_path),
+    )
     start = Arrivals(path)
     start.record("out.txt")
     fill(path, {"out.txt": "first"})
     start.mark_start()
     events = '{"event": "resumed", "host": "n1", "rank": 0}\n' if resumed else ""
-    new = {"config.json": "{}", "new.txt": "1"}
-    fill(remote, {"result.json": "{}", "events.jsonl": events, "out.txt": "second", **new})
+    small_files = {"config.json": "{}", "new.txt": "1"}
+    fill(remote, {"result.json": "{}", "events.jsonl": events, "out.txt": "second", **small_files})
 
     async def work(follower: Follower, _: Served) -> None:
         notes: list[str] = []
         await follower.refresh()
         assert (path / "out.txt").read_text() == "first"
-        fill(remote, dict.fromkeys(new, "changed"))
+        fill(remote, dict.fromkeys(small_files, "changed"))
         await follower.refresh()
-        assert {(path / name).read_text() for name in new} == {"changed"}
+        assert {(path / name).read_text() for name in small_files} == {"changed"}
         assert not list(path.glob("files-before-*"))
         await follower.finish(note=notes.append)
         assert (path / "out.txt").read_text() == "second"
@@ -251,31 +255,27 @@ def test_files_of_an_earlier_start_are_left_to_the_end(
     run(path, work)
 
 
-def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
-    cache: Path, tmp_path: Path
-) -> None:
-    path = home(tmp_path)
-    there(cache, pid=1 << 22)
+def test_detects_lost_supervisor_and_keeps_live_run(cache: Path, tmp_path: Path) -> None:
+    path = make_local_run(tmp_path)
+    make_remote_run(cache, pid=1 << 22)
 
     async def work(follower: Follower, _: Served) -> None:
         assert await follower.refresh() == RunState("lost", (await follower.refresh()).record)
         assert await follower.ask({"do": "state"}) is None
         assert not await follower.signal(1)
-        there(cache)
+        make_remote_run(cache)
         follower._afresh = True
         assert (await follower.refresh()).state == "running"
         assert not await follower.discard(fetched=True)
-        there(cache, supervisor_host="another", pid=1 << 22)  # which shares the folder
+        make_remote_run(cache, supervisor_host="another", pid=1 << 22)  # shares the folder
         assert (await follower.refresh()).state == "running"
 
     run(path, work)
 
 
-def test_a_supervisor_in_another_pid_namespace_lives_while_it_holds_its_lock(
-    cache: Path, tmp_path: Path
-) -> None:
-    """A container may have the name of its host, whose processes it does not see."""
-    remote, path = there(cache, pid=1 << 22), home(tmp_path)
+def test_lock_shows_supervisor_in_foreign_pid_namespace(cache: Path, tmp_path: Path) -> None:
+    """A container may share its host's name without seeing the host's processes."""
+    remote, path = make_remote_run(cache, pid=1 << 22), make_local_run(tmp_path)
     fill(remote, {rundir.PROBE: "x"})
 
     async def work(follower: Follower, _: Served) -> None:
@@ -289,18 +289,21 @@ def test_a_supervisor_in_another_pid_namespace_lives_while_it_holds_its_lock(
     run(path, work)
 
 
-def test_a_supervisor_that_is_about_to_go_is_waited_for(cache: Path, tmp_path: Path) -> None:
-    """It says how the run ended, and then it ends; meanwhile everything may have come home."""
+def test_discard_awaits_supervisor_exit(cache: Path, tmp_path: Path) -> None:
+    """Everything may have been fetched between the supervisor's last report and its exit."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        me = processes.identify(process.pid)
-        assert me is not None
-        about = {"pid": process.pid, "pid_start": me.start}
-        remote, path = there(cache, **about, ended=9.0, exit_code=0), home(tmp_path)
+        proc = processes.identify(process.pid)
+        assert proc is not None
+        run_record = {"pid": process.pid, "pid_start": proc.start}
+        remote, path = (
+            make_remote_run(cache, **run_record, ended=9.0, exit_code=0),
+            make_local_run(tmp_path),
+        )
 
         async def work(follower: Follower, _: Served) -> None:
             await follower.refresh()
             discarding = asyncio.create_task(follower.discard(fetched=True))
-            await follower.channel.request("clock")  # asked later, and answered before
+            await follower.channel.request("clock")  # answered while discard still waits
             assert remote.exists()
             process.kill()
             process.wait()
@@ -311,11 +314,11 @@ def test_a_supervisor_that_is_about_to_go_is_waited_for(cache: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("limit", ["size", "number", "room"])
-def test_files_that_do_not_fit_are_not_begun(
+def test_files_beyond_limits_are_not_fetched(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """A hostile host announces files of any size and number."""
-    remote, path = there(cache), home(tmp_path)
+    """A hostile host may announce files of any size and number."""
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     fill(remote, {"events.jsonl": "{}\n", "logs/n1/0.log": "x"})
     os.truncate(remote / "logs/n1/0.log", 1 << (40 if limit == "size" else 12))
     if limit == "number":
@@ -336,16 +339,16 @@ def test_files_that_do_not_fit_are_not_begun(
 
     run(path, work)
     assert notes[0].startswith("paceline: not all files of n1 are fetched: logs/n1/0.log: ")
-    assert len(notes) == 2  # once, and once more at the end
+    assert len(notes) == 2  # once now, once at the end
 
 
-def test_a_disk_that_fills_up_keeps_some_room(
+def test_fetch_stops_before_disk_is_full(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote, path = there(cache), home(tmp_path)
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     fill(remote, {"logs/n1/0.log": "x" * 1000})
-    room = [""] * 6 + ["full"] * 100
-    monkeypatch.setattr(follow, "room_problem", lambda _, size: room.pop(0))
+    disk_problems = [""] * 6 + ["full"] * 100
+    monkeypatch.setattr(follow, "room_problem", lambda _, size: disk_problems.pop(0))
 
     async def work(follower: Follower, _: Served) -> None:
         with pytest.raises(NodeError, match="cannot write what n1 sends"):
@@ -355,8 +358,8 @@ def test_a_disk_that_fills_up_keeps_some_room(
     assert (path / "logs/n1/0.log").stat().st_size == 5 * 64
 
 
-def test_links_here_are_not_followed(cache: Path, tmp_path: Path) -> None:
-    remote, path = there(cache), home(tmp_path)
+def test_local_symlinks_are_not_followed(cache: Path, tmp_path: Path) -> None:
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     fill(remote, {"logs/n1/0.log": "text\n"})
     (tmp_path / "elsewhere").mkdir()
     (path / "logs").symlink_to(tmp_path / "elsewhere")
@@ -369,8 +372,8 @@ def test_links_here_are_not_followed(cache: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
-    remote, path = there(cache), home(tmp_path)
+def test_agent_serves_only_run_files(cache: Path, tmp_path: Path) -> None:
+    remote, path = make_remote_run(cache), make_local_run(tmp_path)
     (tmp_path / "secret").write_text("secret")
     (remote / "link.txt").symlink_to(tmp_path / "secret")
 
@@ -389,7 +392,7 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "added", "comes"),
+    ("path", "growing", "mirrored"),
     [("events.jsonl", True, True), ("logs/n1/0.log", True, True), ("screen.txt", True, True),
      ("plan.json", False, True), ("detached.json", False, False), ("owner.json", False, False),
      (".paceline-key", False, False), ("model/config.json", False, True),
@@ -398,31 +401,29 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
      ("debug/__init__.py", True, False), ("stacks/x.SO", False, False),
      ("returned/0", False, False), ("files-before-1/model/config.json", False, False)],
 )  # fmt: skip
-def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:
-    assert (is_growing(path), is_mirrored(path)) == (added, comes)
+def test_classifies_growing_and_mirrored_files(path: str, growing: bool, mirrored: bool) -> None:
+    assert (is_growing(path), is_mirrored(path)) == (growing, mirrored)
 
 
-def written(remote: Path, path: str, text: str, place: str, **more: Any) -> None:
-    """A file of the script, and the line about it in the supervisor's journal."""
+def write_output(remote: Path, path: str, text: str, place: str, **changes: Any) -> None:
+    """Writes an output file of the script, and its line in the supervisor's journal."""
     fill(remote, {place: text})
     line = {"path": path, "size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "host": "n1", "place": place, "mtime_us": 5_000_000, "time": 1.0,
-            "local_mtime_us": 5_000_000, **more}  # fmt: skip
+            "local_mtime_us": 5_000_000, **changes}  # fmt: skip
     with (remote / "outputs.jsonl").open("a") as journal:
         journal.write(json.dumps(line) + "\n")
 
 
-def test_files_of_the_script_come_to_the_project_and_what_may_not_be_there_does_not(
-    cache: Path, tmp_path: Path
-) -> None:
-    """Each version once, no code, none that the journal announces too early or wrongly."""
-    remote, path, project = there(cache), home(tmp_path), tmp_path / "project"
+def test_script_outputs_reach_project_without_overwriting(cache: Path, tmp_path: Path) -> None:
+    """Each version is fetched once; code, and files that differ from the journal, are not."""
+    remote, path, project = make_remote_run(cache), make_local_run(tmp_path), tmp_path / "project"
     fill(project, {"train.py": "mine", "data.csv": "mine"})
-    written(remote, "out/1.pt", "one", "files/n1/out/1.pt")
-    written(remote, "out/2.pt", "two", "files/n1/out/2.pt", sha256="0" * 64)
-    written(remote, "train.py", "theirs", "files/n1/train.py")
-    written(remote, "data.csv", "theirs", "files/n1/data.csv")
-    written(remote, "$PACELINE_RUN_DIR/3.pt", "three", "3.pt")
+    write_output(remote, "out/1.pt", "one", "files/n1/out/1.pt")
+    write_output(remote, "out/2.pt", "two", "files/n1/out/2.pt", sha256="0" * 64)
+    write_output(remote, "train.py", "theirs", "files/n1/train.py")
+    write_output(remote, "data.csv", "theirs", "files/n1/data.csv")
+    write_output(remote, "$PACELINE_RUN_DIR/3.pt", "three", "3.pt")
 
     async def work(follower: Follower, served: Served) -> None:
         follower = Follower(served.node.channel, RUN_ID, path, project)
@@ -434,12 +435,12 @@ def test_files_of_the_script_come_to_the_project_and_what_may_not_be_there_does_
         assert {(project / name).read_text() for name in ("train.py", "data.csv")} == {"mine"}
         assert (path / "files/n1/data.csv").read_text() == "theirs"
         assert (path / "3.pt").read_text() == "three"
-        written(remote, "out/2.pt", "new", "files/n1/out/2.pt")
+        write_output(remote, "out/2.pt", "new", "files/n1/out/2.pt")
         await follower.refresh()
-        await asyncio.gather(follower.sync_outputs(), other(served).sync_outputs())
+        await asyncio.gather(follower.sync_outputs(), second_follower(served).sync_outputs())
         await follower.sync_outputs()
         assert (project / "out/2.pt").read_text() == "new"
-        there(cache, pid=1 << 22, ended=9.0, exit_code=0)
+        make_remote_run(cache, pid=1 << 22, ended=9.0, exit_code=0)
         notes: list[str] = []
         await follower.finish(note=notes.append)
         (note,) = notes
@@ -448,18 +449,18 @@ def test_files_of_the_script_come_to_the_project_and_what_may_not_be_there_does_
             "files/n1/data.csv", "files/n1/train.py",
         ]  # fmt: skip
 
-    def other(served: Served) -> Follower:
+    def second_follower(served: Served) -> Follower:
         return Follower(served.node.channel, RUN_ID, path, project)
 
     run(path, work)
 
 
-def test_files_of_earlier_starts_go_to_the_next_supervisor(cache: Path, tmp_path: Path) -> None:
-    remote, path, project = there(cache), home(tmp_path), tmp_path / "project"
+def test_previous_outputs_go_to_next_supervisor(cache: Path, tmp_path: Path) -> None:
+    remote, path, project = make_remote_run(cache), make_local_run(tmp_path), tmp_path / "project"
     project.mkdir()
-    written(remote, "out/1.pt", "one", "files/n1/out/1.pt")
-    written(remote, "$PACELINE_RUN_DIR/2.pt", "two", "2.pt")
-    written(remote, "out/gone.pt", "gone", "files/n1/out/gone.pt")
+    write_output(remote, "out/1.pt", "one", "files/n1/out/1.pt")
+    write_output(remote, "$PACELINE_RUN_DIR/2.pt", "two", "2.pt")
+    write_output(remote, "out/gone.pt", "gone", "files/n1/out/gone.pt")
 
     async def work(_: Follower, served: Served) -> None:
         follower = Follower(served.node.channel, RUN_ID, path, project)
@@ -469,11 +470,11 @@ def test_files_of_earlier_starts_go_to_the_next_supervisor(cache: Path, tmp_path
 
     run(path, work)
     tree, outputs = with_outputs(Tree(path, []), Tree(project, []))
-    following = tmp_path / "following"
+    next_run = tmp_path / "following"
     for entry in tree.manifest:
-        fill(following, {str(entry[0]): tree.file(str(entry[0])).read_text()})
-    adopt_outputs(following, [asdict(output) for output in outputs])
-    store = OutputStore(following, print)
+        fill(next_run, {str(entry[0]): tree.file(str(entry[0])).read_text()})
+    adopt_outputs(next_run, [asdict(output) for output in outputs])
+    store = OutputStore(next_run, print)
     for prefix, names in (("", {"out/1.pt"}), (RUN_PREFIX, {RUN_PREFIX + "2.pt"})):
         _, paths = store.sendable(prefix)
         assert paths.keys() == names

@@ -1,4 +1,4 @@
-"""Run directories and models from somebody else: no endless file, no network of any size."""
+"""Tests that untrusted run directories and models cannot exhaust memory or run code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def link_to_device(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_hole, link_to_device])
-def test_weights_without_an_end_are_not_read(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_rejects_endless_weights(make: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / rundir.MODEL).mkdir()
     (tmp_path / rundir.MODEL_CONFIG).write_text("{}")
     make(tmp_path / rundir.WEIGHTS)
@@ -60,15 +60,15 @@ def test_weights_without_an_end_are_not_read(make: Callable[[Path], None], tmp_p
             read(tmp_path)
 
 
-def test_shards_are_regular_files(tmp_path: Path) -> None:
-    from paceline.train.checkpoints import shards  # takes seconds, and one test needs it
+def test_checkpoint_shards_must_be_regular_files(tmp_path: Path) -> None:
+    from paceline.train.checkpoints import shards  # slow import, needed here only
 
     os.mkfifo(tmp_path / "00000.safetensors")
     with pytest.raises(OSError, match="not a plain file"):
         shards.read_all(tmp_path)
 
 
-def test_saved_weights_are_mapped_and_their_hash_is_checked(tmp_path: Path) -> None:
+def test_load_weights_verifies_hash(tmp_path: Path) -> None:
     network = nn.Linear(3, 2)
     save_model(tmp_path, network.state_dict(), {})
     copy = nn.Linear(3, 2)
@@ -92,7 +92,7 @@ HUGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_a_network_is_not_built_if_its_weights_are_small(name: str) -> None:
+def test_rejects_network_larger_than_weights(name: str) -> None:
     state = nn.Linear(100, 100).state_dict()
     with pytest.raises(DataError, match="larger than its weights"):
         build_limited(lambda: build_image_network(HUGE[name], (1, 8, 8), 10), state)
@@ -102,14 +102,14 @@ def test_a_network_is_not_built_if_its_weights_are_small(name: str) -> None:
     7, {}, {"kind": []}, {"kind": "cnn", "layers": 5}, {"kind": "cnn", "layers": [{"a": 1}]},
     {"kind": "hub", "config": 3}, {"kind": "torchvision"},
 ])  # fmt: skip
-def test_a_damaged_description_of_a_network_is_no_traceback(description: Any) -> None:
+def test_damaged_network_description_is_data_error(description: Any) -> None:
     with pytest.raises(DataError, match=r"config\.json"):
         build_limited(lambda: build_image_network(description, (1, 8, 8), 10), {})
 
 
 @pytest.mark.parametrize("name", ["shape", "decoded"])
-def test_images_of_any_size_are_not_made(name: str, tmp_path: Path) -> None:
-    """A network that averages over an image has the same weights for any size."""
+def test_rejects_invalid_image_config(name: str, tmp_path: Path) -> None:
+    """The weights do not limit the image size if a network averages over the image."""
     (tmp_path / rundir.MODEL).mkdir()
     config = {"task": "image", "normalisation": {"mean": [0.5], "deviation": [0.5]},
               "classes": ["a", "b"], "shape": [1, 8, 8], "decoded": [1, 8, 8]}  # fmt: skip
@@ -125,7 +125,7 @@ def test_images_of_any_size_are_not_made(name: str, tmp_path: Path) -> None:
             image.load_trained(str(tmp_path))
 
 
-def test_a_network_that_needs_values_is_built() -> None:
+def test_build_limited_computes_values() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -151,7 +151,7 @@ TIMM: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TIMM)
 @pytest.mark.usefixtures("hub_variables")
-def test_timm_loads_no_further_files(name: str, tmp_path: Path) -> None:
+def test_rejects_timm_config_naming_files(name: str, tmp_path: Path) -> None:
     timm = {
         "model_type": "timm_wrapper",
         "architecture": "resnet18",
@@ -161,18 +161,18 @@ def test_timm_loads_no_further_files(name: str, tmp_path: Path) -> None:
     nested = {"model_type": "shieldgemma2", "vision_config": timm, "text_config": GEMMA}
     for config in (timm, nested):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        refused = pytest.raises(DataError, match="names further files to load")
-        with refused:
+        raises_error = pytest.raises(DataError, match="names further files to load")
+        with raises_error:
             build_from_description("image", config)
         for from_scratch in (True, False):
             hub_model = HubModel("image", str(tmp_path), from_scratch=from_scratch)
-            with refused:
+            with raises_error:
                 load_model(hub_model, ("a", "b"))
 
 
 @pytest.mark.usefixtures("hub_variables")
-def test_adapters_in_a_model_are_refused(tmp_path: Path) -> None:
-    """They name the model to load, and old versions of peft import a module that they name."""
+def test_rejects_adapters_in_model(tmp_path: Path) -> None:
+    """Adapters name a model to load, and old versions of peft import a module that they name."""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "another/model"}')
     for with_config in (False, True):
         if with_config:
@@ -185,12 +185,12 @@ def test_adapters_in_a_model_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", [
     {"checkpoint_path": "w.pth"},
-    {"attn_implementation": "somebody/kernel"},  # whose code would be downloaded
+    {"attn_implementation": "somebody/kernel"},  # its code would be downloaded
     {"_attn_implementation": "somebody/kernel@main:forward"},
     {"experts_implementation": "somebody/kernel"},
 ])  # fmt: skip
 @pytest.mark.usefixtures("hub_variables")
-def test_a_language_model_names_no_further_files(setting: dict[str, str], tmp_path: Path) -> None:
+def test_rejects_language_config_naming_files(setting: dict[str, str], tmp_path: Path) -> None:
     content = {"model_type": "llama", **setting}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="names further files to load"):
@@ -198,8 +198,8 @@ def test_a_language_model_names_no_further_files(setting: dict[str, str], tmp_pa
 
 
 @pytest.mark.usefixtures("hub_variables")
-def test_a_language_model_fits_its_weights(tmp_path: Path) -> None:
-    """A larger description would fill memory, and weights that are missing would be random."""
+def test_language_model_must_match_weights(tmp_path: Path) -> None:
+    """A larger configuration would fill the memory, and missing weights would be random."""
     tiny_language_model.make_model().save_pretrained(tmp_path)
     base, config = BaseModel(str(tmp_path)), json.loads((tmp_path / "config.json").read_text())
     base.load()
@@ -215,13 +215,13 @@ def test_a_language_model_fits_its_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("from_scratch", [True, False])
 @pytest.mark.usefixtures("hub_variables")
-def test_a_model_of_any_size_is_not_loaded(from_scratch: bool, tmp_path: Path) -> None:
+def test_rejects_model_beyond_machine_memory(from_scratch: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**VIT, "num_hidden_layers": 1000}))
     with pytest.raises(DataError, match="the memory of this machine"):
         load_model(HubModel("image", str(tmp_path), from_scratch=from_scratch), ("a", "b"))
 
 
-# -- files that are no plain ones, or too large ---------------------------------------------
+# -- files that are not regular, or too large -----------------------------------------------
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -238,7 +238,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("make", [make_pipe, link_to_device, make_huge_hole])
 @pytest.mark.parametrize("name", READERS)
-def test_no_reader_waits_or_reads_on(
+def test_readers_reject_pipes_devices_and_huge_files(
     name: str, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -247,18 +247,18 @@ def test_no_reader_waits_or_reads_on(
         READERS[name](tmp_path)
 
 
-def test_records_that_are_a_pipe_hold_no_steps(tmp_path: Path) -> None:
+def test_metrics_pipe_has_no_recorded_steps(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     assert recorded_steps(tmp_path / "metrics.jsonl") == {}
 
 
 @pytest.mark.parametrize("name", ["index.json", "lock", "spans", "outside", "counts", "brackets"])
-def test_a_foreign_index_of_shards_is_made_again(name: str, tmp_path: Path) -> None:
+def test_invalid_shard_index_is_rebuilt(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     write_shards(folder, [{"cls": number} for number in range(5)])
     assert len(ShardedDataset(folder)) == 5
-    place = folder / ".paceline-index"
-    index, (spans,) = place / "index.json", place.glob("*.npy")
+    index_dir = folder / ".paceline-index"
+    index, (spans,) = index_dir / "index.json", index_dir.glob("*.npy")
     content = json.loads(index.read_text())
     if name == "outside":
         spans.rename(tmp_path / "spans-00000000.npy")
@@ -268,14 +268,14 @@ def test_a_foreign_index_of_shards_is_made_again(name: str, tmp_path: Path) -> N
     elif name == "brackets":
         index.write_text("[" * 200_000)
     else:
-        path = spans if name == "spans" else place / name
+        path = spans if name == "spans" else index_dir / name
         path.unlink()
         os.mkfifo(path)
     data = ShardedDataset(folder)
     assert [int(data[number]["cls"]) for number in range(5)] == [*range(5)]
 
 
-def test_spans_outside_of_a_shard_are_refused(tmp_path: Path) -> None:
+def test_rejects_index_spans_outside_shard(tmp_path: Path) -> None:
     write_shards(tmp_path, [{"cls": 1}])
     assert len(ShardedDataset(tmp_path)) == 1
     (spans,) = (tmp_path / ".paceline-index").glob("*.npy")
@@ -284,7 +284,7 @@ def test_spans_outside_of_a_shard_are_refused(tmp_path: Path) -> None:
         ShardedDataset(tmp_path)[0]
 
 
-OWN_FILES = {
+UNLIMITED_READERS = {
     "recipes/common.py": "/proc",
     "recipes/language/chat_templates.py": "/proc",
     "recipes/minimal/language.py": "an example, which reads the file that is typed",
@@ -301,8 +301,8 @@ OWN_FILES = {
 }
 
 
-def test_files_of_runs_and_data_are_read_to_a_limit() -> None:
-    """By ``read_bytes_limited``; the modules above read files that nobody else made."""
+def test_only_listed_modules_read_files_without_limit() -> None:
+    """All other modules must use ``read_bytes_limited``; the listed ones read trusted files."""
     root = Path(files.__file__).parents[1]
     modules = [path for part in ("recipes", "train") for path in (root / part).rglob("*.py")]
     reading = {
@@ -311,4 +311,4 @@ def test_files_of_runs_and_data_are_read_to_a_limit() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("read_text", "read_bytes")
     }
-    assert reading == {*OWN_FILES}
+    assert reading == {*UNLIMITED_READERS}

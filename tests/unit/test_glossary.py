@@ -1,4 +1,4 @@
-"""One word for one thing: words that were retired do not come back."""
+"""Tests that retired terms are not used again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from each_case import each_case
 
 REPOSITORY = Path(__file__).parents[2]
-# what is retired -> what is said instead
+# retired term (regular expression) -> its replacement
 RETIRED = {
     r"blott?(er|ing|s)?(?![a-z])|blotted": "redactor, redacted",
     r"outlet": "writer",
@@ -36,34 +36,34 @@ NOUNS = {
     "setting",
     "formatting",
     "multiplexing",
-}  # nouns that end so
+}  # nouns with this ending
 
 
 def _texts() -> list[tuple[str, str]]:
     listed = subprocess.run(["git", "ls-files", "src", "docs", "README.md", "CONTRIBUTING.md"],
                             cwd=REPOSITORY, check=True, capture_output=True, text=True)  # fmt: skip
-    found = []
+    collected = []
     for name in listed.stdout.split():
         path = REPOSITORY / name
         if path.is_file() and path.suffix in (".py", ".md") and path.name != "glossary.md":
-            found.append((name, path.read_text(encoding="utf-8")))
-    return found
+            collected.append((name, path.read_text(encoding="utf-8")))
+    return collected
 
 
 @each_case("retired", RETIRED)
-def test_a_retired_word_stays_away(retired: str) -> None:
+def test_retired_terms_are_not_used(retired: str) -> None:
     word = re.compile(rf"(?<![a-z])(?:{retired})", re.IGNORECASE)
-    found = [
+    collected = [
         f"{name}:{number}: {line.strip()[:90]}"
         for name, text in _texts()
         for number, line in enumerate(text.splitlines(), 1)
         if word.search(line)
     ]
-    assert not found, f"{RETIRED[retired]}, please:\n" + "\n".join(found)
+    assert not collected, f"{RETIRED[retired]}, please:\n" + "\n".join(collected)
 
 
-def test_modules_are_called_by_nouns() -> None:
-    """What a file holds, not what somebody does."""
+def test_module_names_are_nouns() -> None:
+    """A module's name says what it contains, not an action."""
     modules = [Path(name) for name, _ in _texts() if name.startswith("src/")]
     gerunds = [str(path) for path in modules if GERUNDS.match(path.stem)]
     assert [path for path in gerunds if Path(path).stem not in NOUNS] == []

@@ -1,4 +1,4 @@
-"""Whatever a manifest, a state or a metrics file holds: a clear error or the right answer."""
+"""Tests that damaged manifests, states and metrics give a clear error or a correct result."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch._dynamo  # as the first optimizer does; this import sets a variable
 from safetensors.torch import save_file
 
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import BEST, MANIFEST, WRITER, read_pointer
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
-from paceline.spec.training.metrics import MAX_LINE_BYTES as MOST_LINE
+from paceline.spec.training.metrics import MAX_LINE_BYTES as MAX_LINE_SIZE
 from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Training, capture
@@ -37,11 +37,11 @@ from paceline.train.models import Models
 from paceline.train.update import Updater
 from paceline.train.world import World
 
-ALONE = Comms(World(), torch.device("cpu"))
+SINGLE_RANK_COMMS = Comms(World(), torch.device("cpu"))
 MANIFESTS, STATES, TENSORS, METRICS = 450, 450, 50, 1500
-MOST_SECONDS, MOST_BYTES = 5.0, 500 << 20
+MAX_SECONDS, MAX_BYTES = 5.0, 500 << 20
 
-ODD: list[Any] = [
+INVALID_VALUES: list[Any] = [
     *(None, True, -1, 0, 2**63, 10**400, 1e308, float("inf"), float("nan"), "", "0", "a" * 5000),
     *("\0", "../../x", "/etc/passwd", "\x1b]0;x\7", "\ud800", "$tensor", "float32"),
     *([], {}, [[]], [None] * 100, {"": {}}, {"$tensor": "nope"}, {"$tensor": []}, {"$pairs": 3}),
@@ -60,51 +60,51 @@ RAW = [
 
 
 @pytest.fixture(autouse=True)
-def frugal() -> Iterator[None]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def limit_memory() -> Iterator[None]:
+    initial_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown << 10 < MOST_BYTES
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial_rss
+    assert grown << 10 < MAX_BYTES
 
 
-def changed(value: Any, draw: random.Random) -> Any:
-    """The value with something odd at one or two places of its tree."""
-    made = copy.deepcopy(value)
+def mutate(value: Any, draw: random.Random) -> Any:
+    """Returns a copy of the value with an unusual element at one or two places."""
+    mutated = copy.deepcopy(value)
     for _ in range(draw.choice((1, 1, 2))):
-        node, parent, key = made, None, None
+        node, parent, key = mutated, None, None
         while isinstance(node, (dict, list)) and node and (parent is None or draw.random() < 0.8):
             parent = node
             key = draw.choice(list(node)) if isinstance(node, dict) else draw.randrange(len(node))
             node = node[key]
         if parent is None:
-            return draw.choice(ODD)
-        way = draw.random()
-        if way < 0.2:
+            return draw.choice(INVALID_VALUES)
+        probability = draw.random()
+        if probability < 0.2:
             del parent[key]
-        elif way < 0.3 and isinstance(parent, dict):
+        elif probability < 0.3 and isinstance(parent, dict):
             parent[draw.choice(["", "x", "../x", "$tensor", "step"])] = parent.pop(key)
         else:
-            parent[key] = copy.deepcopy(draw.choice(ODD))
-    return made
+            parent[key] = copy.deepcopy(draw.choice(INVALID_VALUES))
+    return mutated
 
 
-def text(value: Any, draw: random.Random) -> bytes:
+def serialize(value: Any, draw: random.Random) -> bytes:
     raw = json.dumps(value, indent=1, sort_keys=draw.random() < 0.8).encode()
     if draw.random() < 0.15:
         raw = draw.choice(RAW)
     if draw.random() < 0.1:
-        place = draw.randrange(len(raw) + 1)
-        raw = raw[:place] + draw.randbytes(draw.randrange(9)) + raw[place + draw.randrange(9) :]
+        offset = draw.randrange(len(raw) + 1)
+        raw = raw[:offset] + draw.randbytes(draw.randrange(9)) + raw[offset + draw.randrange(9) :]
     return raw
 
 
-def bounded(act: Callable[[], str], found: Counter[str]) -> None:
-    started = time.monotonic()
-    found[act()] += 1
-    assert time.monotonic() - started < MOST_SECONDS
+def run_within_limit(attempt: Callable[[], str], tally: Counter[str]) -> None:
+    start_time = time.monotonic()
+    tally[attempt()] += 1
+    assert time.monotonic() - start_time < MAX_SECONDS
 
 
-def trained() -> Training:
+def make_training() -> Training:
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     adam = torch.optim.AdamW(network.parameters())
@@ -117,19 +117,19 @@ def trained() -> Training:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A sound one."""
-    training = trained()
-    taken = capture(training, ALONE, is_best=True)
-    Copier().start(taken.tensors, taken.deferred)()
+    """Writes a valid checkpoint and returns its folder."""
+    training = make_training()
+    captured = capture(training, SINGLE_RANK_COMMS, is_best=True)
+    Copier().start(captured.tensors, captured.deferred)()
     writer = Writer(Store(tmp_path / "c"), 3)
-    writer.start(taken)
+    writer.start(captured)
     writer.wait()
     assert not writer.outcomes.get().problem
     return tmp_path / "c/3"
 
 
-def signed(folder: Path) -> None:
-    """Makes the manifest fit the files, as somebody who means it would."""
+def rewrite_manifest(folder: Path) -> None:
+    """Rewrites the manifest to match the changed files, as an attacker would."""
     entries = {}
     for path in folder.iterdir():
         if path.name != MANIFEST:
@@ -138,125 +138,125 @@ def signed(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(Manifest(3, entries, {"ranks": 1}).encode())
 
 
-def test_manifests(checkpoint: Path) -> None:
-    draw, found = random.Random(1), Counter[str]()
-    sound = json.loads((checkpoint / MANIFEST).read_bytes())
+def test_mutated_manifests_are_read_or_rejected(checkpoint: Path) -> None:
+    draw, tally = random.Random(1), Counter[str]()
+    valid = json.loads((checkpoint / MANIFEST).read_bytes())
     for _ in range(MANIFESTS):
-        said = changed(sound, draw)
-        if isinstance(said, dict) and draw.random() < 0.6:  # its hash is right
-            said.pop("sha256", None)
-            bare = json.dumps(said, indent=1, sort_keys=True).encode()
-            said["sha256"] = hashlib.sha256(bare).hexdigest()
-            raw = json.dumps(said, indent=1, sort_keys=True).encode() + b"\n"
+        mutant = mutate(valid, draw)
+        if isinstance(mutant, dict) and draw.random() < 0.6:  # makes its hash valid
+            mutant.pop("sha256", None)
+            unsigned = json.dumps(mutant, indent=1, sort_keys=True).encode()
+            mutant["sha256"] = hashlib.sha256(unsigned).hexdigest()
+            raw = json.dumps(mutant, indent=1, sort_keys=True).encode() + b"\n"
         else:
-            raw = text(said, draw)
+            raw = serialize(mutant, draw)
         (checkpoint / MANIFEST).write_bytes(raw)
 
-        def act() -> str:
+        def attempt() -> str:
             try:
                 read_manifest(checkpoint).verify(checkpoint)
             except DamagedCheckpoint as damage:
                 return "damaged" if len(str(damage)) < 1000 else "too long"
             return "read"
 
-        bounded(act, found)
-    assert found["damaged"] > MANIFESTS / 2
-    assert found["too long"] == 0
+        run_within_limit(attempt, tally)
+    assert tally["damaged"] > MANIFESTS / 2
+    assert tally["too long"] == 0
 
 
-def resumed(checkpoint: Path, training: Training) -> str:
+def try_resume(checkpoint: Path, training: Training) -> str:
     try:
-        loaded = load(ALONE, str(checkpoint), Store(checkpoint.parent), lambda _: None)
+        loaded = load(SINGLE_RANK_COMMS, str(checkpoint), Store(checkpoint.parent), lambda _: None)
         assert loaded is not None
         check_identity(loaded, training.identity)
-        restore(loaded, training, ALONE)
+        restore(loaded, training, SINGLE_RANK_COMMS)
     except PacelineError as error:
         return "refused" if len(error.render()) < 3000 else "too long"
     return "resumed"
 
 
-def test_states(checkpoint: Path) -> None:
-    draw, found = random.Random(2), Counter[str]()
-    training = trained()
-    assert resumed(checkpoint, training) == "resumed"
-    sound = json.loads((checkpoint / STATE).read_bytes())
+def test_mutated_states_are_resumed_or_rejected(checkpoint: Path) -> None:
+    draw, tally = random.Random(2), Counter[str]()
+    training = make_training()
+    assert try_resume(checkpoint, training) == "resumed"
+    valid = json.loads((checkpoint / STATE).read_bytes())
     for _ in range(STATES):
-        (checkpoint / STATE).write_bytes(text(changed(sound, draw), draw))
-        signed(checkpoint)
-        bounded(lambda: resumed(checkpoint, training), found)
-    assert found["refused"] > STATES / 4
-    assert found["too long"] == 0
+        (checkpoint / STATE).write_bytes(serialize(mutate(valid, draw), draw))
+        rewrite_manifest(checkpoint)
+        run_within_limit(lambda: try_resume(checkpoint, training), tally)
+    assert tally["refused"] > STATES / 4
+    assert tally["too long"] == 0
 
 
-def test_tensors(checkpoint: Path, tmp_path: Path) -> None:
-    draw, found = random.Random(3), Counter[str]()
-    sound, training = tmp_path / "sound", trained()
-    shutil.copytree(checkpoint, sound)
+def test_mutated_tensors_are_resumed_or_rejected(checkpoint: Path, tmp_path: Path) -> None:
+    draw, tally = random.Random(3), Counter[str]()
+    valid, training = tmp_path / "sound", make_training()
+    shutil.copytree(checkpoint, valid)
     for _ in range(TENSORS):
         name = draw.choice([WEIGHTS, OPTIMIZER, RANDOM])
-        raw = bytearray((sound / name).read_bytes())
-        way = draw.random()
-        if way < 0.3:
+        raw = bytearray((valid / name).read_bytes())
+        probability = draw.random()
+        if probability < 0.3:
             save_file({"0.weight": torch.zeros(draw.randrange(5))}, checkpoint / name)
         else:
-            place = draw.randrange(min(len(raw), 300))
-            raw[place : place + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
+            offset = draw.randrange(min(len(raw), 300))
+            raw[offset : offset + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
             (checkpoint / name).write_bytes(raw[: draw.choice([len(raw), 7, 100])])
-        signed(checkpoint)
-        bounded(lambda: resumed(checkpoint, training), found)
-        shutil.copy(sound / name, checkpoint / name)
-    assert found["refused"] > TENSORS / 2
+        rewrite_manifest(checkpoint)
+        run_within_limit(lambda: try_resume(checkpoint, training), tally)
+        shutil.copy(valid / name, checkpoint / name)
+    assert tally["refused"] > TENSORS / 2
 
 
-def test_metrics(tmp_path: Path) -> None:
-    """What is no record does not count; the records around it do."""
+def test_mutated_metrics_lines_are_skipped(tmp_path: Path) -> None:
+    """Invalid lines are ignored; the records around them are read."""
     draw, path = random.Random(4), tmp_path / "metrics.jsonl"
-    sound = {"time": 1.5, "step": 3, "epoch": 0, "split": "train", "loss": 0.5}
+    valid = {"time": 1.5, "step": 3, "epoch": 0, "split": "train", "loss": 0.5}
     for number in range(METRICS):
-        hostile = text(changed(sound, draw), draw).replace(b"\n", b"")
+        hostile = serialize(mutate(valid, draw), draw).replace(b"\n", b"")
         if number % 300 == 0:
-            hostile *= 3 * MOST_LINE // max(1, len(hostile))
+            hostile *= 3 * MAX_LINE_SIZE // max(1, len(hostile))
         lines = [b'{"split": "before", "step": 7}', hostile, b'{"split": "after", "step": 8}']
         path.write_bytes(b"\n".join(lines) + b"\n" + hostile[:20])
 
-        def act() -> str:
-            last = recorded_steps(path)
-            assert (last.get("before"), last.get("after")) == (7, 8)
-            assert all(isinstance(split, str) for split in last)
-            assert all(type(step) is int and 0 <= step < 2**63 for step in last.values())
+        def attempt() -> str:
+            recorded = recorded_steps(path)
+            assert (recorded.get("before"), recorded.get("after")) == (7, 8)
+            assert all(isinstance(split, str) for split in recorded)
+            assert all(type(step) is int and 0 <= step < 2**63 for step in recorded.values())
             records = RecordFile(path)
             records.skip_recorded()
             records.append({"split": "after", "step": 9})
             assert recorded_steps(path)["after"] == 9
             return ""
 
-        bounded(act, Counter())
+        run_within_limit(attempt, Counter())
 
 
-def test_links_are_not_written_through(tmp_path: Path) -> None:
-    """A run directory may come from a stranger."""
-    mine, folder = tmp_path / "bashrc", tmp_path / "run"
-    mine.write_text("one\ntwo")
+def test_writes_do_not_follow_symlinks(tmp_path: Path) -> None:
+    """A run directory may come from somebody else."""
+    target, folder = tmp_path / "bashrc", tmp_path / "run"
+    target.write_text("one\ntwo")
     folder.mkdir()
     for name in ("metrics.jsonl", WRITER, "a.json"):
-        (folder / name).symlink_to(mine)
+        (folder / name).symlink_to(target)
     RecordFile(folder / "metrics.jsonl").append({"split": "train", "step": 1})
     with pytest.raises(OSError):
         WriterLock(folder).acquire()
     files.write_json(folder / "a.json", {})
     assert not (folder / "a.json").is_symlink()
-    assert mine.read_text() == "one\ntwo"
+    assert target.read_text() == "one\ntwo"
 
 
-def test_pointers(tmp_path: Path) -> None:
-    for raw in [*RAW, *(json.dumps({"step": one}).encode() for one in ODD[:8])]:
+def test_invalid_pointers_are_ignored(tmp_path: Path) -> None:
+    for raw in [*RAW, *(json.dumps({"step": invalid}).encode() for invalid in INVALID_VALUES[:8])]:
         (tmp_path / "best.json").write_bytes(raw)
         assert Store(tmp_path).best_of([]) is None
         assert isinstance(read_pointer(tmp_path / BEST), str)
 
 
-def test_what_starting_again_would_do(tmp_path: Path) -> None:
-    """Nobody is promised a resume from a checkpoint that there is not."""
+def test_interrupt_remedy_names_resume_step(tmp_path: Path) -> None:
+    """The remedy promises no resume from a checkpoint that does not exist."""
     from paceline.explain.evidence_reader import from_run
     from paceline.explain.rules import load
 
@@ -265,7 +265,7 @@ def test_what_starting_again_would_do(tmp_path: Path) -> None:
     match = rule.match(from_run(tmp_path))
     assert match is not None
     assert "training starts from step 0" in match.remedy
-    assert "files/HOST" in match.remedy  # a script's own
+    assert "files/HOST" in match.remedy  # checkpoints of a script
     for step in ("20", "100", "7"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
     for step in ("20", "7"):

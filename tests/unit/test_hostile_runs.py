@@ -1,4 +1,4 @@
-"""Run directories and logs that nobody would write: a clear answer, soon, and nothing obeyed."""
+"""Tests that hostile run directories and logs give a clear answer soon, and have no effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import hostile
+import hostile_files
 from paceline.explain.evidence import MAX_LINE_CHARS, MAX_LINES, lines_of
 from paceline.explain.evidence_reader import from_run, read_named
 from paceline.progress import describe
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_every_verb_answers(first: int, tmp_path: Path) -> None:
+def test_verbs_survive_hostile_run_directories(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 10):
-        path = hostile.run_folder(seed, tmp_path)
-        for typed in hostile.verbs(path, seed):
-            began = time.monotonic()
-            said, trouble = hostile.call(*typed)
-            assert not trouble, (seed, typed, trouble)
-            assert not hostile.obeyed(said), (seed, typed)
-            assert time.monotonic() - began < 30, (seed, typed)
+        path = hostile_files.run_folder(seed, tmp_path)
+        for argv in hostile_files.verbs(path, seed):
+            start = time.monotonic()
+            output, problem = hostile_files.call(*argv)
+            assert not problem, (seed, argv, problem)
+            assert not hostile_files.obeyed(output), (seed, argv)
+            assert time.monotonic() - start < 30, (seed, argv)
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -39,17 +39,17 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
             open_regular(tmp_path / name)
 
 
-def test_a_link_in_a_run_directory_is_not_written_through(tmp_path: Path) -> None:
+def test_explain_does_not_write_through_symlink(tmp_path: Path) -> None:
     run, target = tmp_path / "run", tmp_path / "bashrc"
     run.mkdir()
     target.write_text("mine")
     (run / names.RESULT).write_text('{"exit_code": 1}')
     (run / names.FINDINGS).symlink_to(target)
-    hostile.call("explain", str(run))
+    hostile_files.call("explain", str(run))
     assert target.read_text() == "mine"
 
 
-def test_logs_behind_links_are_not_shown(tmp_path: Path) -> None:
+def test_logs_behind_symlinks_are_not_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "logs" / "n1").mkdir(parents=True)
     (run / names.RESULT).write_text('{"exit_code": 1}')
@@ -57,29 +57,29 @@ def test_logs_behind_links_are_not_shown(tmp_path: Path) -> None:
     (run / "logs" / "n1" / "0.log").symlink_to(tmp_path / "0.log")
     (run / "logs" / "n2").symlink_to(tmp_path)
     assert from_run(run).logs == ()
-    assert "secret" not in hostile.call("logs", str(run))[0]
+    assert "secret" not in hostile_files.call("logs", str(run))[0]
 
 
-def test_huge_files_are_read_in_part(tmp_path: Path) -> None:
+def test_huge_files_are_read_partially(tmp_path: Path) -> None:
     for name in ("a.json", "a.jsonl"):
-        hostile.huge(tmp_path / name)
+        hostile_files.huge(tmp_path / name)
     assert read_object(tmp_path / "a.json") is None
     assert read_records(tmp_path / "a.jsonl") == []
     file = tmp_path / "many.jsonl"
     file.write_text("".join(f'{{"step": {n}}}\n' for n in range(100_000)))
-    found = read_records(file, size=1000)
-    assert (found[0], found[-1]) == ({"step": 0}, {"step": 99_999})
-    assert len(found) < 300
+    rows = read_records(file, size=1000)
+    assert (rows[0], rows[-1]) == ({"step": 0}, {"step": 99_999})
+    assert len(rows) < 300
 
 
-def test_rules_see_bounded_lines() -> None:
+def test_log_lines_are_limited_in_length_and_number() -> None:
     (line,) = lines_of("a" * 50_000_000 + "ValueError: the end")
     assert len(line) < MAX_LINE_CHARS + 20
     assert line.endswith("ValueError: the end")
     assert len(lines_of("x\n" * 3 * MAX_LINES)) == MAX_LINES
 
 
-def test_a_log_may_come_through_a_pipe_or_never_end(tmp_path: Path) -> None:
+def test_reads_log_from_pipe_and_endless_device(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.write(write, b"one\ntwo\n")
     os.close(write)
@@ -99,7 +99,7 @@ def test_integers_beyond_floats_are_no_numbers(tmp_path: Path) -> None:
         f'{{"step": 1, "split": "train", "loss": {huge}, "samples_per_s": {huge}}}\n'
     )
     for verb in ("status", "explain", "report", "logs"):
-        assert hostile.call(verb, str(tmp_path))[1] == ""
+        assert hostile_files.call(verb, str(tmp_path))[1] == ""
     assert describe({"step": 1, "loss": int(huge), "samples_per_s": int(huge)}) == "step 1"
     assert not schema.matches(schema.number, int(huge))
     assert not schema.matches(schema.number, float("nan"))

@@ -1,4 +1,4 @@
-"""``paceline hosts``."""
+"""Tests the command ``paceline hosts``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*arguments: str) -> Result:
     return result
 
 
-def test_the_table(hostfile: Path) -> None:
+def test_prints_host_table(hostfile: Path) -> None:
     assert run("hostfile").stdout.splitlines() == [
         "name  slots  user  port",
         "n1    2      -     -",
@@ -48,7 +48,7 @@ def test_the_table(hostfile: Path) -> None:
     ]
 
 
-def test_paceline_toml_of_the_folder_is_applied(hostfile: Path) -> None:
+def test_applies_paceline_toml_of_folder(hostfile: Path) -> None:
     (hostfile.parent / "paceline.toml").write_text('[hosts.n1]\naddress = "10.0.0.1"\n')
     assert run("hostfile").stdout.splitlines()[:2] == [
         "name  address   slots  user  port",
@@ -56,14 +56,14 @@ def test_paceline_toml_of_the_folder_is_applied(hostfile: Path) -> None:
     ]
 
 
-def test_json_has_every_field(hostfile: Path) -> None:
-    found = json.loads(run("hostfile", "--json").stdout)
-    assert list(found) == ["source", "hosts", "notes"]
-    assert [list(host) for host in found["hosts"]] == [[f.name for f in fields(Host)]] * 2
-    assert found["hosts"][1]["port"] == 50022
+def test_json_contains_host_fields(hostfile: Path) -> None:
+    document = json.loads(run("hostfile", "--json").stdout)
+    assert list(document) == ["source", "hosts", "notes"]
+    assert [list(host) for host in document["hosts"]] == [[f.name for f in fields(Host)]] * 2
+    assert document["hosts"][1]["port"] == 50022
 
 
-def test_writing_says_what_is_lost(hostfile: Path) -> None:
+def test_write_reports_lost_fields(hostfile: Path) -> None:
     result = run("hostfile", "--write", "mpich")
     assert result.stdout == "n1:2\nn2:4\n"
     assert result.stderr.splitlines() == [
@@ -74,29 +74,29 @@ def test_writing_says_what_is_lost(hostfile: Path) -> None:
     assert run("n1,n2", "--write", "accelerate").stderr.endswith("the hosts after the first\n")
 
 
-def test_unknown_or_unwritable_dialects(hostfile: Path) -> None:
+def test_rejects_unknown_and_unwritable_dialects(hostfile: Path) -> None:
     with pytest.raises(SettingError, match="did you mean `slurm`"):
         run("hostfile", "--write", "slrum")
     with pytest.raises(SettingError, match="variables"):
         run("hostfile", "--write", "torchrun")
 
 
-def test_errors_reach_the_program(hostfile: Path) -> None:
+def test_host_file_errors_propagate(hostfile: Path) -> None:
     hostfile.write_text("n1 slots=x\n")
     with pytest.raises(HostsError, match="hostfile, line 1") as caught:
         run("hostfile")
     assert caught.value.exit_code == 2
 
 
-def test_nothing_on_disk_changes(hostfile: Path) -> None:
-    before = hashlib.sha256(hostfile.read_bytes()).hexdigest()
+def test_write_option_leaves_disk_unchanged(hostfile: Path) -> None:
+    initial = hashlib.sha256(hostfile.read_bytes()).hexdigest()
     for target in ("toml", "plain", "tlt"):
         run("hostfile", "--write", target)
-    assert hashlib.sha256(hostfile.read_bytes()).hexdigest() == before
+    assert hashlib.sha256(hostfile.read_bytes()).hexdigest() == initial
     assert [path.name for path in hostfile.parent.iterdir()] == ["hostfile"]
 
 
-def test_the_documentation_names_every_dialect() -> None:
+def test_documentation_lists_dialects() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "describe-hosts.md").read_text()
     documented = set(re.findall(r"^\| `([a-z-]+)` \|[^|]+\|[^|]+\|$", page, re.M))
     assert documented == set(DIALECTS)
@@ -105,33 +105,33 @@ def test_the_documentation_names_every_dialect() -> None:
 
 
 @pytest.fixture
-def interrupt() -> Iterator[None]:
-    """The handler of SIGINT, which the program takes away at its end."""
-    before = signal.getsignal(signal.SIGINT)
+def restore_sigint() -> Iterator[None]:
+    """Restores the handler of SIGINT, which the program removes at its end."""
+    initial = signal.getsignal(signal.SIGINT)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, initial)
 
 
-@pytest.mark.usefixtures("interrupt")
+@pytest.mark.usefixtures("restore_sigint")
 @pytest.mark.parametrize(
     "line",
     ["run train.py", "hosts n1,n2", "explain x.log", "check", "train minimal", "runs", "lab up"],
 )
-def test_a_removed_current_folder_is_an_error_of_its_own(
+def test_removed_working_directory_is_reported(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "removed"
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main(line.split())
-    assert ended.value.code == 2
+    assert exc_info.value.code == 2
     assert "the current folder was removed" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("interrupt")
-def test_a_machine_without_ssh_is_told_to_install_it(
+@pytest.mark.usefixtures("restore_sigint")
+def test_missing_ssh_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

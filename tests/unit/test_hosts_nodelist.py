@@ -1,4 +1,4 @@
-"""Slurm's node lists, both ways."""
+"""Tests the expansion and the compression of Slurm's node lists."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ names = st.from_regex(r"[a-c]{1,2}-?[0-9]{0,4}(-ib[0-9]?)?", fullmatch=True)
 
 
 @given(st.lists(names, max_size=40))
-def test_expanding_undoes_compressing(hosts: list[str]) -> None:
+def test_expand_inverts_compress(hosts: list[str]) -> None:
     assert expand(compress(hosts)) == (hosts or [""])
 
 
 @given(
     st.integers(0, 1200), st.integers(0, 120), st.integers(1, 5), st.sampled_from(["", "-ib", "x0"])
 )
-def test_a_range_is_one_bracket(low: int, more: int, width: int, tail: str) -> None:
-    numbers = [str(n).zfill(width) for n in range(low, low + more + 1)]
+def test_compress_writes_range_in_single_bracket(
+    low: int, span: int, width: int, tail: str
+) -> None:
+    numbers = [str(n).zfill(width) for n in range(low, low + span + 1)]
     text = compress([f"n{number}" for number in numbers])
-    assert text == (f"n[{numbers[0]}-{numbers[-1]}]" if more else f"n{numbers[0]}")
+    assert text == (f"n[{numbers[0]}-{numbers[-1]}]" if span else f"n{numbers[0]}")
     assert expand(f"n[{numbers[0]}-{numbers[-1]}]{tail}") == [f"n{n}{tail}" for n in numbers]
 
 
@@ -43,7 +45,7 @@ def test_a_range_is_one_bracket(low: int, more: int, width: int, tail: str) -> N
         ("10.0.0.[9-11]", "10.0.0.9 10.0.0.10 10.0.0.11"),
     ],
 )
-def test_expands(text: str, hosts: str) -> None:
+def test_expands_node_lists(text: str, hosts: str) -> None:
     assert expand(text) == hosts.split()
 
 
@@ -61,7 +63,7 @@ def test_expands(text: str, hosts: str) -> None:
         ("n1-ib n2-ib", "n1-ib,n2-ib"),
     ],
 )
-def test_compresses_in_order(hosts: str, text: str) -> None:
+def test_compress_preserves_order(hosts: str, text: str) -> None:
     assert compress(hosts.split()) == text
 
 
@@ -69,7 +71,7 @@ def test_compresses_in_order(hosts: str, text: str) -> None:
     "text",
     ["n[", "n]", "n[]", "n[1-]", "n[-1]", "n[2-1]", "n[1-2:1]", "n[a-b]", "n[[1]]", "n[1,,2]"],
 )
-def test_refuses(text: str) -> None:
+def test_rejects_invalid_node_lists(text: str) -> None:
     with pytest.raises(UnreadableError):
         expand(text)
 
@@ -85,12 +87,12 @@ def test_refuses(text: str) -> None:
         "n[0-" + "9" * 400 + "]",
     ],
 )
-def test_does_not_expand_what_would_fill_the_memory(text: str) -> None:
+def test_rejects_excessive_expansion(text: str) -> None:
     with pytest.raises(UnreadableError):
         expand(text)
 
 
-def test_counts() -> None:
+def test_expands_counts() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("72") == [72]
     for text in ("", "2(x)", "2(3)", "x", "2,", "1(x999999999)"):

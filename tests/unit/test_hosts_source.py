@@ -1,4 +1,4 @@
-"""What ``-H`` may be given, and what becomes of it."""
+"""Tests the sources of hosts that ``-H`` accepts, and the hosts that are read from them."""
 
 from __future__ import annotations
 
@@ -40,46 +40,46 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("source", [None, "local", "auto"])
-def test_without_anything_it_is_this_machine(source: str | None, tmp_path: Path) -> None:
+def test_default_source_is_local_machine(source: str | None, tmp_path: Path) -> None:
     (host,) = read(source, tmp_path).hosts
     assert host.local
     assert host.name == os.uname().nodename.split(".")[0]
 
 
-def test_an_allocation_is_pointed_out_and_not_taken(tmp_path: Path) -> None:
+def test_allocation_is_suggested_but_not_used(tmp_path: Path) -> None:
     cluster = read(None, tmp_path, SLURM)
     assert cluster.hosts[0].local
     assert "-H slurm" in cluster.notes[0]
 
 
 @pytest.mark.parametrize("source", ["slurm", "auto"])
-def test_an_allocation_by_name(source: str, tmp_path: Path) -> None:
+def test_reads_allocation_by_keyword(source: str, tmp_path: Path) -> None:
     assert slots(read(source, tmp_path, SLURM)) == {"n1": 2, "n2": 2}
 
 
-def test_a_dialect_of_variables_needs_no_source(tmp_path: Path) -> None:
+def test_environment_dialect_needs_no_source(tmp_path: Path) -> None:
     assert slots(read(None, tmp_path, SLURM, dialect="slurm")) == {"n1": 2, "n2": 2}
 
 
-def test_a_keyword_wins_over_a_file(tmp_path: Path) -> None:
+def test_keyword_has_precedence_over_file(tmp_path: Path) -> None:
     (tmp_path / "slurm").write_text("a\n")
     assert slots(read("slurm", tmp_path, SLURM)) == {"n1": 2, "n2": 2}
     assert slots(read("./slurm", tmp_path, SLURM)) == {"a": None}
 
 
-def test_a_host_may_be_called_like_a_dialect(tmp_path: Path) -> None:
+def test_host_may_have_name_of_dialect(tmp_path: Path) -> None:
     assert slots(read("slurm,", tmp_path)) == {"slurm": None}
     assert slots(read("slurm:4", tmp_path)) == {"slurm": 4}
 
 
 @pytest.mark.parametrize("source", ["hostfile", "./hostfile", "slots:hostfile", "openmpi:hostfile"])
-def test_files(source: str, folder: Path) -> None:
+def test_reads_host_file(source: str, folder: Path) -> None:
     cluster = read(source, folder)
     assert slots(cluster) == {"n1": 2, "n2": 2}
     assert cluster.source.endswith("hostfile (host file of Open MPI or DeepSpeed)")
 
 
-def test_absolute_paths(folder: Path) -> None:
+def test_reads_absolute_path(folder: Path) -> None:
     assert slots(read(str(folder / "hostfile"), Path("/"))) == {"n1": 2, "n2": 2}
 
 
@@ -91,18 +91,18 @@ def test_absolute_paths(folder: Path) -> None:
         ("rendezvous", {"n1": (None, None), "n2": (None, None)}),
     ],
 )
-def test_the_colon(colon: str | None, expected: object, folder: Path) -> None:
+def test_colon_option(colon: str | None, expected: object, folder: Path) -> None:
     cluster = read("machines.txt", folder, colon=colon)
     assert {h.name: (h.slots, h.port) for h in cluster.hosts} == expected
     assert bool(cluster.notes) is (colon is None)
 
 
-def test_slots_cannot_be_ports(folder: Path) -> None:
+def test_rejects_port_as_slots(folder: Path) -> None:
     with pytest.raises(HostsError, match=r"machines.txt, line 2"):
         read("machines.txt", folder, colon="slots")
 
 
-def test_a_named_dialect_fixes_the_colon(tmp_path: Path) -> None:
+def test_dialect_determines_meaning_of_colon(tmp_path: Path) -> None:
     assert slots(read("a:22,b:22", tmp_path, dialect="mpich")) == {"a": 22, "b": 22}
     assert read("a:2,b:2", tmp_path, dialect="port").hosts[0].port == 2
     assert read("a:29500,b", tmp_path, dialect="tlt").hosts[0].port is None
@@ -112,12 +112,12 @@ def test_a_named_dialect_fixes_the_colon(tmp_path: Path) -> None:
     "source",
     ["hosts.txt", "hostfil", "hostfile2x/y", "./n1", "~/none", "machine.txt", "paceline.toml"],
 )
-def test_what_means_a_file_is_never_a_host(source: str, folder: Path) -> None:
+def test_missing_file_is_not_read_as_host(source: str, folder: Path) -> None:
     with pytest.raises(HostsError, match="there is no host file"):
         read(source, folder)
 
 
-def test_the_nearest_file_is_offered(folder: Path) -> None:
+def test_suggests_similar_file_name(folder: Path) -> None:
     with pytest.raises(HostsError, match="did you mean `hostfile`"):
         read("hostfil", folder)
     with pytest.raises(HostsError, match=r"write `hosts\.txt,`"):
@@ -126,21 +126,21 @@ def test_the_nearest_file_is_offered(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["n1", "node2", "host1", "n1.example.org", "gpu"])
-def test_a_single_host_is_said_to_be_one(source: str, folder: Path) -> None:
+def test_single_host_is_noted(source: str, folder: Path) -> None:
     (folder / "node1").touch()
     cluster = read(source, folder)
     assert slots(cluster) == {source: None}
     assert "was read as one host" in cluster.notes[0]
 
 
-def test_a_folder_is_no_host_file(tmp_path: Path) -> None:
+def test_rejects_folder_as_host_file(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     with pytest.raises(HostsError, match="write `cluster,`"):
         read("cluster", tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "# nothing\n", "[hosts]\n", "Host *\n User a\n"])
-def test_a_file_without_hosts(content: str, tmp_path: Path) -> None:
+def test_rejects_empty_host_file(content: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(content)
     with pytest.raises(HostsError, match="no hosts in it"):
         read("hosts", tmp_path, {"PBS_NODEFILE": "/nowhere"})
@@ -150,18 +150,18 @@ def test_a_file_without_hosts(content: str, tmp_path: Path) -> None:
     ("content", "line"),
     [(b"n1\nn\xe9\n", 2), (b"n1\nn2\0\n", 2), (b"\x7fELF\x02\x01\0", 1)],
 )
-def test_a_binary_file(content: bytes, line: int, tmp_path: Path) -> None:
+def test_rejects_binary_file(content: bytes, line: int, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(HostsError, match=f"hosts, line {line}:"):
         read("hosts", tmp_path)
 
 
-def test_utf16_from_a_windows_editor(tmp_path: Path) -> None:
+def test_reads_utf16_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1\r\nn2\r\n", encoding="utf-16")
     assert slots(read("hosts", tmp_path)) == {"n1": None, "n2": None}
 
 
-def test_yaml_that_grows_is_refused(tmp_path: Path) -> None:
+def test_rejects_yaml_alias_bombs(tmp_path: Path) -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     lists = "\n".join(["a0: &a0 [x]", *levels, "hosts: *a11", ""])
     groups = [f"g{n}: &g{n} {{children: {{a: *g{n - 1}, b: *g{n - 1}}}}}" for n in range(1, 40)]
@@ -172,8 +172,8 @@ def test_yaml_that_grows_is_refused(tmp_path: Path) -> None:
             read("hosts.yaml", tmp_path)
 
 
-def test_groups_that_contain_each_other(tmp_path: Path) -> None:
-    """Paths through them are many more than groups."""
+def test_handles_cyclic_and_deep_inventory_groups(tmp_path: Path) -> None:
+    """There are many more paths through the groups than groups."""
     names = [f"g{number}" for number in range(14)]
     groups = [f"[{name}:children]\n" + "\n".join(names) for name in names]
     (tmp_path / "inv.ini").write_text("\n".join(["[g0]", "n1 ansible_port=2222", *groups]))
@@ -184,13 +184,13 @@ def test_groups_that_contain_each_other(tmp_path: Path) -> None:
         read("inv.ini", tmp_path)
 
 
-def test_hosts_of_all_lines_are_counted(tmp_path: Path) -> None:
+def test_host_limit_spans_lines(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("".join(f"h{n}-[1-60000]\n" for n in range(1000)))
     with pytest.raises(HostsError, match="hosts, line 2"):
         read("hosts", tmp_path)
 
 
-def test_named_pipes_are_not_waited_for(tmp_path: Path) -> None:
+def test_rejects_pipes_and_devices(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(HostsError, match="is a named pipe"):
         read("./pipe", tmp_path)
@@ -200,14 +200,14 @@ def test_named_pipes_are_not_waited_for(tmp_path: Path) -> None:
     assert read("ssh-config:config", tmp_path).hosts[0].name == "n1"
 
 
-def test_a_huge_file(tmp_path: Path) -> None:
+def test_rejects_huge_file(tmp_path: Path) -> None:
     with (tmp_path / "hosts").open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(HostsError, match="not a host file"):
         read("hosts", tmp_path)
 
 
-def test_pbs_names_its_file(tmp_path: Path) -> None:
+def test_reads_file_named_by_pbs(tmp_path: Path) -> None:
     (tmp_path / "17.server").write_text("n1\nn1\nn2\n")
     environ = {"PBS_NODEFILE": str(tmp_path / "17.server")}
     for source in ("pbs", "auto"):
@@ -216,7 +216,7 @@ def test_pbs_names_its_file(tmp_path: Path) -> None:
         read("pbs", tmp_path, {"PBS_NODEFILE": "/nowhere/17"})
 
 
-def test_accelerate_names_a_host_file_beside_it(folder: Path) -> None:
+def test_accelerate_host_file_is_relative_to_config(folder: Path) -> None:
     text = "num_machines: 2\ndeepspeed_config:\n  deepspeed_hostfile: hostfile\n"
     (folder / "acc").mkdir()
     (folder / "acc" / "default_config.yaml").write_text(text)
@@ -227,9 +227,9 @@ def test_accelerate_names_a_host_file_beside_it(folder: Path) -> None:
         assert "→ hostfile" in cluster.source
 
 
-def test_mpi_names_its_host_file(folder: Path) -> None:
+def test_reads_file_named_by_intel_mpi(folder: Path) -> None:
     environ = {"I_MPI_HYDRA_HOST_FILE": str(folder / "machines.txt")}
-    with pytest.raises(HostsError, match="line 2"):  # Intel MPI's meaning of `n2:50022`
+    with pytest.raises(HostsError, match="line 2"):  # Intel MPI reads `n2:50022` as 50022 slots
         read("mpi", folder, environ)
 
 
@@ -242,13 +242,13 @@ def test_ssh_config_with_include(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert list(slots(read(source, tmp_path))) == ["n2", "n1"]
 
 
-def test_same_address_behind_several_ports(tmp_path: Path) -> None:
+def test_ports_distinguish_hosts_of_equal_address(tmp_path: Path) -> None:
     hosts = read("localhost:2201,localhost:2202,localhost", tmp_path).hosts
     assert [host.name for host in hosts] == ["localhost:2201", "localhost:2202", "localhost"]
     assert {host.address for host in hosts} == {"localhost"}
 
 
-def test_unknown_words_for_options(tmp_path: Path) -> None:
+def test_rejects_unknown_option_values(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="one of slots, port, rendezvous"):
         read("a:2", tmp_path, colon="ports")
     with pytest.raises(SettingError, match="did you mean `slurm`"):
@@ -258,18 +258,18 @@ def test_unknown_words_for_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source", ["", " ", "n1 n2", "n1;;n2", "-n1", "$(id)", "n1\nn2&", "n1:", "user@@n1", "a..b,"]
 )
-def test_hostile_lists(source: str, tmp_path: Path) -> None:
+def test_rejects_hostile_lists(source: str, tmp_path: Path) -> None:
     with pytest.raises(HostsError):
         read(source, tmp_path)
 
 
-def test_what_was_read_is_unchanged(folder: Path) -> None:
+def test_reading_leaves_file_unchanged(folder: Path) -> None:
     path = folder / "tlt"
     path.write_bytes(b"\xef\xbb\xbf10.0.0.1:29500\r\n10.0.0.2\r\n\r\n")
-    before = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns
+    initial_state = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns
     path.chmod(0o444)
     assert [h.name for h in read("tlt:tlt", folder).hosts] == ["10.0.0.1", "10.0.0.2"]
-    assert (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) == before
+    assert (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) == initial_state
     assert sorted(p.name for p in folder.iterdir()) == ["hostfile", "machines.txt", "tlt"]
 
 
@@ -283,12 +283,12 @@ def test_what_was_read_is_unchanged(folder: Path) -> None:
         ("hosts.csv", "host,slots\nn1,2\nn2,2\n"),
     ],
 )
-def test_lists_of_other_programs(name: str, text: str, tmp_path: Path) -> None:
+def test_reads_yaml_json_ini_and_csv(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert slots(read(name, tmp_path)) == {"n1": 2, "n2": 2}
 
 
-def test_a_file_that_another_names_and_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_referenced_host_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("num_machines: 2\ndeepspeed_hostfile: /nowhere/hosts\n")
     with pytest.raises(HostsError, match=r"c\.yaml .* names the host file /nowhere/hosts"):
         read("c.yaml", tmp_path)

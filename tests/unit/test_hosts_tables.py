@@ -1,4 +1,4 @@
-"""What paceline.toml says about single hosts, and which host this machine is."""
+"""Tests the host tables of paceline.toml, and how the local machine is recognised."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from paceline.hosts import apply_overrides, find_local_host, load_toml
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
-TWO = Cluster((Host("n1", slots=1), Host("n2", slots=1, port=22)), notes=("a note",))
+CLUSTER = Cluster((Host("n1", slots=1), Host("n2", slots=1, port=22)), notes=("a note",))
 
 
-def test_tables_win_over_the_description() -> None:
+def test_tables_override_host_description() -> None:
     tables = {"n2": {"python": "/opt/py", "slots": 4, "key": "~/.ssh/n2"}, "n7": {"slots": 1}}
-    cluster = apply_overrides(TWO, {"hosts": tables, "run": {"nnodes": 2}})
-    assert cluster.hosts[0] == TWO.hosts[0]
+    cluster = apply_overrides(CLUSTER, {"hosts": tables, "run": {"nnodes": 2}})
+    assert cluster.hosts[0] == CLUSTER.hosts[0]
     assert cluster.hosts[1] == Host(
         "n2", slots=4, port=22, python="/opt/py", identity_file="~/.ssh/n2"
     )
-    assert cluster.notes == TWO.notes
+    assert cluster.notes == CLUSTER.notes
 
 
-def test_variables_of_a_host() -> None:
+def test_applies_environment_of_host() -> None:
     table = {"env": {"FI_PROVIDER": "tcp", "NCCL_IB_TC": 106}}
-    n1, _ = apply_overrides(TWO, {"hosts": {"n1": table}}).hosts
+    n1, _ = apply_overrides(CLUSTER, {"hosts": {"n1": table}}).hosts
     assert n1.env == {"FI_PROVIDER": "tcp", "NCCL_IB_TC": "106"}
 
 
-def test_a_table_may_be_called_by_the_address() -> None:
+def test_table_may_be_named_by_address() -> None:
     cluster = Cluster((Host("n1", address="FD00::1"),))
     changed = apply_overrides(cluster, {"hosts": {"fd00::1": {"user": "ml"}}})
     assert changed.hosts[0].user == "ml"
 
 
-def test_nothing_to_apply() -> None:
-    assert apply_overrides(TWO, {}) == TWO
-    assert apply_overrides(TWO, {"hosts": "hostfile"}) == TWO
+def test_cluster_is_unchanged_if_no_table_applies() -> None:
+    assert apply_overrides(CLUSTER, {}) == CLUSTER
+    assert apply_overrides(CLUSTER, {"hosts": "hostfile"}) == CLUSTER
 
 
-def test_a_slip_of_the_pen_is_noted() -> None:
+def test_suggests_host_for_misspelled_table() -> None:
     cluster = Cluster((Host("worker-a"), Host("worker-1")))
     tables = {"hosts": {"wroker-a": {"slots": 1}, "worker-2": {"slots": 1}}}
     assert apply_overrides(cluster, tables).notes == (
@@ -68,13 +68,13 @@ def test_a_slip_of_the_pen_is_noted() -> None:
         ("n1", "a table"),
     ],
 )
-def test_bad_tables(table: object, said: str) -> None:
+def test_rejects_invalid_tables(table: object, said: str) -> None:
     with pytest.raises(HostsError, match=said) as caught:
-        apply_overrides(TWO, {"hosts": {"n1": table}})
+        apply_overrides(CLUSTER, {"hosts": {"n1": table}})
     assert "[hosts.n1]" in caught.value.message
 
 
-def test_loading(tmp_path: Path) -> None:
+def test_loads_toml_and_reports_errors(tmp_path: Path) -> None:
     path = tmp_path / "paceline.toml"
     assert load_toml(path) == {}
     path.write_text("[run]\nnnodes = 2\n[hosts.n1]\nslots = 2\n")
@@ -89,7 +89,7 @@ def test_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "me"),
+    ("hosts", "expected"),
     [
         ("n1 n2", "n2"),
         ("n1 n2.example.org", "n2.example.org"),
@@ -102,27 +102,27 @@ def test_loading(tmp_path: Path) -> None:
         ("a b", None),
     ],
 )
-def test_who_am_i(hosts: str, me: str | None) -> None:
+def test_identifies_local_host(hosts: str, expected: str | None) -> None:
     cluster = Cluster(tuple(map(Host, hosts.split())))
     addresses = ["127.0.0.1", "127.0.1.1", "::1", "10.0.0.2", "fd00::2"]
-    assert find_local_host(cluster, ["n2", "localhost"], addresses) == me
+    assert find_local_host(cluster, ["n2", "localhost"], addresses) == expected
 
 
 @pytest.mark.parametrize("hosts", ["127.0.1.1 10.0.0.2", "localhost n2", "n2 127.0.0.1 n3"])
-def test_this_machine_under_two_names_is_refused(hosts: str) -> None:
+def test_rejects_two_names_of_local_machine(hosts: str) -> None:
     cluster = Cluster(tuple(map(Host, hosts.split())))
     with pytest.raises(HostsError, match="both this machine") as caught:
         find_local_host(cluster, ["n2", "localhost"], ["127.0.0.1", "127.0.1.1", "10.0.0.2"])
     assert "slots=2" in caught.value.remedy
 
 
-def test_who_am_i_by_full_name() -> None:
+def test_identifies_local_host_by_full_name() -> None:
     cluster = Cluster((Host("n2.example.com"), Host("n2.example.org")))
     assert find_local_host(cluster, ["n2", "n2.example.org"], []) == "n2.example.org"
     assert find_local_host(Cluster((Host("n1"), Host("n2"))), ["n2.example.org"], []) == "n2"
 
 
-def test_containers_behind_ports_are_not_me() -> None:
+def test_container_ports_are_not_local_host() -> None:
     hosts = (Host("a", "localhost", port=2201), Host("b", "localhost", port=2202))
     assert find_local_host(Cluster(hosts), ["n2"], ["10.0.0.2"]) is None
     hosts = (Host("a", "10.0.0.2", port=2201), Host("b", "10.0.0.2", port=22))

@@ -1,4 +1,4 @@
-"""Refusals of a hub that answers over HTTP, as the hub's own client takes them."""
+"""Tests how errors of a hub reach the user through the hub's own HTTP client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Refuses so many requests, or all, and then has the one file."""
+    """A server that rejects the first requests (or all), and then serves one file."""
 
     def __init__(self, status: int, refusals: float) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -58,21 +58,21 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _answer(self, content: bytes) -> None:
         self.server.refusals -= 1
-        refused = self.server.refusals >= 0
-        self.send_response(self.server.status if refused else 200)
-        self.send_header("Content-Length", str(0 if refused else len(FILE)))
-        if not refused:
+        rejected = self.server.refusals >= 0
+        self.send_response(self.server.status if rejected else 200)
+        self.send_header("Content-Length", str(0 if rejected else len(FILE)))
+        if not rejected:
             self.send_header("ETag", '"1"')
             self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
-        self.wfile.write(b"" if refused else content)
+        self.wfile.write(b"" if rejected else content)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
 @contextlib.contextmanager
-def hub_that_refuses(status: int, refusals: float = float("inf")) -> Iterator[Hub]:
+def refusing_hub(status: int, refusals: float = float("inf")) -> Iterator[Hub]:
     with Hub(status, refusals) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -80,15 +80,15 @@ def hub_that_refuses(status: int, refusals: float = float("inf")) -> Iterator[Hu
 
 
 def fetch(folder: Path, *endpoints: str, **env: str) -> list[tuple[list[float], str]]:
-    """Of each hub, the waits before further tries, and the file or the error."""
+    """Returns, for each hub, the waits between attempts and the fetched file or the error."""
     clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", SCRIPT, *endpoints],
         env={**clean, "HF_HOME": str(folder), "HF_ENDPOINT": endpoints[0], **env},
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    answers = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    return [(waited, text) for waited, text in map(json.loads, answers)]
+    answers = [line for line in completed.stdout.splitlines() if line.startswith("[")]
+    return [(delays, text) for delays, text in map(json.loads, answers)]
 
 
 REMEDIES = {
@@ -97,23 +97,23 @@ REMEDIES = {
     404: "check the id",
     401: "HF_TOKEN",
 }
-FOR_THE_MOMENT = (429, 503)
+TRANSIENT_STATUSES = (429, 503)
 
 
-def test_a_refusal_is_explained_and_one_for_the_moment_is_no_failure(tmp_path: Path) -> None:
+def test_explains_hub_errors_and_retries_transient(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        hubs = [stack.enter_context(hub_that_refuses(status)) for status in REMEDIES]
-        hubs.append(stack.enter_context(hub_that_refuses(503, refusals=1)))
-        *refused, fetched = fetch(tmp_path, *(hub.url for hub in hubs))
-    for (waited, text), (status, remedy) in zip(refused, REMEDIES.items(), strict=True):
+        hubs = [stack.enter_context(refusing_hub(status)) for status in REMEDIES]
+        hubs.append(stack.enter_context(refusing_hub(503, refusals=1)))
+        *rejected, fetched = fetch(tmp_path, *(hub.url for hub in hubs))
+    for (delays, text), (status, remedy) in zip(rejected, REMEDIES.items(), strict=True):
         assert "could not be loaded" in text
         assert remedy in text
-        assert waited == list(RETRY_DELAYS_S if status in FOR_THE_MOMENT else ())
+        assert delays == list(RETRY_DELAYS_S if status in TRANSIENT_STATUSES else ())
     assert fetched[1] == FILE.decode()
 
 
-def test_a_proxy_that_refuses_is_named(tmp_path: Path) -> None:
-    with hub_that_refuses(407) as proxy:
-        ((waited, text),) = fetch(tmp_path, "http://hub.invalid", HTTP_PROXY=proxy.url)
+def test_proxy_error_names_proxy_variable(tmp_path: Path) -> None:
+    with refusing_hub(407) as proxy:
+        ((delays, text),) = fetch(tmp_path, "http://hub.invalid", HTTP_PROXY=proxy.url)
     assert "HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT" in text
-    assert waited == []
+    assert delays == []

@@ -1,4 +1,4 @@
-"""What our modules import from each other."""
+"""Tests the imports between Paceline's modules."""
 
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -12,16 +12,16 @@ from paceline.launch.nodes import survey
 ROOT = Path(paceline.__file__).parent
 
 
-def test_there_are_no_circles_not_even_of_lazy_or_typing_only_imports() -> None:
+def test_import_graph_has_no_cycles() -> None:
     graph = grimp.build_graph("paceline", cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
-    TopologicalSorter(imports).prepare()  # names a circle that it finds
+    TopologicalSorter(imports).prepare()  # raises an error that names an import cycle
 
 
 @pytest.mark.parametrize(
     ("package", "parts"), [("train", survey.OF_TRAIN), ("recipes", survey.OF_RECIPES)]
 )
-def test_hosts_get_all_that_training_imports(package: str, parts: tuple[str, ...]) -> None:
+def test_sent_modules_cover_training_imports(package: str, parts: tuple[str, ...]) -> None:
     graph = grimp.build_graph("paceline", cache_dir=None, exclude_type_checking_imports=True)
     imported = graph.find_upstream_modules(f"paceline.{package}", as_package=True)
     sent = [ROOT / part for part in parts]

@@ -1,4 +1,4 @@
-"""Every fault of the registry: its steps and the steps back."""
+"""Tests the steps that cause each fault, and those that undo it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXAMPLES: dict[str, list[tuple[str, ...]]] = {
     "kill": [("42",), ("train.*py",)],
 }
 CASES = [(fault, given) for fault in FAULTS.values() for given in EXAMPLES[fault.name]]
-WRONG = [
+INVALID_ARGUMENTS = [
     ("drop", "ssh"),
     ("drop", "0"),
     ("reject", "1-2-3"),
@@ -48,12 +48,12 @@ WRONG = [
 
 @pytest.fixture
 def target() -> Target:
-    made = plan(hosts=3)
-    return Target(made, made.host("n1"))
+    lab_plan = plan(hosts=3)
+    return Target(lab_plan, lab_plan.host("n1"))
 
 
 @each_case(("fault", "given"), CASES)
-def test_every_fault_acts_and_can_be_undone(
+def test_faults_have_strike_and_undo_steps(
     target: Target, fault: Fault, given: tuple[str, ...]
 ) -> None:
     assert find_fault(fault.name, given) is fault
@@ -65,40 +65,38 @@ def test_every_fault_acts_and_can_be_undone(
 
 
 @each_case(("fault", "given"), CASES)
-def test_what_the_firewall_takes_it_gives_back(
-    target: Target, fault: Fault, given: tuple[str, ...]
-) -> None:
+def test_undo_removes_firewall_rules(target: Target, fault: Fault, given: tuple[str, ...]) -> None:
     def rules(steps: object, action: str) -> set[tuple[str, ...]]:
         assert isinstance(steps, tuple)
         tables = [s.argv for s in steps if isinstance(s, OnHost) and s.argv[0] == "iptables"]
         assert all(argv[2] == action for argv in tables)
         return {argv[3:] for argv in tables}
 
-    back = fault.undo(target, given) if fault.undo else ()
-    assert rules(fault.strike(target, given), "-I") == rules(back, "-D")
+    undo_steps = fault.undo(target, given) if fault.undo else ()
+    assert rules(fault.strike(target, given), "-I") == rules(undo_steps, "-D")
 
 
-@pytest.mark.parametrize(("name", "argument"), WRONG)
-def test_wrong_arguments_are_refused(target: Target, name: str, argument: str) -> None:
+@pytest.mark.parametrize(("name", "argument"), INVALID_ARGUMENTS)
+def test_rejects_invalid_arguments(target: Target, name: str, argument: str) -> None:
     with pytest.raises(LabError):
         FAULTS[name].strike(target, (argument,))
 
 
-def test_unknown_fault_and_wrong_number_of_arguments() -> None:
+def test_rejects_unknown_fault_and_missing_arguments() -> None:
     with pytest.raises(LabError, match="no fault 'melt'"):
         find_fault("melt", ())
     with pytest.raises(LabError, match="usage: paceline lab fault drop HOST PORTS"):
         find_fault("drop", ())
 
 
-def test_a_dying_host_is_unplugged_before_it_can_say_goodbye(target: Target) -> None:
+def test_power_off_unplugs_host_first(target: Target) -> None:
     unplug = OnSwitch(("ip", "link", "set", "n1", "down"))
     assert FAULTS["power-off"].strike(target, ()) == (unplug, Action.HALT)
     assert FAULTS["power-off"].undo is not None
     assert FAULTS["power-off"].undo(target, ()) == (Action.BOOT,)
 
 
-def test_plain_steps(target: Target) -> None:
+def test_freeze_fill_disk_and_kill_steps(target: Target) -> None:
     freeze, fill = FAULTS["freeze"], FAULTS["fill-disk"]
     assert freeze.undo is not None
     assert fill.undo is not None
@@ -111,18 +109,18 @@ def test_plain_steps(target: Target) -> None:
     assert FAULTS["kill"].strike(target, ("python",)) == (Kill("python"),)
 
 
-def test_a_slowed_link_gets_the_labs_rate_back() -> None:
-    made = plan(rate="1gbit")
-    target = Target(made, made.host("n1"))
+def test_undo_of_slow_restores_lab_rate() -> None:
+    lab_plan = plan(rate="1gbit")
+    target = Target(lab_plan, lab_plan.host("n1"))
     slow = FAULTS["slow"]
     assert slow.undo is not None
-    back = slow.undo(target, ("1mbit",))
-    assert all("1gbit" in step.argv for step in back if isinstance(step, OnHost | OnSwitch))
+    undo_steps = slow.undo(target, ("1mbit",))
+    assert all("1gbit" in step.argv for step in undo_steps if isinstance(step, OnHost | OnSwitch))
 
 
 def test_ipv6_labs_use_ip6tables() -> None:
-    made = plan(ipv6_only=True)
-    (step, *_) = FAULTS["drop"].strike(Target(made, made.host("n1")), ("80",))
+    lab_plan = plan(ipv6_only=True)
+    (step, *_) = FAULTS["drop"].strike(Target(lab_plan, lab_plan.host("n1")), ("80",))
     assert isinstance(step, OnHost)
     assert step.argv[0] == "ip6tables"
 

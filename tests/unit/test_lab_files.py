@@ -1,4 +1,4 @@
-"""The files, commands and mounts of a lab, as values."""
+"""Tests the files, commands and mounts that a lab generates."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from paceline.lab.processes import Process, of_host, parse_connected, parse_list
 LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
 
 
-def test_debian_puts_the_own_name_on_127_0_1_1_first() -> None:
-    made = plan(hosts=2, debian_hosts=True)
-    lines = files.hosts_file(made, made.host("n2")).splitlines()
+def test_debian_hosts_file_maps_hostname_to_127_0_1_1() -> None:
+    lab_plan = plan(hosts=2, debian_hosts=True)
+    lines = files.hosts_file(lab_plan, lab_plan.host("n2")).splitlines()
     assert lines[:2] == ["127.0.0.1 localhost", "127.0.1.1 n2"]
     assert lines[-2:] == ["10.77.0.11 n1", "10.77.0.12 n2"]
 
 
-def test_dead_name_comes_before_the_good_address() -> None:
-    made = plan(hosts=1, dead_interface=True, dead_name=True)
-    text = files.hosts_file(made, made.host("n1"))
+def test_dead_address_precedes_working_address() -> None:
+    lab_plan = plan(hosts=1, dead_interface=True, dead_name=True)
+    text = files.hosts_file(lab_plan, lab_plan.host("n1"))
     assert text.index("10.66.0.11 n1") < text.index("10.77.0.11 n1")
 
 
-def test_passwd_moves_the_home_and_keeps_the_others() -> None:
-    made = plan()
-    lines = files.passwd(made, "root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n")
+def test_passwd_moves_home_of_user() -> None:
+    lab_plan = plan()
+    lines = files.passwd(
+        lab_plan, "root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n"
+    )
     assert lines.splitlines() == [
         "ann:x:1000:1000::/run/home/ann:/bin/bash",
         "root:x:0:0::/root:/bin/sh",
@@ -39,11 +41,11 @@ def test_passwd_moves_the_home_and_keeps_the_others() -> None:
     ]
 
 
-def test_group_of_terminals_is_left_out_without_root() -> None:
+def test_unprivileged_group_file_omits_tty() -> None:
     assert files.group(plan(), "root:x:0:\ntty:x:5:\n") == "root:x:0:\n"
 
 
-def test_ssh_configuration_pins_and_never_asks() -> None:
+def test_ssh_config_pins_keys_and_is_not_interactive() -> None:
     text = files.ssh_config(plan(), LAYOUT, "'dial'")
     for line in (
         "StrictHostKeyChecking yes",
@@ -56,100 +58,102 @@ def test_ssh_configuration_pins_and_never_asks() -> None:
         assert line in text
 
 
-def test_known_hosts_name_both_name_and_address() -> None:
-    made = plan(hosts=1)
-    assert files.known_hosts(made, {"n1": "ssh-ed25519 KEY comment"}) == (
+def test_known_hosts_contains_name_and_address() -> None:
+    lab_plan = plan(hosts=1)
+    assert files.known_hosts(lab_plan, {"n1": "ssh-ed25519 KEY comment"}) == (
         "n1,10.77.0.11 ssh-ed25519 KEY\n"
     )
 
 
-def test_settings_only_where_a_host_differs() -> None:
+def test_settings_contain_only_differing_hosts() -> None:
     assert files.settings(plan()) == ""
     assert files.settings(plan(python={"n2": "/x"})) == '[hosts.n2]\npython = "/x/bin/python"\n'
 
 
-def test_dead_interface_is_made_first() -> None:
-    made = plan(hosts=1, dead_interface=True)
-    lines = network.ports_batch({7: made.host("n1")})
+def test_dead_interface_is_created_first() -> None:
+    lab_plan = plan(hosts=1, dead_interface=True)
+    lines = network.ports_batch({7: lab_plan.host("n1")})
     names = [line for line in lines if "type veth" in line]
     assert ["dead0" in line for line in names] == [True, False]
     assert all("netns 7" in line for line in names)
 
 
-def test_rate_goes_below_netem_where_that_delays() -> None:
-    made = plan(rate="10mbit", latency="10ms")
-    host = made.host("n1")
-    by_place = dict(network.shape(made, host, netem=True))
+def test_rate_limit_is_child_of_netem_delay() -> None:
+    lab_plan = plan(rate="10mbit", latency="10ms")
+    host = lab_plan.host("n1")
+    by_place = dict(network.shape(lab_plan, host, netem=True))
     assert "root" in by_place["switch"]
     assert by_place["host"][5:8] == ("parent", "1:1", "tbf")
     assert dict(network.unshape(host, netem=True))["host"][-2:] == ("parent", "1:1")
     ((_, argv),) = network.delay_by_netem(host, 0.01)
     assert argv[-4:] == ("delay", "10ms", "limit", "100000")
-    assert network.delay(made) == 0.01
+    assert network.delay(lab_plan) == 0.01
 
 
-def test_bucket_suffices_for_the_rate() -> None:
+def test_burst_size_follows_rate() -> None:
     assert network.burst_bytes("1mbit") == 16_000
     assert network.burst_bytes("10gbit") == 5_000_000
 
 
-def test_only_what_own_folders_would_hide_is_shared_again() -> None:
+def test_rebinds_only_paths_hidden_by_private_mounts() -> None:
     paths = ["/venv", "/tmp/project", "/run/user/1", "/tmp/project", "/tmp"]
     assert [step.target for step in host.rebind_mounts(paths)] == ["/tmp/project", "/run/user/1"]
 
 
-def test_mounts_come_in_an_order_that_works() -> None:
-    made = plan(private=("/data", "/small:1m"), hide=("/secret",))
-    steps = host.host_mounts(made, LAYOUT, made.host("n1"))
+def test_mounts_are_ordered_by_dependency() -> None:
+    lab_plan = plan(private=("/data", "/small:1m"), hide=("/secret",))
+    steps = host.host_mounts(lab_plan, LAYOUT, lab_plan.host("n1"))
     targets = [step.target for step in steps]
     assert targets.index("/proc") < targets.index("/tmp") < targets.index("/tmp/project")
     assert targets.index("/run") < targets.index("/run/home/ann") < targets.index("/etc/hosts")
-    last = {step.target: (step.kind, step.source) for step in steps[-3:]}
-    assert last == {
+    final_mounts = {step.target: (step.kind, step.source) for step in steps[-3:]}
+    assert final_mounts == {
         "/data": ("overlay", "/data"),
         "/small": ("fresh", "tmpfs"),
         "/secret": ("fresh", "tmpfs"),
     }
 
 
-def test_listeners_are_read_from_the_kernels_table() -> None:
+def test_parses_listeners_of_proc_net_tcp() -> None:
     head = "  sl  local_address rem_address   st\n"
-    four = head + "   0: 0100007F:1F90 00000000:0000 0A 0\n   1: 0B004D0A:0016 0C004D0A:1 01 0\n"
-    assert parse_listeners(four) == ["127.0.0.1:8080"]
-    six = head + "   0: 00000000000000000000000001000000:0016 0:0 0A 0\n"
-    assert parse_listeners(six) == ["[::1]:22"]
-    assert parse_connected(four) == four.count(" 01 ")
-    assert parse_connected(six.replace(" 0A ", " 01 ")) == 1
+    ipv4_table = (
+        head + "   0: 0100007F:1F90 00000000:0000 0A 0\n   1: 0B004D0A:0016 0C004D0A:1 01 0\n"
+    )
+    assert parse_listeners(ipv4_table) == ["127.0.0.1:8080"]
+    ipv6_table = head + "   0: 00000000000000000000000001000000:0016 0:0 0A 0\n"
+    assert parse_listeners(ipv6_table) == ["[::1]:22"]
+    assert parse_connected(ipv4_table) == ipv4_table.count(" 01 ")
+    assert parse_connected(ipv6_table.replace(" 0A ", " 01 ")) == 1
 
 
-def test_processes_of_inner_namespaces_belong_to_the_host() -> None:
+def test_nested_pid_namespaces_belong_to_host() -> None:
     def process(pid: int, parent: int, namespace: int, state: str = "S") -> Process:
         return Process(pid, 1, parent, state, "x", namespace)
 
-    everyone = [
+    all_processes = [
         process(1, 0, 100),
         process(10, 1, 200),
         process(11, 10, 200, "Z"),
-        process(12, 10, 300),  # a container on the host
+        process(12, 10, 300),  # in a container on the host
         process(13, 12, 300),
         process(20, 1, 400),
     ]
-    assert [one.pid for one in of_host(everyone, 200)] == [10, 12, 13]
+    assert [listed.pid for listed in of_host(all_processes, 200)] == [10, 12, 13]
 
 
-def test_kind_of_file_system() -> None:
+def test_detects_file_system_kind() -> None:
     line = "36 35 0:42 / /small rw shared:1 - tmpfs tmpfs rw\n"
     assert engine.kind_of(os.makedev(0, 42), line) == "tmpfs"
     assert engine.kind_of(os.makedev(0, 43), line) == "unknown"
 
 
-def test_a_signal_for_a_command_that_has_just_ended_is_no_error() -> None:
-    """``timeout`` signals the process that it started, and then its whole group."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
+def test_signal_to_exited_command_is_ignored() -> None:
+    """``timeout`` signals its child and then the whole group, when the child may have exited."""
+    exited = subprocess.Popen(["true"])
+    exited.wait()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        enter._forward_signals(ended.pid)
+        enter._forward_signals(exited.pid)
         signal.raise_signal(signal.SIGTERM)
     finally:
         for number in (*enter._FORWARDED_SIGNALS, *enter._TERMINAL_SIGNALS):

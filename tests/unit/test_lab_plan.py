@@ -1,4 +1,4 @@
-"""From options to a plan."""
+"""Tests that a lab's options become a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.lab.plan import (
 from paceline.spec.errors import LabError
 
 
-def test_addresses_read_like_names() -> None:
+def test_addresses_follow_host_numbers() -> None:
     assert [host.address for host in plan(hosts=3).hosts] == [
         "10.77.0.11",
         "10.77.0.12",
@@ -31,11 +31,11 @@ def test_addresses_read_like_names() -> None:
 
 
 @given(st.integers(1, 240))
-def test_hosts_never_share_an_address(count: int) -> None:
-    made = plan(hosts=count)
-    for values in ([h.address for h in made.hosts], [h.mac for h in made.hosts]):
+def test_host_addresses_are_unique(count: int) -> None:
+    lab_plan = plan(hosts=count)
+    for values in ([h.address for h in lab_plan.hosts], [h.mac for h in lab_plan.hosts]):
         assert len(set(values)) == count
-        assert made.gateway not in values
+        assert lab_plan.gateway not in values
 
 
 def test_interface_names_are_cycled() -> None:
@@ -44,15 +44,15 @@ def test_interface_names_are_cycled() -> None:
 
 
 def test_python_may_be_environment_or_interpreter() -> None:
-    made = plan(hosts=3, python={"n2": "/other", "n3": "/usr/bin/python3.11"})
-    assert [host.python for host in made.hosts] == [
+    lab_plan = plan(hosts=3, python={"n2": "/other", "n3": "/usr/bin/python3.11"})
+    assert [host.python for host in lab_plan.hosts] == [
         "/venv/bin/python",
         "/other/bin/python",
         "/usr/bin/python3.11",
     ]
 
 
-def test_private_folders_may_have_a_size() -> None:
+def test_private_folder_may_have_size() -> None:
     assert plan(private=("/data", "/small:64m", "/odd:name")).private == (
         PrivateFolder("/data"),
         PrivateFolder("/small", "64m"),
@@ -61,7 +61,7 @@ def test_private_folders_may_have_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"hosts": 0}, "at least one host"),
         ({"hosts": 300}, "do not fit"),
@@ -75,24 +75,24 @@ def test_private_folders_may_have_a_size() -> None:
         ({"interface_names": ()}, "is empty"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(LabError, match=said):
+def test_rejects_invalid_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LabError, match=message):
         plan(**options)
 
 
 @pytest.mark.parametrize(
     ("text", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("800bit", 800), ("1mbps", 8e6)]
 )
-def test_rates(text: str, bits: float) -> None:
+def test_parses_rates(text: str, bits: float) -> None:
     assert rate_bits(text) == bits
 
 
-def test_delays() -> None:
+def test_parses_delays() -> None:
     assert [delay_seconds(text) for text in ("10ms", "500us", "0.1s")] == [0.01, 0.0005, 0.1]
 
 
-def test_plan_survives_its_file(tmp_path: Path) -> None:
-    made = plan(hosts=2, private=("/data:1m",), python={"n1": "/x"}, debian_hosts=True)
+def test_plan_file_round_trip(tmp_path: Path) -> None:
+    lab_plan = plan(hosts=2, private=("/data:1m",), python={"n1": "/x"}, debian_hosts=True)
     layout = Layout(tmp_path)
-    files.write_plan(made, layout)
-    assert files.read_plan(layout) == made
+    files.write_plan(lab_plan, layout)
+    assert files.read_plan(layout) == lab_plan

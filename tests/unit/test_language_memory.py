@@ -1,4 +1,4 @@
-"""The estimate of a language model's memory, and what follows from it."""
+"""Tests the estimate of a language model's memory, and the errors and advice based on it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def test_sizes_follow_from_shapes() -> None:
+def test_memory_parts_follow_from_shapes() -> None:
     sizes = {name: size / GIB for name, size in NEEDS.expected_parts.items()}
 
     assert sizes == pytest.approx({
@@ -69,13 +69,13 @@ def test_sizes_follow_from_shapes() -> None:
         (18.0, 17.5, "n2 has 17.5 GiB free for it: if memory runs out, --gradient-checkpointing"),
     ],
 )
-def test_only_what_cannot_fit_is_refused(total: float, free: float, expected: str) -> None:
+def test_tight_memory_gives_advice_only(total: float, free: float, expected: str) -> None:
     hosts = [("n1", 99 * GIB, 99 * GIB), ("n2", total * GIB, free * GIB)]
 
     assert expected in judge_memory(NEEDS, hosts, CHANGES)
 
 
-def test_a_refusal_names_host_sizes_and_what_would_fit() -> None:
+def test_memory_error_names_host_sizes_and_remedy() -> None:
     hosts = [("n1", 99 * GIB, 99 * GIB), ("n2", 16 * GIB, 16 * GIB)]
 
     with pytest.raises(SettingError) as caught:
@@ -88,7 +88,7 @@ def test_a_refusal_names_host_sizes_and_what_would_fit() -> None:
     )
 
 
-def test_nothing_is_suggested_that_does_not_fit() -> None:
+def test_suggests_only_sufficient_changes() -> None:
     assert suggest(NEEDS, 1 * GIB, CHANGES) == "a smaller model, or a host with more memory"
     assert suggest(NEEDS, 6 * GIB, {}) == "a smaller model, or a host with more memory"
     both = "--gradient-checkpointing --method lora --micro-batch 2"
@@ -96,7 +96,7 @@ def test_nothing_is_suggested_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_a_decoder_counts_its_own_parameters(depth: int) -> None:
+def test_decoder_needs_match_parameter_count(depth: int) -> None:
     shape = Shape(depth, 300, 64)
     decoder = Decoder(shape)
     muon_parameters = sum(matrix.numel() for matrix in decoder.matrices())
@@ -109,7 +109,7 @@ def test_a_decoder_counts_its_own_parameters(depth: int) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_adapters_are_counted_without_weights(tmp_path: Path) -> None:
+def test_adapter_needs_match_parameter_count(tmp_path: Path) -> None:
     tiny_language_model.save(tmp_path)
     cpu, base = torch.device("cpu"), BaseModel(str(tmp_path))
     outline = base.outline()
@@ -125,7 +125,7 @@ def test_adapters_are_counted_without_weights(tmp_path: Path) -> None:
     assert (on_gpu.frozen_bytes, on_gpu.trained_bytes, on_gpu.number_bytes) == (2, 4, 2)
 
 
-def test_processes_of_a_host_share_its_memory() -> None:
+def test_processes_share_host_memory() -> None:
     total, free = device_memory(torch.device("cpu"), 1)
 
     assert 0 < free <= total

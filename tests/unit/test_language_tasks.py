@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, through a module that stands for it: what it is given and what is printed."""
+"""Tests evaluation with lm-eval, replaced by a stub: its arguments and the printed results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has taken one step."""
+    """Trains a model for one step; returns the run directory."""
     folder = tmp_path_factory.mktemp("tasks")
     tiny_language_model.save(folder / "base")
     tiny_language_model.write_jsonl(folder / "chat.jsonl", tiny_language_model.chats(4))
@@ -37,8 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Puts a stub in place of lm-eval; returns the arguments of its calls."""
-    found: list[dict[str, Any]] = []
+    """Replaces lm-eval by a stub; returns the arguments of its calls."""
+    recorded_calls: list[dict[str, Any]] = []
     names = ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface", "lm_eval.tasks")
     stubs: dict[str, Any] = {name: ModuleType(name) for name in names}
 
@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             return [name for name in names if name in RESULTS]
 
     def simple_evaluate(**arguments: Any) -> dict[str, Any]:
-        found.append(arguments)
+        recorded_calls.append(arguments)
         return {"results": RESULTS}
 
     stubs["lm_eval.tasks"].TaskManager = TaskManager
@@ -55,10 +55,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     stubs["lm_eval.models.huggingface"].HFLM = lambda **arguments: arguments
     for name, stub in stubs.items():
         monkeypatch.setitem(sys.modules, name, stub)
-    return found
+    return recorded_calls
 
 
-def test_the_model_is_given_and_its_figures_are_printed(
+def test_evaluates_tasks_and_prints_metrics(
     run: Path, calls: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.yaml").touch()
@@ -88,7 +88,7 @@ def test_the_model_is_given_and_its_figures_are_printed(
         (["--limit=3"], "--limit has no effect without --tasks"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(
+def test_rejects_invalid_task_options(
     flags: list[str],
     problem: str,
     run: Path,
@@ -100,7 +100,7 @@ def test_what_cannot_be_evaluated_is_refused(
     assert not calls
 
 
-def test_without_lm_eval_the_error_says_what_to_install(
+def test_missing_lm_eval_error_names_package(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)

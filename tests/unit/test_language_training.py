@@ -1,4 +1,4 @@
-"""Training of a tiny language model from scratch: data, tokens, network, figures, checkpoints."""
+"""Tests training a tiny language model from scratch: data, tokens, network and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
-from overriding import overridden
+from command_lines import overridden
 from paceline.recipes.language import memory
 from paceline.recipes.language.corpus import PIECE_CHARACTERS, Corpus, cut
 from paceline.recipes.language.decoder import Decoder, Shape
@@ -51,7 +51,7 @@ def lines(count: int, start: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of some kilobytes."""
+    """Writes a text of a few kilobytes; returns its path."""
     path = tmp_path_factory.mktemp("data") / "sums.txt"
     path.write_text(lines(200))
     return path
@@ -65,40 +65,40 @@ def corpus(data: Path, **options: Any) -> Corpus:
     return Corpus(LanguageOptions(data=str(data), **options))
 
 
-def texts(found: Corpus) -> dict[str, list[str]]:
-    return {part: [*found.texts(part)] for part in found.splits}
+def texts(loaded: Corpus) -> dict[str, list[str]]:
+    return {part: [*loaded.texts(part)] for part in loaded.splits}
 
 
-def test_held_out_pieces_leave_the_rest_of_the_text(data: Path) -> None:
-    whole = data.read_text()
+def test_held_out_pieces_are_removed_from_training(data: Path) -> None:
+    complete = data.read_text()
     parts = texts(corpus(data, val_fraction=0.1))
     joined = "".join(parts["train"])
     held_out = "".join(parts["val"])
-    assert len(held_out) == pytest.approx(0.1 * len(whole), rel=0.3)
-    assert sorted(joined.splitlines() + held_out.splitlines()) == sorted(whole.splitlines())
+    assert len(held_out) == pytest.approx(0.1 * len(complete), rel=0.3)
+    assert sorted(joined.splitlines() + held_out.splitlines()) == sorted(complete.splitlines())
     assert len(parts["train"]) in (len(parts["val"]), len(parts["val"]) + 1)
 
 
-def test_pieces_are_cut_at_lines_words_or_anywhere() -> None:
+def test_cut_prefers_line_and_word_boundaries() -> None:
     assert [*cut("aaa bbb\nccc ddd\neee", 4)] == ["aaa bbb\n", "ccc ddd\n", "eee"]
     assert [*cut("aaaaa bbbbb ccccc", 4)] == ["aaaaa ", "bbbbb ", "ccccc"]
     assert [*cut("a" * 10, 4)] == ["aaaa", "aaaaaa"]
     assert [*cut("a" * 5, PIECE_CHARACTERS)] == ["aaaaa"]
 
 
-def test_a_folder_is_read_with_all_texts_and_tables_in_it(tmp_path: Path) -> None:
+def test_reads_texts_and_tables_of_folder(tmp_path: Path) -> None:
     (tmp_path / "deep/er").mkdir(parents=True)
     (tmp_path / "deep/er/a.rst").write_text("first")
     (tmp_path / "b.jsonl").write_text('{"text": "second"}\n{"text": "third"}\n')
     (tmp_path / "c.png").write_bytes(b"\x89PNG\0")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/config").write_text("hidden")
-    found = corpus(tmp_path)
-    assert found.num_skipped == 1
-    assert sorted("".join(map("".join, texts(found).values()))) == sorted("firstsecondthird")
+    loaded = corpus(tmp_path)
+    assert loaded.num_skipped == 1
+    assert sorted("".join(map("".join, texts(loaded).values()))) == sorted("firstsecondthird")
 
 
-def test_named_parts_of_a_folder(tmp_path: Path) -> None:
+def test_folder_and_file_names_define_splits(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -107,25 +107,25 @@ def test_named_parts_of_a_folder(tmp_path: Path) -> None:
     table = pyarrow.table({"body": ["one", "two"]})
     parquet.write_table(table, tmp_path / "train/0.parquet")
     parquet.write_table(table, tmp_path / "val-00000-of-00001.parquet")
-    found = corpus(tmp_path, text_column="body")
-    assert texts(found) == {"train": ["one", "two"], "val": ["one", "two"]}
-    assert found.split == {"method": "as in the files"}
+    loaded = corpus(tmp_path, text_column="body")
+    assert texts(loaded) == {"train": ["one", "two"], "val": ["one", "two"]}
+    assert loaded.split == {"method": "as in the files"}
     with pytest.raises(DataError, match="row 1 has no text in the column text") as caught:
         corpus(tmp_path)
     assert "--text-column" in caught.value.remedy
 
 
-def test_a_code_folder_with_tests_is_all_for_training(tmp_path: Path) -> None:
+def test_tests_folder_of_code_is_training_data(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "test/test_a.py").write_text("assert True\n" * 50)
     (tmp_path / "a.py").write_text("pass\n" * 50)
     assert corpus(tmp_path).splits == ("train", "val")
 
 
-def test_shards_of_held_out_parts_are_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_files_are_excluded_from_training(tmp_path: Path) -> None:
     for name in ("book.txt", "valid_1.txt", "more-test.jsonl", "a.py", "test_a.py", "testing.md"):
         (tmp_path / name).write_text(json.dumps({"text": name}))
-    parts = {part: "".join(found) for part, found in texts(corpus(tmp_path)).items()}
+    parts = {part: "".join(loaded) for part, loaded in texts(corpus(tmp_path)).items()}
     assert list(parts) == ["train", "val", "test"]
     assert [name for name in ("valid_1.txt", "more-test.jsonl") if name in parts["train"]] == []
     assert all(name in parts["train"] for name in ("book.txt", "a.py", "test_a.py", "testing.md"))
@@ -133,7 +133,7 @@ def test_shards_of_held_out_parts_are_not_trained_on(tmp_path: Path) -> None:
     assert texts(corpus(tmp_path))["train"] == ['{"text": "book.txt"}']
 
 
-def test_a_held_out_file(data: Path, tmp_path: Path) -> None:
+def test_separate_test_file_is_held_out(data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("other")
     parts = texts(corpus(data, test_data=str(other)))
@@ -148,7 +148,7 @@ def test_a_held_out_file(data: Path, tmp_path: Path) -> None:
         (b"ab", "the train part of the data is too short"),
     ],
 )
-def test_data_that_cannot_be_used(
+def test_rejects_unusable_data(
     content: bytes, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bad.txt"
@@ -158,7 +158,7 @@ def test_data_that_cannot_be_used(
     assert problem in capsys.readouterr().err
 
 
-def test_a_broken_row_is_named(tmp_path: Path) -> None:
+def test_invalid_row_error_names_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n{\n')
     with pytest.raises(DataError, match=r"bad.jsonl line 2 is not valid JSON"):
@@ -167,7 +167,7 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
         corpus(tmp_path / "missing")
 
 
-def test_nobody_else_reads_the_tokens_of_a_text(tmp_path: Path, data: Path) -> None:
+def test_token_folder_is_private(tmp_path: Path, data: Path) -> None:
     tmp_path.chmod(0o755)
     write_tokens(corpus(data), 280, tmp_path)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
@@ -176,7 +176,7 @@ def test_nobody_else_reads_the_tokens_of_a_text(tmp_path: Path, data: Path) -> N
 @pytest.mark.parametrize(
     "text", ["Añejo  wine,\r\n\t12345 l \n\n\U0001f377 'tis.", " leading", "\x00\u2028", "x" * 999]
 )
-def test_tokens_hold_every_byte(text: str) -> None:
+def test_tokenizer_is_lossless(text: str) -> None:
     tokenizer = train_bpe([lines(50)], 280)
     ((tokens, num_bytes),) = encode(tokenizer, [text])
     assert tokens[0] == 0
@@ -184,7 +184,7 @@ def test_tokens_hold_every_byte(text: str) -> None:
     assert num_bytes == len(text.encode())
 
 
-def test_rows_follow_each_other_and_no_held_out_token_is_lost() -> None:
+def test_rows_are_contiguous_and_cover_held_out_tokens() -> None:
     tokens = np.arange(12, dtype=np.uint16)
     training = TokenRows(tokens, 4, 99, is_whole=False)
     held_out = TokenRows(tokens, 4, 99, is_whole=True)
@@ -199,11 +199,11 @@ def test_rows_follow_each_other_and_no_held_out_token_is_lost() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
-def test_the_network_is_a_llama_of_transformers(depth: int) -> None:
+def test_decoder_matches_llama_of_transformers(depth: int) -> None:
     transformers = pytest.importorskip("transformers")
     shape = Shape(depth, 50, 24)
     network = Decoder(shape)
-    for parameter in network.parameters():  # layers add nothing at the start
+    for parameter in network.parameters():  # initially, layers add zero
         torch.nn.init.normal_(parameter, std=0.1)
     assert sum(p.numel() for p in network.parameters()) == shape.parameters
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape.config(0)))
@@ -216,33 +216,35 @@ def test_the_network_is_a_llama_of_transformers(depth: int) -> None:
     assert shape.heads % shape.groups == 0
 
 
-def test_muon_is_that_of_torch_in_higher_precision() -> None:
+def test_muon_matches_torch_and_restores_state() -> None:
     torch.manual_seed(0)
     values = torch.randn(3, 24, 12)
-    matrix, other, theirs = (torch.nn.Parameter(value.clone()) for value in values)
-    theirs.data.copy_(matrix)
-    beside = torch.optim.AdamW([other], 0.01, weight_decay=0.1)
-    optimizer = MuonWithAuxiliary([matrix], beside)
-    reference = torch.optim.Muon([theirs], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    matrix, other, torch_matrix = (torch.nn.Parameter(value.clone()) for value in values)
+    torch_matrix.data.copy_(matrix)
+    auxiliary = torch.optim.AdamW([other], 0.01, weight_decay=0.1)
+    optimizer = MuonWithAuxiliary([matrix], auxiliary)
+    reference = torch.optim.Muon(
+        [torch_matrix], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     for _ in range(3):
         gradient = torch.randn(24, 12)
-        matrix.grad, theirs.grad, other.grad = gradient, gradient.clone(), gradient.clone()
+        matrix.grad, torch_matrix.grad, other.grad = gradient, gradient.clone(), gradient.clone()
         optimizer.step()
         reference.step()
     changed = (matrix - values[0]).norm()
-    assert (matrix - theirs).norm() < 0.02 * changed
+    assert (matrix - torch_matrix).norm() < 0.02 * changed
     singular = torch.linalg.svdvals(orthogonalize(values[2], (3.4445, -4.775, 2.0315)))
     assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3
 
     copies = [torch.nn.Parameter(p.detach().clone()) for p in (matrix, other)]
-    again = MuonWithAuxiliary([copies[0]], torch.optim.AdamW([copies[1]], 0.5))
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for new, old in zip(copies, (matrix, other), strict=True):
-        new.grad = old.grad = torch.ones(24, 12)
+    restored = MuonWithAuxiliary([copies[0]], torch.optim.AdamW([copies[1]], 0.5))
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for copied, original in zip(copies, (matrix, other), strict=True):
+        copied.grad = original.grad = torch.ones(24, 12)
     optimizer.step()
-    again.step()
-    for new, old in zip(copies, (matrix, other), strict=True):
-        assert torch.equal(new, old)
+    restored.step()
+    for copied, original in zip(copies, (matrix, other), strict=True):
+        assert torch.equal(copied, original)
 
 
 def rows(num_rows: int, length: int = 512) -> TokenRows:
@@ -250,7 +252,7 @@ def rows(num_rows: int, length: int = 512) -> TokenRows:
     return TokenRows(tokens, length, 4 * num_rows * length, is_whole=False)
 
 
-def test_what_follows_from_depth_and_data() -> None:
+def test_derives_hyperparameters_from_depth_and_data() -> None:
     shape = Shape(4, 4096, 512)
     small = derive(LanguageOptions(data="a"), shape, rows(2_000), rows(100))
     large = derive(LanguageOptions(data="a"), shape, rows(1_000_000), rows(1_000))
@@ -261,27 +263,32 @@ def test_what_follows_from_depth_and_data() -> None:
     assert small.micro_batch == "16"
     steps = 4 * 2_000 // small.global_batch
     assert steps / small.evaluate_every == pytest.approx(0.15 * 4 * 20, abs=1)
-    chosen = LanguageOptions(data="a", epochs=2, global_batch=8, lr=0.5, evaluate_every=7)
-    same = derive(chosen, shape, rows(2_000), rows(100))
-    assert (same.epochs, same.global_batch, same.lr, same.evaluate_every) == (2, 8, 0.5, 7)
+    explicit = LanguageOptions(data="a", epochs=2, global_batch=8, lr=0.5, evaluate_every=7)
+    unchanged = derive(explicit, shape, rows(2_000), rows(100))
+    assert (unchanged.epochs, unchanged.global_batch, unchanged.lr, unchanged.evaluate_every) == (
+        2,
+        8,
+        0.5,
+        7,
+    )
 
 
-def test_the_rate_stays_and_falls_at_the_end() -> None:
+def test_stable_schedule_warms_up_and_cools_down() -> None:
     curve = Curve("stable", 100, 0.1, cool_down=0.4)
     assert [curve(step) for step in (4, 10, 59, 60, 80, 99, 100)] == [
         0.5, 1, 1, 1, 0.5, pytest.approx(0.025), 0,
     ]  # fmt: skip
 
 
-def test_figures_equal_a_recount(data: Path, tmp_path: Path) -> None:
+def test_reported_metrics_match_reference(data: Path, tmp_path: Path) -> None:
     assert train(data, tmp_path) == 0
     assert len(records(tmp_path, "train")) == 6
-    (last,) = records(tmp_path, "val")
-    assert last["loss"] < records(tmp_path, "train")[0]["loss"]
+    (final,) = records(tmp_path, "val")
+    assert final["loss"] < records(tmp_path, "train")[0]["loss"]
 
-    # whole text, row after row, by the saved model
-    described = config(tmp_path)
-    network = Decoder(Shape(1, described["vocab_size"], 16)).double()
+    # evaluate the saved model on the whole text, row by row
+    saved_config = config(tmp_path)
+    network = Decoder(Shape(1, saved_config["vocab_size"], 16)).double()
     network.load_state_dict(load_file(tmp_path / "model/model.safetensors"))
     tokenizer = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
     held_out = texts(corpus(data))["val"]
@@ -293,21 +300,19 @@ def test_figures_equal_a_recount(data: Path, tmp_path: Path) -> None:
             scores = network(part[None, :-1])[0]
         nats += float(cross_entropy(scores, part[1:], reduction="sum"))
     num_bytes = sum(len(text.encode()) for text in held_out)
-    assert last["loss"] == pytest.approx(nats / (len(stream) - 1), abs=1e-12)
-    assert last["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, abs=1e-12)
-    assert described["metrics"]["val"]["bits_per_byte"] == last["bits_per_byte"]
-    assert described["data"]["sizes"]["val"] == num_bytes
+    assert final["loss"] == pytest.approx(nats / (len(stream) - 1), abs=1e-12)
+    assert final["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, abs=1e-12)
+    assert saved_config["metrics"]["val"]["bits_per_byte"] == final["bits_per_byte"]
+    assert saved_config["data"]["sizes"]["val"] == num_bytes
 
 
-def test_tokens_are_made_once_and_found_again(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_cached(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(data, tmp_path / "a", "--steps=1") == 0
 
-    def refuse(*_: object) -> None:
+    def fail_if_called(*_: object) -> None:
         raise AssertionError("the tokens are there")
 
-    monkeypatch.setattr("paceline.recipes.language.token_files.train_bpe", refuse)
+    monkeypatch.setattr("paceline.recipes.language.token_files.train_bpe", fail_if_called)
     assert train(data, tmp_path / "b", "--steps=1", "--no-muon") == 0
     folder = token_folder(corpus(data), 300)
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
@@ -317,7 +322,7 @@ def test_tokens_are_made_once_and_found_again(
     (folder / "summary.json").write_text(summary)
 
 
-def test_options_that_do_not_go_together() -> None:
+def test_rejects_conflicting_options() -> None:
     for flags, problem in (
         ({"shard": True}, "--shard cannot be combined with --muon"),
         ({"model": "big"}, "--model has no effect"),
@@ -334,7 +339,7 @@ def run(data: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_model_folder_is_one_of_transformers(run: Path) -> None:
+def test_model_folder_loads_in_transformers(run: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = str(run / "model")
     llama = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -350,7 +355,7 @@ def test_the_model_folder_is_one_of_transformers(run: Path) -> None:
     assert json.loads((run / "model/config.json").read_text())["task"] == "language"
 
 
-def test_an_evaluation_of_the_run_gives_the_figures_of_the_training(
+def test_evaluation_reproduces_training_metrics(
     run: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "figures.json"
@@ -371,13 +376,13 @@ def rows_of(run: Path, data: Path) -> TokenRows:
     return encoded_rows(tokenizer, corpus(data).texts("val"), 16)
 
 
-def test_text_is_generated_the_same_for_the_same_seed(
+def test_generation_is_deterministic_for_seed(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [f"--run={run}", "--max-tokens=6", "--device=cpu"]
     outputs = []
-    for more in (["--seed=1"], ["--seed=1"], ["--seed=2"], ["--temperature=0"]):
-        assert generate.main([*flags, "12 and", *more]) == 0
+    for extra_flags in (["--seed=1"], ["--seed=1"], ["--seed=2"], ["--temperature=0"]):
+        assert generate.main([*flags, "12 and", *extra_flags]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
     assert all("12 and" not in output for output in outputs)
@@ -395,9 +400,9 @@ def test_text_is_generated_the_same_for_the_same_seed(
 
 
 def _greedy(run: Path, text: str, count: int) -> str:
-    """What our own network continues, without cache."""
-    described = config(run)
-    network = Decoder(Shape(1, described["vocab_size"], 16))
+    """Returns the network's greedy continuation of a text, computed without a cache."""
+    saved_config = config(run)
+    network = Decoder(Shape(1, saved_config["vocab_size"], 16))
     network.load_state_dict(load_file(run / "model/model.safetensors"))
     tokenizer = Tokenizer.from_file(str(run / "model/tokenizer.json"))
     tokens = [0, *tokenizer.encode(text).ids]
@@ -408,7 +413,7 @@ def _greedy(run: Path, text: str, count: int) -> str:
     return tokenizer.decode(tokens[start:])
 
 
-def test_exports_are_folders_of_transformers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_transformers_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     assert export.main([f"--run={run}"]) == 0
     folder = str(run / "export/transformers")
@@ -422,7 +427,7 @@ def test_exports_are_folders_of_transformers(run: Path, capsys: pytest.CaptureFi
     assert "--format transformers" in capsys.readouterr().err
 
 
-def test_what_no_memory_can_hold_is_refused(
+def test_rejects_training_beyond_device_memory(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "device_memory", lambda device, local_size: (6e8, 6e8))
@@ -439,14 +444,14 @@ def test_what_no_memory_can_hold_is_refused(
     [(0, "n1", 1), (1, "n1", 0), (1, "n2", 1)],
     ids=["first", "second", "without its host's first"],
 )
-def test_one_process_of_a_host_reads_the_corpus(
+def test_single_process_per_host_reads_corpus(
     local_rank: int, host: str, num_read: int, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, read = corpus(data), []
+    complete, read = corpus(data), []
     lazy = Corpus(LanguageOptions(data=str(data)), reads=False)
     assert not lazy.fingerprint
     monkeypatch.setattr(lazy, "read", lambda: (read.append(1), Corpus.read(lazy)))
-    first = json.dumps(["n1", whole.fingerprint, whole.num_characters])
+    first = json.dumps(["n1", complete.fingerprint, complete.num_characters])
     session: Any = SimpleNamespace(
         world=SimpleNamespace(local_rank=local_rank, host=host),
         comms=SimpleNamespace(texts=lambda report: [first, report]),
@@ -457,5 +462,8 @@ def test_one_process_of_a_host_reads_the_corpus(
     read_once_per_host(session, lazy)
 
     assert len(read) == num_read
-    assert (lazy.fingerprint, lazy.num_characters) == (whole.fingerprint, whole.num_characters)
-    assert texts(lazy) == texts(whole)
+    assert (lazy.fingerprint, lazy.num_characters) == (
+        complete.fingerprint,
+        complete.num_characters,
+    )
+    assert texts(lazy) == texts(complete)

@@ -1,4 +1,4 @@
-"""What a person asks of a run on the way: a checkpoint now, stacks, the end."""
+"""Tests what a user can request from a running job: a checkpoint, stack dumps, a stop."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from paceline.train.elastic.stop import Poll
 from paceline.train.world import World
 
 
-class Recorded:
-    """What the run directory would get."""
+class FakeRecorder:
+    """Records events and files instead of writing them to a run directory."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -38,8 +38,8 @@ class Recorded:
         self.files[name] = text
 
 
-class Ranks:
-    """An attempt whose ranks are told something."""
+class FakeAttempt:
+    """Stands in for an attempt; records the messages to its ranks."""
 
     def __init__(self, snapshots: list[RankSnapshot] | None = None) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -53,34 +53,34 @@ class Ranks:
         return self._snapshots
 
 
-def actions() -> tuple[Any, Recorded, list[str]]:
-    recorder, notes = Recorded(), list[str]()
+def actions() -> tuple[Any, FakeRecorder, list[str]]:
+    recorder, notes = FakeRecorder(), list[str]()
     return RunActions("abc", recorder, notes.append), recorder, notes  # type: ignore[arg-type]
 
 
-def said(kind: str, **fields: Any) -> Event:
+def rank_event(kind: str, **fields: Any) -> Event:
     return Event(kind, "n1", 0, 0.0, fields)
 
 
-async def turns() -> None:
+async def run_pending_tasks() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
+def test_save_requests_checkpoint_and_awaits_completion() -> None:
     async def run() -> None:
-        asked, recorder, notes = actions()
-        ranks = Ranks()
-        asked.set_attempt(ranks)
-        asked.on_event(said("keeps checkpoints"))
-        saving = asyncio.ensure_future(asked.save())
-        await turns()
+        run_actions, recorder, notes = actions()
+        ranks = FakeAttempt()
+        run_actions.set_attempt(ranks)
+        run_actions.on_event(rank_event("keeps checkpoints"))
+        saving = asyncio.ensure_future(run_actions.save())
+        await run_pending_tasks()
         assert ranks.lines == [{"control": "save", "number": 1}]
-        asked.on_event(said("checkpoint", step=30))  # an earlier one
-        asked.on_event(said("saving", step=40))
-        await turns()
+        run_actions.on_event(rank_event("checkpoint", step=30))  # an earlier checkpoint
+        run_actions.on_event(rank_event("saving", step=40))
+        await run_pending_tasks()
         assert not saving.done()
-        asked.on_event(said("checkpoint", step=40, megabytes=1.5))
+        run_actions.on_event(rank_event("checkpoint", step=40, megabytes=1.5))
         assert await saving == "checkpoint of step 40 is complete: 1.5 MB"
         assert recorder.events == [("asked", {"do": "save"})]
         assert notes == ["paceline: checkpoint of step 40 is complete: 1.5 MB"]
@@ -88,90 +88,90 @@ def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
     asyncio.run(run())
 
 
-def test_a_checkpoint_that_was_whole_already_is_not_waited_for() -> None:
+def test_save_returns_if_checkpoint_is_complete() -> None:
     async def run() -> None:
-        asked, _, _ = actions()
-        asked.set_attempt(Ranks())
-        asked.on_event(said("keeps checkpoints"))
-        asked.on_event(said("resumed", step=40))
-        saving = asyncio.ensure_future(asked.save())
-        await turns()
-        asked.on_event(said("saving", step=40))
+        run_actions, _, _ = actions()
+        run_actions.set_attempt(FakeAttempt())
+        run_actions.on_event(rank_event("keeps checkpoints"))
+        run_actions.on_event(rank_event("resumed", step=40))
+        saving = asyncio.ensure_future(run_actions.save())
+        await run_pending_tasks()
+        run_actions.on_event(rank_event("saving", step=40))
         assert "step 40" in await saving
 
     asyncio.run(run())
 
 
-def test_a_checkpoint_is_refused_where_none_are_made() -> None:
+def test_save_requires_checkpoints_in_script() -> None:
     async def run() -> None:
-        asked, recorder, _ = actions()
+        run_actions, recorder, _ = actions()
         with pytest.raises(NodeError, match="no ranks run"):
-            await asked.save()
-        ranks = Ranks()
-        asked.set_attempt(ranks)
+            await run_actions.save()
+        ranks = FakeAttempt()
+        run_actions.set_attempt(ranks)
         with pytest.raises(SettingError, match=r"session\.checkpoints"):
-            await asked.save()
+            await run_actions.save()
         assert not ranks.lines
         assert not recorder.events
-        asked.on_event(said("keeps checkpoints"))
-        asked.set_attempt(Ranks())  # a further attempt has to say it again
+        run_actions.on_event(rank_event("keeps checkpoints"))
+        run_actions.set_attempt(FakeAttempt())  # each attempt must announce it again
         with pytest.raises(SettingError):
-            await asked.save()
+            await run_actions.save()
 
     asyncio.run(run())
 
 
-def test_a_checkpoint_that_fails_and_ranks_that_end_are_told() -> None:
+def test_save_reports_failure_and_end_of_ranks() -> None:
     async def run() -> None:
-        asked, _, _ = actions()
-        asked.set_attempt(Ranks())
-        asked.on_event(said("keeps checkpoints"))
-        failing = asyncio.ensure_future(asked.save())
-        await turns()
-        asked.on_event(said("saving", step=7))
-        asked.on_event(said("checkpoint failed", step=7, problem="the disk is full"))
+        run_actions, _, _ = actions()
+        run_actions.set_attempt(FakeAttempt())
+        run_actions.on_event(rank_event("keeps checkpoints"))
+        failing = asyncio.ensure_future(run_actions.save())
+        await run_pending_tasks()
+        run_actions.on_event(rank_event("saving", step=7))
+        run_actions.on_event(rank_event("checkpoint failed", step=7, problem="the disk is full"))
         with pytest.raises(NodeError, match="the disk is full"):
             await failing
-        ending = asyncio.ensure_future(asked.save())
-        await turns()
-        asked.set_attempt(None)
+        ending = asyncio.ensure_future(run_actions.save())
+        await run_pending_tasks()
+        run_actions.set_attempt(None)
         with pytest.raises(NodeError, match="ended before"):
             await ending
 
     asyncio.run(run())
 
 
-def test_a_stop_is_a_signal_and_a_stop_at_once_two() -> None:
-    asked, recorder, _ = actions()
+def test_immediate_stop_sends_two_signals() -> None:
+    run_actions, recorder, _ = actions()
     with pytest.raises(NodeError):
-        asked.stop()
-    taken: list[int] = []
-    asked.interrupts = SimpleNamespace(receive=taken.append, received=taken)
-    asked.stop()
-    assert taken == [signal.SIGTERM]
-    assert asked.state()["state"] == "stopping"
-    asked.stop(immediately=True)
-    assert taken == [signal.SIGTERM] * 3
+        run_actions.stop()
+    signals: list[int] = []
+    run_actions.interrupts = SimpleNamespace(receive=signals.append, received=signals)
+    run_actions.stop()
+    assert signals == [signal.SIGTERM]
+    assert run_actions.state()["state"] == "stopping"
+    run_actions.stop(immediately=True)
+    assert signals == [signal.SIGTERM] * 3
     assert [kind for kind, _ in recorder.events] == ["asked", "asked"]
 
 
-def test_stacks_are_written_into_the_run_directory() -> None:
+def test_stacks_are_written_into_run_directory() -> None:
     frames = (Frame("/lib/torch/x.py", 9, "wait"), Frame("train.py", 3, "main"))
-    looks = [
+    rank_snapshots = [
         RankSnapshot(RankStack("n2", 1, "S", ()), 0.0, 12),
         RankSnapshot(RankStack("n1", 0, "R", frames), 0.0, 11),
     ]
 
     async def run() -> None:
-        asked, recorder, notes = actions()
-        asked.set_attempt(Ranks(looks))
-        text = await asked.stacks()
+        run_actions, recorder, notes = actions()
+        run_actions.set_attempt(FakeAttempt(rank_snapshots))
+        text = await run_actions.stacks()
         assert list(recorder.files.values()) == [text + "\n"]
         assert recorder.events[0][1]["do"] == "stacks"
         assert "stacks of 2 ranks" in notes[0]
 
     asyncio.run(run())
-    first, second = format_stacks(looks).split("\n\n")
+    first, second = format_stacks(rank_snapshots).split("\n\n")
     assert first.splitlines() == [
         "rank 0 on n1 (process 11, running):",
         '  File "train.py", line 3 in main',
@@ -181,24 +181,24 @@ def test_stacks_are_written_into_the_run_directory() -> None:
     assert format_stacks([]) == "no rank answered"
 
 
-def test_a_rank_understands_the_wish_for_a_checkpoint() -> None:
+def test_parses_save_request() -> None:
     assert parse_control('{"control": "save", "number": 3}') == SaveRequest(3)
     for line in ('{"control": "save"}', '{"control": "save", "number": "x"}'):
         with pytest.raises(ValueError, match=r"save|invalid"):
             parse_control(line)
 
 
-def test_a_wish_is_answered_once_however_late_others_hear_of_it() -> None:
+def test_save_request_is_answered_once() -> None:
     poll = Poll(Comms(World(), torch.device("cpu")))
     first = poll.exchange(save_number=2, answered_number=0)
     assert (first.save, first.is_new_request, first.save_number) == (True, True, 2)
-    again = poll.exchange(save_number=2, answered_number=first.save_number)
-    assert (again.save, again.is_new_request, again.save_number) == (False, False, 2)
-    late = poll.exchange(save_number=1, answered_number=2)
-    assert (late.save, late.save_number) == (False, 2)
+    repeated = poll.exchange(save_number=2, answered_number=first.save_number)
+    assert (repeated.save, repeated.is_new_request, repeated.save_number) == (False, False, 2)
+    outdated = poll.exchange(save_number=1, answered_number=2)
+    assert (outdated.save, outdated.save_number) == (False, 2)
 
 
-def test_a_rank_understands_who_trains_on() -> None:
+def test_parses_regroup_and_exit_messages() -> None:
     members = [{"slot": 3, "host": "n2", "local_rank": 0, "local_size": 1}]
     store = {"address": "10.0.0.1", "port": 4567}
     line = {"control": "regroup", "generation": 2, "members": members, "store": store,

@@ -1,4 +1,4 @@
-"""Which jobs ``--encrypt`` refuses, and what it gives each host."""
+"""Tests which jobs ``--encrypt`` rejects, and the addresses that it gives to hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.spec.settings import Setting
 
 GPU = {"n1": [], "n2": [{"name": "a GPU"}]}
 CPUS: dict[str, list[Any]] = {"n1": [], "n2": []}
-REFUSED = {
+UNSUPPORTED = {
     "over NCCL": ({}, True, GPU),
     "--backend ccl has": ({"backend": "ccl"}, True, CPUS),
     "--no-python": ({"entry": Entry("binary", "/bin/true", ())}, True, CPUS),
@@ -37,26 +37,26 @@ def job(**fields: Any) -> Job:
     return Job(**{**described, **fields})
 
 
-@pytest.mark.parametrize("found", REFUSED)
-def test_what_cannot_be_encrypted_is_refused(found: str) -> None:
-    fields, closes_store, gpus = REFUSED[found]
-    with pytest.raises(SettingError) as refused:
+@pytest.mark.parametrize("found", UNSUPPORTED)
+def test_rejects_unsupported_encryption(found: str) -> None:
+    fields, closes_store, gpus = UNSUPPORTED[found]
+    with pytest.raises(SettingError) as exc_info:
         encryption.check(job(**fields), closes_store, gpus)
-    assert found in refused.value.found
+    assert found in exc_info.value.found
     encryption.check(job(**fields, encrypt=Setting(False)), closes_store, gpus)
 
 
-def test_ranks_of_another_launcher_are_refused(tmp_path: Path) -> None:
-    """``mpirun … paceline env`` has no agents that could encrypt."""
+def test_rejects_encryption_under_mpirun(tmp_path: Path) -> None:
+    """``mpirun … paceline env`` starts no agents, so nothing could encrypt."""
     environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     assert env.read_place(environ, 1, tmp_path)["RANK"] == "0"
     with pytest.raises(SettingError, match="cannot be encrypted"):
         env.read_place({**environ, env.ENCRYPT: "1"}, 1, tmp_path)
     (tmp_path / "paceline.toml").write_text("[run]\nencrypt = true\n")
-    with pytest.raises(SettingError, match="cannot be encrypted") as refused:
+    with pytest.raises(SettingError, match="cannot be encrypted") as exc_info:
         env.read_place(environ, 1, tmp_path)
-    assert "encrypt in [run] of paceline.toml is set" in refused.value.found
-    # the environment comes before the file
+    assert "encrypt in [run] of paceline.toml is set" in exc_info.value.found
+    # the environment overrides the file
     assert env.read_place({**environ, env.ENCRYPT: "0"}, 1, tmp_path)["RANK"] == "0"
 
 
@@ -65,7 +65,7 @@ def test_gloo_on_cpus_is_encrypted() -> None:
     encryption.check(job(backend="gloo"), True, CPUS)
 
 
-def test_each_host_has_an_address_of_its_own_and_keeps_it() -> None:
+def test_loopback_addresses_are_unique_and_stable() -> None:
     keys = JobEncryption()
     asyncio.run(keys.prepare())
     hosts = [f"n{number}" for number in range(300)]

@@ -1,4 +1,4 @@
-"""The fleet: whose silence it is, why a connection ended, and what a lost node means."""
+"""Tests the fleet of nodes: heartbeats, lost connections, reconnection and replacement of nodes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ from paceline.spec.settings import Setting, Source
 ENTRY = Entry("script", "a.py")
 
 
-class Agent:
-    """Stands in for a channel: answers renewals until it is told to be silent."""
+class FakeAgent:
+    """Stands in for a channel to an agent; answers renewals until it is made silent."""
 
     def __init__(self, name: str) -> None:
         self.host = Host(name)
@@ -94,21 +94,21 @@ class Agent:
         pass
 
 
-def fleet_of(*agents: Agent, lease_s: float = 1.0) -> tuple[Fleet, list[str], list[str]]:
+def make_fleet(*agents: FakeAgent, lease_s: float = 1.0) -> tuple[Fleet, list[str], list[str]]:
     events: list[str] = []
     losses: list[str] = []
     fleet = Fleet(
         list(agents), lease_s,  # type: ignore[arg-type]
         lambda node, event: events.append(f"{node.name} {event.kind}"),
-        lambda node, why: losses.append(why),
+        lambda node, reason: losses.append(reason),
     )  # fmt: skip
     return fleet, events, losses
 
 
-def test_renews_leases_and_hears_of_the_ranks() -> None:
-    async def scene() -> tuple[Node, Agent, list[str]]:
-        agent = Agent("n1")
-        fleet, events, _ = fleet_of(agent)
+def test_fleet_renews_leases_and_forwards_events() -> None:
+    async def scene() -> tuple[Node, FakeAgent, list[str]]:
+        agent = FakeAgent("n1")
+        fleet, events, _ = make_fleet(agent)
         agent.on_event(Event("rank started", "n1"))
         await asyncio.sleep(0.25)
         await fleet.close()
@@ -121,12 +121,12 @@ def test_renews_leases_and_hears_of_the_ranks() -> None:
     assert events == ["n1 rank started"]
 
 
-def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
+def test_silent_node_is_reported_lost_once() -> None:
     async def scene() -> tuple[Fleet, list[str]]:
-        silent, well = Agent("n1"), Agent("n2")
-        fleet, _, losses = fleet_of(silent, well)
+        silent, healthy = FakeAgent("n1"), FakeAgent("n2")
+        fleet, _, losses = make_fleet(silent, healthy)
         silent.silent = True
-        for _ in range(400):  # on a busy machine it takes longer
+        for _ in range(400):  # takes longer on a busy machine
             await asyncio.sleep(0.05)
             if losses:
                 break
@@ -141,20 +141,20 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
     assert not fleet.is_complete
 
 
-def test_a_connection_that_ended_is_not_told_as_a_host_without_power() -> None:
+def test_silence_message_distinguishes_ended_connection() -> None:
     assert describe_silence("n1", 6.6, broken=True).startswith(
         "the connection to n1 ended, and no other"
     )
     assert describe_silence("n1", 6.6, broken=False).startswith("silent for 6.6 s")
 
 
-def test_our_own_absence_is_nobodys_silence() -> None:
+def test_launcher_pause_is_not_node_silence() -> None:
     import time
 
     async def scene() -> tuple[Fleet, list[str]]:
-        fleet, _, losses = fleet_of(Agent("n1"), Agent("n2"))
+        fleet, _, losses = make_fleet(FakeAgent("n1"), FakeAgent("n2"))
         await asyncio.sleep(0.3)
-        time.sleep(1.5)  # as if this process had been stopped: longer than a lease
+        time.sleep(1.5)  # as if this process had been stopped for longer than a lease
         await asyncio.sleep(0.6)
         await fleet.close()
         return fleet, losses
@@ -164,92 +164,94 @@ def test_our_own_absence_is_nobodys_silence() -> None:
     assert fleet.absence_s > 1.0
 
 
-def test_telling_minds_neither_refusals_nor_lost_nodes() -> None:
-    async def scene() -> Agent:
-        gone, left = Agent("n1"), Agent("n2")
-        fleet, _, _ = fleet_of(gone, left)
+def test_tell_ignores_refusals_and_lost_nodes() -> None:
+    async def scene() -> FakeAgent:
+        gone, remaining = FakeAgent("n1"), FakeAgent("n2")
+        fleet, _, _ = make_fleet(gone, remaining)
         fleet.lose(fleet.nodes[0], "unplugged")
         await fleet.tell("refuse")
         await fleet.close()
         assert "refuse" not in gone.asked
         assert gone.abandoned
-        return left
+        return remaining
 
     assert "refuse" in asyncio.run(scene()).asked
 
 
-def test_silence_is_counted_while_we_listen() -> None:
+def test_silence_excludes_launcher_pause() -> None:
     silence = Silence(1.0, timestamp=0.0)
 
-    def look(now: float, last_heard: float) -> float:
-        silence.update(now, last_heard)
+    def update_silence(time_s: float, message_at: float) -> float:
+        silence.update(time_s, message_at)
         return silence.seconds
 
-    assert look(1.0, last_heard=0.5) == pytest.approx(0.5)
-    assert look(2.0, last_heard=0.5) == pytest.approx(1.5)
-    assert look(22.0, last_heard=0.5) == pytest.approx(3.5)  # we were away for 19 s
-    assert look(23.0, last_heard=22.9) == pytest.approx(0.1)
-    assert look(24.0, last_heard=22.9) == pytest.approx(1.1)
+    assert update_silence(1.0, message_at=0.5) == pytest.approx(0.5)
+    assert update_silence(2.0, message_at=0.5) == pytest.approx(1.5)
+    assert update_silence(22.0, message_at=0.5) == pytest.approx(
+        3.5
+    )  # this process was stopped for 19 s
+    assert update_silence(23.0, message_at=22.9) == pytest.approx(0.1)
+    assert update_silence(24.0, message_at=22.9) == pytest.approx(1.1)
 
 
-def test_a_silence_of_all_is_of_the_line_that_leads_to_all() -> None:
+def test_silence_of_all_nodes_is_not_exclusive() -> None:
     silence = Silence(0.25, timestamp=0.0)
 
-    def alone_after(seconds: float, others: bool) -> bool:
-        end = now[0] + seconds
-        while now[0] < end:
-            now[0] += 0.25
-            silence.update(now[0], received_at=0.0, hears_peers=others)
+    def is_exclusive_after(seconds: float, peers_respond: bool) -> bool:
+        end = time_s[0] + seconds
+        while time_s[0] < end:
+            time_s[0] += 0.25
+            silence.update(time_s[0], received_at=0.0, hears_peers=peers_respond)
         return silence.is_exclusive
 
-    now = [0.0]
-    assert not alone_after(4.0, others=False)
-    assert not alone_after(3.75, others=True)  # what was sent in vain may only be sent again then
-    assert alone_after(0.5, others=True)
+    time_s = [0.0]
+    assert not is_exclusive_after(4.0, peers_respond=False)
+    assert not is_exclusive_after(3.75, peers_respond=True)  # retransmissions take this long
+    assert is_exclusive_after(0.5, peers_respond=True)
     silence.update(9.0, received_at=8.9, hears_peers=False)
     assert silence.seconds == silence.shared_s == pytest.approx(0.1)
 
 
-def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_node_is_lost_while_launcher_link_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "SILENCE_TIMEOUT_S", 0.4)
     monkeypatch.setattr(fleet_module, "PEER_RECENCY_S", 0.2)
 
     async def scene() -> tuple[list[bool], dict[str, float]]:
-        agents = [Agent("n1"), Agent("n2"), Agent("n3")]
-        fleet, _, losses = fleet_of(*agents, lease_s=60.0)
+        agents = [FakeAgent("n1"), FakeAgent("n2"), FakeAgent("n3")]
+        fleet, _, losses = make_fleet(*agents, lease_s=60.0)
         fleet.watchful = True
         await asyncio.sleep(0.1)
         for agent in agents:
             agent.silent = True
         await asyncio.sleep(1.2)
-        at_once = [node.lost for node in fleet.nodes]
+        lost_early = [node.lost for node in fleet.nodes]
         fleet.lease_s = 1.0
         while len(losses) < 3:
             await asyncio.sleep(0.05)
         await fleet.close()
-        return at_once, fleet.common_silences
+        return lost_early, fleet.common_silences
 
-    at_once, cut_off = asyncio.run(scene())
-    assert at_once == [False, False, False]
-    assert sorted(cut_off) == ["n1", "n2", "n3"]
-    lost = [Failure("lost", host, None, 1.0, headline="no word") for host in cut_off]
+    lost_early, silent_hosts = asyncio.run(scene())
+    assert lost_early == [False, False, False]
+    assert sorted(silent_hosts) == ["n1", "n2", "n3"]
+    lost = [Failure("lost", host, None, 1.0, headline="no word") for host in silent_hosts]
     own = Failure("exception", "n1", 0, 0.5, headline="its own")
-    first, second = failure_analysis.attribute_network_loss([own, *lost], cut_off, 10.0)
+    first, second = failure_analysis.attribute_network_loss([own, *lost], silent_hosts, 10.0)
     assert (first.kind, second) == ("launcher", own)
     assert failure_analysis.attribute_network_loss([own, *lost], {}, 10.0) == [own, *lost]
 
 
 @pytest.mark.parametrize("at_a_loss", [False, True])
-def test_a_way_that_broke_counts_sooner_where_ranks_have_lost_somebody(
+def test_broken_connection_times_out_early_on_rank_loss(
     monkeypatch: pytest.MonkeyPatch, at_a_loss: bool
 ) -> None:
-    """Else it is dialled again for longer: sshd may just have started anew."""
+    """Otherwise, reconnecting continues for longer: sshd may just have restarted."""
     monkeypatch.setattr(fleet_module, "SILENCE_TIMEOUT_S", 0.4)
     monkeypatch.setattr(fleet_module, "PEER_RECENCY_S", 0.2)
 
     async def scene() -> list[bool]:
-        agents = [Agent("n1"), Agent("n2")]
-        fleet, _, losses = fleet_of(*agents, lease_s=8.0)
+        agents = [FakeAgent("n1"), FakeAgent("n2")]
+        fleet, _, losses = make_fleet(*agents, lease_s=8.0)
         fleet.watchful, fleet.awaits_loss = True, at_a_loss
         await asyncio.sleep(0.1)
         agents[1].silent = agents[1].is_broken = True
@@ -263,14 +265,14 @@ def test_a_way_that_broke_counts_sooner_where_ranks_have_lost_somebody(
     assert asyncio.run(scene()) == [False, at_a_loss]
 
 
-def test_the_last_host_that_falls_silent_is_not_our_own_line(
+def test_sequential_silence_is_not_launcher_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet_module, "PEER_RECENCY_S", 0.3)
 
     async def scene() -> tuple[Fleet, dict[str, float]]:
-        agents = [Agent("n1"), Agent("n2")]
-        fleet, _, losses = fleet_of(*agents, lease_s=2.0)
+        agents = [FakeAgent("n1"), FakeAgent("n2")]
+        fleet, _, losses = make_fleet(*agents, lease_s=2.0)
         await asyncio.sleep(0.1)
         agents[0].silent = True
         await asyncio.sleep(0.9)
@@ -280,13 +282,13 @@ def test_the_last_host_that_falls_silent_is_not_our_own_line(
         await fleet.close()
         return fleet, fleet.common_silences
 
-    fleet, cut_off = asyncio.run(scene())
-    assert cut_off == {}
+    fleet, silent_hosts = asyncio.run(scene())
+    assert silent_hosts == {}
     assert [fleet.launcher_fault(node) for node in fleet.nodes] == ["", ""]
 
 
 @pytest.mark.parametrize(
-    ("stderr", "why"),
+    ("stderr", "reason"),
     [
         ("", "the connection to n2 ended"),
         (
@@ -311,17 +313,17 @@ def test_the_last_host_that_falls_silent_is_not_our_own_line(
         ),
     ],
 )
-def test_only_known_lines_are_a_reason(stderr: str, why: str) -> None:
-    assert describe_end("n2", stderr) == why
+def test_end_reason_uses_only_recognised_stderr_lines(stderr: str, reason: str) -> None:
+    assert describe_end("n2", stderr) == reason
 
 
-class Dialling:
-    """A transport whose hosts come back at the second try, or never; that may be certain."""
+class RedialTransport:
+    """A transport whose hosts return at the second attempt or never; the error may be permanent."""
 
-    def __init__(self, comes_back: bool, redials: bool = True, gone: bool = False) -> None:
+    def __init__(self, can_reconnect: bool, redials: bool = True, gone: bool = False) -> None:
         self.redials, self.gone = redials, gone
         self.tries = 0
-        self._comes_back = comes_back
+        self._comes_back = can_reconnect
 
     async def open(self, hosts: Any, pythons: Any) -> list[Any]:
         self.tries += 1
@@ -329,7 +331,7 @@ class Dialling:
             raise PermanentConnectError("no agent", found="words", brief="the allocation is over")
         if self.tries < 2 or not self._comes_back:
             raise ConnectError("cannot log in", found="no answer: n2: timed out")
-        return [Agent(host.name) for host in hosts]
+        return [FakeAgent(host.name) for host in hosts]
 
     async def close(self, exit_code: int) -> None: ...
 
@@ -337,81 +339,81 @@ class Dialling:
         return ""
 
 
-def request_for(job: Job, transport: Any, *names: str) -> Request:
+def make_request(job: Job, transport: Any, *names: str) -> Request:
     return Request(job, tuple(Host(name) for name in names), transport)
 
 
 @pytest.mark.parametrize(
-    ("transport", "told"),
+    ("transport", "announced"),
     [
-        (Dialling(comes_back=True), "n2 is back; starting all nodes again, 1 of 1"),
-        (Dialling(comes_back=False), "n2 (no answer: n2: timed out) did not come back"),
-        (Dialling(comes_back=True, redials=False), "n2 cannot be joined again"),
+        (RedialTransport(can_reconnect=True), "n2 is back; starting all nodes again, 1 of 1"),
+        (RedialTransport(can_reconnect=False), "n2 (no answer: n2: timed out) did not come back"),
+        (RedialTransport(can_reconnect=True, redials=False), "n2 cannot be joined again"),
         (
-            Dialling(comes_back=True, gone=True),
+            RedialTransport(can_reconnect=True, gone=True),
             "n2 cannot come back: the allocation is over\n"
             "paceline: 1 node of at least 2, and no other is waited for: not started again",
         ),
     ],
 )
-def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
+def test_redials_lost_hosts(transport: RedialTransport, announced: str) -> None:
     job = Job("a", ENTRY, "/", "python3", wait_for_nodes_s=Setting(1.2), max_restarts=Setting(1))
 
     async def scene() -> tuple[Fleet, bool, list[str]]:
         notes: list[str] = []
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
         fleet.lose(fleet.nodes[1], "unplugged")
         waits = list[Any]()
-        request = request_for(job, transport, "n1", "n2")
+        request = make_request(job, transport, "n1", "n2")
         recorder = Mock(set_waiting=waits.append)
-        driver, reconnector = driver_of(request, fleet, notes, recorder=recorder)
+        driver, reconnector = make_driver(request, fleet, notes, recorder=recorder)
         lost = Failure("lost", "n2", None, headline="unplugged")
         assert await driver.may_restart(lost, [], 1.0)
-        found = await driver.select_nodes()
+        outcome = await driver.select_nodes()
         dialling = "dialling n2 again, for up to 1.2 s"
         if f"paceline: {dialling}" in notes:
-            begun, over = waits
-            assert begun.text == f"1 node of at least 2: {dialling}"
-            assert begun.until - begun.since == pytest.approx(1.2, abs=0.01)
-            assert over is None
+            wait_begin, wait_end = waits
+            assert wait_begin.text == f"1 node of at least 2: {dialling}"
+            assert wait_begin.until - wait_begin.since == pytest.approx(1.2, abs=0.01)
+            assert wait_end is None
         else:
             assert waits == []
         await reconnector.close()
         await fleet.close()
-        return fleet, found, notes
+        return fleet, outcome, notes
 
-    fleet, found, notes = asyncio.run(scene())
-    assert told in "\n".join(notes)
-    assert found == fleet.is_complete == (told.startswith("n2 is back"))
+    fleet, outcome, notes = asyncio.run(scene())
+    assert announced in "\n".join(notes)
+    assert outcome == fleet.is_complete == (announced.startswith("n2 is back"))
     assert [node.name for node in fleet.nodes] == ["n1", "n2"]
 
 
 @pytest.mark.parametrize("kind", ["script", "session", "none"])
-def test_a_host_that_is_lost_before_the_first_step(kind: str) -> None:
-    """A session goes on without it, a script has it dialled; a written 0 allows neither."""
+def test_host_loss_before_first_step(kind: str) -> None:
+    """A session continues without the host; a script waits for it; an explicit 0 allows neither."""
     notes: list[str] = []
     preload = ("torch", *(["paceline.train?"] if kind == "session" else []))
     restarts_allowed = Setting(0, Source.ARGUMENT if kind == "none" else Source.DEFAULT)
     job = Job("a", ENTRY, "/", "python3", preload=preload, max_restarts=restarts_allowed)
 
     async def scene() -> tuple[bool, list[str]]:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        transport = Dialling(comes_back=True)
-        request = request_for(job, transport, "n1", "n2")
-        driver, reconnector = driver_of(request, fleet, notes)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        transport = RedialTransport(can_reconnect=True)
+        request = make_request(job, transport, "n1", "n2")
+        driver, reconnector = make_driver(request, fleet, notes)
         fleet.lose(fleet.nodes[1], "unplugged")
         lost = Failure("lost", "n2", None, headline="unplugged")
-        on = await driver.may_restart(lost, [], 1.0, StartupTracker(job, 2))
-        if on:
+        may_continue = await driver.may_restart(lost, [], 1.0, StartupTracker(job, 2))
+        if may_continue:
             assert await driver.select_nodes()
         assert driver.policy.num_restarts == 0
         await reconnector.close()
         await fleet.close()
-        return on, [node.name for node in fleet.nodes]
+        return may_continue, [node.name for node in fleet.nodes]
 
-    on, names = asyncio.run(asyncio.wait_for(scene(), 20))
+    may_continue, names = asyncio.run(asyncio.wait_for(scene(), 20))
     if kind == "none":
-        assert (on, notes) == (False, [])
+        assert (may_continue, notes) == (False, [])
     elif kind == "session":
         assert names == ["n1"]
         assert notes == ["paceline: n2: unplugged; going on with n1; starting all nodes again,"
@@ -424,23 +426,25 @@ def test_a_host_that_is_lost_before_the_first_step(kind: str) -> None:
         ]  # fmt: skip
 
 
-def test_losses_before_the_first_step_end_at_some_time() -> None:
+def test_limits_restarts_before_first_step() -> None:
     notes: list[str] = []
     job = Job("a", ENTRY, "/", "python3")
     killed = Failure("signal", "n1", 0, signal=9, headline="killed by SIGKILL")
     boom = Failure("exception", "n1", 0, headline="ValueError: boom")
-    refused = replace(boom, headline="RuntimeError: Connection refused")
+    connection_refused = replace(boom, headline="RuntimeError: Connection refused")
 
     async def scene() -> list[bool]:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        driver, _ = driver_of(request_for(job, Dialling(comes_back=True), "n1"), fleet, notes)
-        found = [await driver.may_restart(one, [], 1.0, StartupTracker(job, 2))
-                 for one in (boom, refused, killed, killed, killed)]  # fmt: skip
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        driver, _ = make_driver(
+            make_request(job, RedialTransport(can_reconnect=True), "n1"), fleet, notes
+        )
+        outcome = [await driver.may_restart(one, [], 1.0, StartupTracker(job, 2))
+                 for one in (boom, connection_refused, killed, killed, killed)]  # fmt: skip
         await fleet.close()
-        return found
+        return outcome
 
-    found = asyncio.run(asyncio.wait_for(scene(), 20))
-    assert found == [False, False, True, True, False]
+    outcome = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert outcome == [False, False, True, True, False]
     assert notes == ["paceline: not started again: 3 starts in a row reached no step"]
 
 
@@ -450,7 +454,7 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
     ("after-save", True, 1, ""),
     ("after-save", False, 0, "n2 is here; it gets ranks after the next checkpoint of rank 0"),
 ])  # fmt: skip
-def test_a_node_that_is_back_interrupts_a_script_when_rejoin_says_so(
+def test_rejoin_decides_when_returned_node_gets_ranks(
     rejoin: Any, session: bool, expansions: int, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -462,11 +466,14 @@ def test_a_node_that_is_back_interrupts_a_script_when_rejoin_says_so(
     monkeypatch.setattr(driver_module, "await_checkpoint", await_checkpoint)
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), lease_s=0.5)
-        request = request_for(
-            elastic("1:2", rejoin=Setting(rejoin)), Dialling(comes_back=True), "n1", "n2"
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=0.5)
+        request = make_request(
+            elastic_job("1:2", rejoin=Setting(rejoin)),
+            RedialTransport(can_reconnect=True),
+            "n1",
+            "n2",
         )
-        driver, _ = driver_of(request, fleet, notes)
+        driver, _ = make_driver(request, fleet, notes)
         attempt: Any = Mock(recovery=Mock(accepts_newcomers=False, can_recover=False,
                                           use_spare=lambda: False),
                             plan=Mock(nodes=[Mock(workdir="/w")]))  # fmt: skip
@@ -478,20 +485,20 @@ def test_a_node_that_is_back_interrupts_a_script_when_rejoin_says_so(
         assert attempt.request_expansion.call_count == (2 * expansions)
         saved.set()
         await asyncio.sleep(0.05)
-        waited = rejoin == "after-save" and not session
-        assert attempt.request_expansion.call_count == (1 if waited else 2 * expansions)
+        awaits_checkpoint = rejoin == "after-save" and not session
+        assert attempt.request_expansion.call_count == (1 if awaits_checkpoint else 2 * expansions)
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
     assert note in "".join(notes)
 
 
-class Starting(Launcher):
-    """Loses a host while it gets ready, so many times; what runs then ends well."""
+class FailingLauncher(Launcher):
+    """Loses a host during this many starts; the run then succeeds."""
 
     def __init__(self, losses: int, asked: Setting[int]) -> None:
         job = Job("a", ENTRY, "/", "python3", max_restarts=asked)
-        self._request = request_for(job, Dialling(comes_back=True), "n1", "n2")
+        self._request = make_request(job, RedialTransport(can_reconnect=True), "n1", "n2")
         self._screen, self._results = Mock(), AsyncMock()
         policy = RetryPolicy(retries_start=self._request.retries_start)
         self.driver = Mock(policy=policy, run=AsyncMock(return_value=Result(0)))
@@ -502,7 +509,7 @@ class Starting(Launcher):
 
     async def _connect(self, lost: NodeError | None) -> tuple[Fleet, dict[str, str]]:
         self.connected.append(lost is not None)
-        return fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)[0], {}
+        return make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)[0], {}
 
     def _record_connected(self, *_: Any) -> None: ...
 
@@ -525,10 +532,10 @@ class Starting(Launcher):
         (1, Setting(0, Source.ARGUMENT), 1),
     ],
 )
-def test_a_host_is_lost_before_anything_runs(
+def test_host_loss_during_startup_is_retried(
     losses: int, asked: Setting[int], connected: int
 ) -> None:
-    launcher = Starting(losses, asked)
+    launcher = FailingLauncher(losses, asked)
     run = launcher._run(Mock(received=[]))
     if connected > losses:
         assert asyncio.run(run).exit_code == 0
@@ -543,21 +550,21 @@ def test_a_host_is_lost_before_anything_runs(
     ]  # fmt: skip
 
 
-def test_a_host_that_is_left_out_is_not_waited_for() -> None:
+def test_repeatedly_lost_host_is_excluded() -> None:
     notes: list[str] = []
 
     async def scene() -> bool:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        transport = Dialling(comes_back=True)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        transport = RedialTransport(can_reconnect=True)
         job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(9))
-        driver, reconnector = driver_of(request_for(job, transport, "n1", "n2"), fleet, notes)
+        driver, reconnector = make_driver(make_request(job, transport, "n1", "n2"), fleet, notes)
         for _ in range(MAX_HOST_LOSSES):
             fleet.lose(fleet.nodes[1], "unplugged")
             assert await driver.may_restart(Failure("lost", "n2", None, headline="gone"), [], 1.0)
-            found = await driver.select_nodes()
+            outcome = await driver.select_nodes()
         await reconnector.close()
         await fleet.close()
-        return found
+        return outcome
 
     assert not asyncio.run(asyncio.wait_for(scene(), 20))
     assert sum("dialling n2 again" in note for note in notes) == MAX_HOST_LOSSES - 1
@@ -568,8 +575,8 @@ def test_a_host_that_is_left_out_is_not_waited_for() -> None:
     ]
 
 
-class Provisioned:
-    """Stands in for a provisioner: who comes can start ranks at once."""
+class FakeProvisioner:
+    """Stands in for a provisioner; nodes can start ranks immediately."""
 
     supplies = Supplies()
 
@@ -579,26 +586,26 @@ class Provisioned:
         node.ready.set_result(None)
 
 
-def reconnector_of(request: Request, fleet: Fleet, notes: list[str],
-                   came: Any = lambda node: None,
+def make_reconnector(request: Request, fleet: Fleet, notes: list[str],
+                   arrived: Any = lambda node: None,
                    provisioner: Any = None) -> Reconnector:  # fmt: skip
-    return Reconnector(request, fleet, provisioner or Provisioned(), came, notes.append)
+    return Reconnector(request, fleet, provisioner or FakeProvisioner(), arrived, notes.append)
 
 
-def driver_of(request: Request, fleet: Fleet, notes: list[str], came: Any = lambda node: None,
+def make_driver(request: Request, fleet: Fleet, notes: list[str], arrived: Any = lambda node: None,
               recorder: Any = None) -> tuple[ElasticDriver, Reconnector]:  # fmt: skip
     screen: Any = Mock(note=notes.append)
     parts: list[Any] = [
-        Provisioned(), Mock(), Mock(align=AsyncMock()), Mock(), screen, recorder or Mock(),
+        FakeProvisioner(), Mock(), Mock(align=AsyncMock()), Mock(), screen, recorder or Mock(),
         Mock(), Mock(),
     ]  # fmt: skip
     driver = ElasticDriver(request, *parts)
     driver.fleet = fleet
-    driver._reconnector = reconnector = reconnector_of(request, fleet, notes, came)
+    driver._reconnector = reconnector = make_reconnector(request, fleet, notes, arrived)
     return driver, reconnector
 
 
-def recovery_of(plan: Any, members: Any, fleet: Fleet, reconnector: Any = None, fail: Any = None,
+def make_recovery(plan: Any, members: Any, fleet: Fleet, reconnector: Any = None, fail: Any = None,
                 screen: Any = None) -> RecoveryController:  # fmt: skip
     job = Job("a", ENTRY, "/", "python3")
     return RecoveryController(
@@ -608,28 +615,30 @@ def recovery_of(plan: Any, members: Any, fleet: Fleet, reconnector: Any = None, 
     )  # fmt: skip
 
 
-def elastic(text: str, **more: Any) -> Job:
-    return Job("a", ENTRY, "/", "python3", nnodes=Setting(parse_node_count(text)), **more)
+def elastic_job(text: str, **options: Any) -> Job:
+    return Job("a", ENTRY, "/", "python3", nnodes=Setting(parse_node_count(text)), **options)
 
 
-def test_a_job_that_can_do_with_fewer_goes_on() -> None:
-    """Without a restart that counts; the node that comes back is told of, and taken in."""
-    transport, notes = Dialling(comes_back=True), list[str]()
+def test_elastic_job_continues_with_fewer_nodes() -> None:
+    """No restart is counted, and the returning node is announced and used again."""
+    transport, notes = RedialTransport(can_reconnect=True), list[str]()
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        came: list[str] = []
-        request = request_for(elastic("1:2"), transport, "n1", "n2")
-        driver, reconnector = driver_of(request, fleet, notes, lambda node: came.append(node.name))
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        arrived: list[str] = []
+        request = make_request(elastic_job("1:2"), transport, "n1", "n2")
+        driver, reconnector = make_driver(
+            request, fleet, notes, lambda node: arrived.append(node.name)
+        )
         fleet.lose(fleet.nodes[0], "unplugged")
         assert await driver.may_restart(Failure("lost", "n1", None, headline="gone"), [], 1.0)
         assert await driver.select_nodes()
         assert [node.name for node in fleet.nodes] == ["n2"]
         assert driver.policy.num_restarts == 0
-        while not came:
+        while not arrived:
             await asyncio.sleep(0.05)
         assert await driver.select_nodes()
-        assert [node.name for node in fleet.nodes] == ["n2", "n1"]  # who has the files stays first
+        assert [node.name for node in fleet.nodes] == ["n2", "n1"]  # n2 has the files
         await reconnector.close()
         await fleet.close()
 
@@ -638,17 +647,17 @@ def test_a_job_that_can_do_with_fewer_goes_on() -> None:
     assert notes[-1] == "paceline: n1 is back; starting all nodes again"
 
 
-def test_a_node_that_is_brought_back_takes_its_own_place() -> None:
+def test_reconnected_node_resumes_its_position() -> None:
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        told: list[Node] = []
-        request = request_for(elastic("2:2"), Dialling(comes_back=True), "n1", "n2")
-        reconnector = reconnector_of(request, fleet, [], told.append)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        announced: list[Node] = []
+        request = make_request(elastic_job("2:2"), RedialTransport(can_reconnect=True), "n1", "n2")
+        reconnector = make_reconnector(request, fleet, [], announced.append)
         lost = fleet.nodes[0]
         fleet.lose(lost, "unplugged")
         await reconnector.reconnect("n1")
         assert fleet.nodes[0] is not lost
-        assert (fleet.nodes[0].name, fleet.spares, told) == ("n1", [], [])
+        assert (fleet.nodes[0].name, fleet.spares, announced) == ("n1", [], [])
         assert fleet.is_complete
         await reconnector.close()
         await fleet.close()
@@ -656,13 +665,15 @@ def test_a_node_that_is_brought_back_takes_its_own_place() -> None:
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
-def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
-    """A session's ranks then go on without it, or save and stop; at a start nobody is waited for"""
-    transport, notes = Dialling(comes_back=False, gone=True), list[str]()
+def test_permanently_lost_host_is_abandoned() -> None:
+    """Ranks of a session continue without the node or stop; a start does not wait for it."""
+    transport, notes = RedialTransport(can_reconnect=False, gone=True), list[str]()
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        reconnector = reconnector_of(request_for(elastic("1:2"), transport, "n1"), fleet, notes)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        reconnector = make_reconnector(
+            make_request(elastic_job("1:2"), transport, "n1"), fleet, notes
+        )
         fleet.lose(fleet.nodes[1], "unplugged")
         lost: list[str] = []
         first = SimpleNamespace(host="n2", ranks=[SimpleNamespace(rank=0)])
@@ -670,7 +681,7 @@ def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
             nodes=[first], master_addr="127.0.0.1", master_port=1, closed_store=False
         )
         members = Mock(decide=list, abandon_host=lost.append)
-        await recovery_of(plan, members, fleet, reconnector)._restore_host(Dial("n2"))
+        await make_recovery(plan, members, fleet, reconnector)._restore_host(Dial("n2"))
         assert lost == ["n2"]
         assert reconnector.dialled == []
         await reconnector.close()
@@ -679,29 +690,29 @@ def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
     asyncio.run(asyncio.wait_for(scene(), 10))
     assert notes == ["paceline: n2 cannot come back: the allocation is over"]
     with pytest.raises(ConnectError, match="0 hosts can be reached") as caught:
-        gathered(transport, 1, 9999, "n1")
+        connect_hosts(transport, 1, 9999, "n1")
     assert caught.value.found == "n1: the allocation is over"
 
 
-def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(
+def test_failed_provisioning_is_reported_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever stood in the way: a node that refuses, a file that is to be sent and has gone."""
+    """The cause may be an error of the node, a missing local file, or a timeout."""
     monkeypatch.setattr(connect_module, "PAUSES_S", (0.01,))
-    troubles: list[Exception] = [
+    provision_errors: list[Exception] = [
         NodeError("n2 is full"), FileNotFoundError(2, "No such file", "/p/a.py"), TimeoutError(),
     ]  # fmt: skip
     notes: list[str] = []
 
     async def provision(node: Node, fleet: Fleet) -> None:
-        if troubles:
-            raise troubles.pop(0)
+        if provision_errors:
+            raise provision_errors.pop(0)
 
     async def scene() -> list[str]:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        transport: Any = Dialling(comes_back=True)
-        request = request_for(elastic("2:2"), transport, "n1", "n2")
-        reconnector = reconnector_of(request, fleet, notes, provisioner=Mock(provision=provision))
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        transport: Any = RedialTransport(can_reconnect=True)
+        request = make_request(elastic_job("2:2"), transport, "n1", "n2")
+        reconnector = make_reconnector(request, fleet, notes, provisioner=Mock(provision=provision))
         fleet.lose(fleet.nodes[1], "unplugged")
         await reconnector.reconnect("n2")
         await reconnector.close()
@@ -714,19 +725,19 @@ def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(
     ]  # fmt: skip
 
 
-def test_a_spare_takes_the_place_of_a_lost_node() -> None:
-    transport, notes = Dialling(comes_back=False), list[str]()
+def test_spare_replaces_lost_node() -> None:
+    transport, notes = RedialTransport(can_reconnect=False), list[str]()
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), Agent("n3"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), FakeAgent("n3"), lease_s=0.5)
         for node in fleet.nodes:
             node.survey = HostSurvey(node.host, {}, LOOPBACK)
             node.resolve_ready(None)
             node.ready = asyncio.get_running_loop().create_future()
             node.ready.set_result(None)
         fleet.seat(fleet.nodes[:2])
-        request = request_for(elastic("2:2"), transport, "n1", "n2", "n3")
-        driver, reconnector = driver_of(request, fleet, notes)
+        request = make_request(elastic_job("2:2"), transport, "n1", "n2", "n3")
+        driver, reconnector = make_driver(request, fleet, notes)
         fleet.lose(fleet.nodes[0], "unplugged")
         assert await driver.may_restart(Failure("lost", "n1", None, headline="gone"), [], 1.0)
         assert await driver.select_nodes()
@@ -738,18 +749,18 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     assert notes == ["paceline: n1: gone; going on with n2, n3; starting all nodes again"]
 
 
-def test_a_node_that_was_asked_to_end_is_let_go() -> None:
+def test_departing_node_is_released() -> None:
     async def scene() -> Fleet:
         notes: list[str] = []
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        transport = Dialling(comes_back=True)
-        request = request_for(elastic("1:2"), transport, "n1", "n2")
-        driver, reconnector = driver_of(request, fleet, notes)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        transport = RedialTransport(can_reconnect=True)
+        request = make_request(elastic_job("1:2"), transport, "n1", "n2")
+        driver, reconnector = make_driver(request, fleet, notes)
         asked = Failure("signal", "n2", None, signal=15, headline="asked to end")
         assert await driver.may_restart(asked, [fleet.nodes[1]], 1.0)
         assert await driver.select_nodes()
         await asyncio.sleep(0.2)
-        assert not transport.tries  # it is about to go
+        assert not transport.tries  # no reconnection: it was asked to end
         await reconnector.close()
         await fleet.close()
         return fleet
@@ -760,10 +771,10 @@ def test_a_node_that_was_asked_to_end_is_let_go() -> None:
     assert fleet.former[0].loss_reason.startswith("asked to end")
 
 
-def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
+def test_regroup_survives_replacement_of_store_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the news of it waited: who tells them to the nodes goes on."""
+    """The host was replaced while the regroup message waited to be sent."""
     monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     first = SimpleNamespace(host="n1", ranks=[SimpleNamespace(rank=0)])
     plan: Any = SimpleNamespace(
@@ -771,9 +782,9 @@ def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
     )
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=0.5)
         fleet.nodes[0].running = True
-        recovery = recovery_of(plan, Members({0: "n1"}), fleet)
+        recovery = make_recovery(plan, Members({0: "n1"}), fleet)
         running = asyncio.ensure_future(recovery.run())
         recovery._orders.put_nowait(Regroup(1, (0,), False, "n2"))
         recovery._orders.put_nowait(End("nothing more"))
@@ -787,79 +798,93 @@ def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
-@pytest.mark.parametrize(("in_all", "address"), [(1, "127.0.0.1"), (2, "10.0.0.5")])
-def test_one_host_that_no_other_can_join_keeps_to_itself(in_all: int, address: str) -> None:
-    """Also where fewer nodes would do: ``-H local --nnodes 1:2``."""
-    here = {"address": "10.0.0.5", "family": 4, "prefix": 24, "scope": "global", "usable": True}
-    card = {"name": "eth0", "kind": "hardware", "state": "up", "speed": 1000, "addresses": [here]}
+@pytest.mark.parametrize(("num_hosts", "address"), [(1, "127.0.0.1"), (2, "10.0.0.5")])
+def test_single_host_job_uses_loopback(num_hosts: int, address: str) -> None:
+    """Also if fewer nodes are enough: ``-H local --nnodes 1:2``."""
+    interface_address = {
+        "address": "10.0.0.5",
+        "family": 4,
+        "prefix": 24,
+        "scope": "global",
+        "usable": True,
+    }
+    card = {
+        "name": "eth0",
+        "kind": "hardware",
+        "state": "up",
+        "speed": 1000,
+        "addresses": [interface_address],
+    }
 
     async def scene() -> str:
-        agent = Agent("n1")
+        agent = FakeAgent("n1")
         agent.facts = {"interfaces": [card]}
-        fleet, _, _ = fleet_of(agent, lease_s=5.0)
-        found, _ = await choose_networks(fleet, elastic("1:2"), in_all)
+        fleet, _, _ = make_fleet(agent, lease_s=5.0)
+        outcome, _ = await choose_networks(fleet, elastic_job("1:2"), num_hosts)
         await fleet.close()
-        return found["n1"].address
+        return outcome["n1"].address
 
     assert asyncio.run(scene()) == address
 
 
-def test_a_failure_long_after_a_recovered_loss_is_the_program_s_own() -> None:
-    """It counts, though the lost node is still missing."""
+def test_unrelated_failure_following_host_loss_ends_job() -> None:
+    """The failure counts as a restart, although the lost node is still missing."""
 
     async def scene() -> list[bool]:
         notes: list[str] = []
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        transport = Dialling(comes_back=True)
-        driver, _ = driver_of(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        transport = RedialTransport(can_reconnect=True)
+        driver, _ = make_driver(
+            make_request(elastic_job("1:2"), transport, "n1", "n2"), fleet, notes
+        )
         fleet.lose(fleet.nodes[1], "unplugged")
-        now = fleet.nodes[1].lost_at
-        boom = Failure("exception", "n1", 0, now + 60, headline="ValueError: boom")
+        time_s = fleet.nodes[1].lost_at
+        boom = Failure("exception", "n1", 0, time_s + 60, headline="ValueError: boom")
         echo = replace(boom, headline="RuntimeError: Connection reset by peer")
-        found = [
+        outcome = [
             await driver.may_restart(one, [], 1.0)
-            for one in (boom, echo, replace(boom, time=now + 0.2), replace(boom, rank=None))
+            for one in (boom, echo, replace(boom, time=time_s + 0.2), replace(boom, rank=None))
         ]
-        gone = Node(Host("n3"), Agent("n3"))  # type: ignore[arg-type]
-        found.append(await driver.may_restart(boom, [gone], 1.0))
+        gone = Node(Host("n3"), FakeAgent("n3"))  # type: ignore[arg-type]
+        outcome.append(await driver.may_restart(boom, [gone], 1.0))
         await fleet.close()
-        return found
+        return outcome
 
     assert asyncio.run(asyncio.wait_for(scene(), 20)) == [False, True, True, True, False]
 
 
-def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_import_error_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     plan: Any = SimpleNamespace(
-        nodes=[part_of("n1", 0)], master_addr="127.0.0.1", master_port=1, closed_store=False
+        nodes=[make_part("n1", 0)], master_addr="127.0.0.1", master_port=1, closed_store=False
     )
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
-        screen, node, tries = Mock(), fleet.nodes[0], 0
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=5.0)
+        screen, node, attempts = Mock(), fleet.nodes[0], 0
 
         async def prepare() -> None:
-            nonlocal tries
-            tries += 1
+            nonlocal attempts
+            attempts += 1
             node.ready = asyncio.get_running_loop().create_future()
             node.ready.set_result(ForkServerError("import", "Traceback\nImportError: no torch"))
 
         monkeypatch.setattr(Node, "prepare", lambda _: prepare())
-        recovery = recovery_of(plan, Members({0: "n1"}), fleet, screen=screen)
+        recovery = make_recovery(plan, Members({0: "n1"}), fleet, screen=screen)
         preparing = asyncio.ensure_future(recovery._start_fork_server("n1"))
-        while tries < 4:
+        while attempts < 4:
             await asyncio.sleep(0.01)
-        fleet.replace_node(fleet.add(Agent("n2")), "n1")  # type: ignore[arg-type]
-        await preparing  # another host has its part now
-        told = "paceline: n1 cannot start ranks yet: ImportError: no torch"
-        assert screen.note.call_args_list == [call(told)]
+        fleet.replace_node(fleet.add(FakeAgent("n2")), "n1")  # type: ignore[arg-type]
+        await preparing  # n1 was replaced
+        announced = "paceline: n1 cannot start ranks yet: ImportError: no torch"
+        assert screen.note.call_args_list == [call(announced)]
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_a_failed_import_names_what_can_be_typed() -> None:
-    """Torch for another Python; the compiler is imported only if there is one."""
+def test_import_error_remedy_shows_command() -> None:
+    """The cause is a torch for another Python version; a missing compiler is no error."""
 
     async def scene() -> None:
         ready = asyncio.get_running_loop().create_future()
@@ -879,17 +904,17 @@ def test_a_failed_import_names_what_can_be_typed() -> None:
     asyncio.run(scene())
 
 
-def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
+def test_wait_state_has_node_count_and_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
-    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
+    plan: Any = SimpleNamespace(nodes=[make_part("n1", 0), make_part("n2", 1)], master_addr="::1",
                                 master_port=1, closed_store=False)  # fmt: skip
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
-        members = able(Members({0: "n1", 1: "n2"}, min_hosts=2, timeout_s=60.0), 0, 1)
-        recovery = recovery_of(plan, members, fleet)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=5.0)
+        members = make_recoverable(Members({0: "n1", 1: "n2"}, min_hosts=2, timeout_s=60.0), 0, 1)
+        recovery = make_recovery(plan, members, fleet)
         assert recovery.waiting is None
         members._wait_started_at = 1.0
         await recovery._report_wait(Wait(("n2",)))
@@ -904,28 +929,28 @@ def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def part_of(host: str, *slots: int) -> Any:
+def make_part(host: str, *slots: int) -> Any:
     return SimpleNamespace(
         host=host, address="127.0.0.1", ranks=[SimpleNamespace(rank=slot) for slot in slots]
     )
 
 
-def able(members: Members, *slots: int) -> Members:
+def make_recoverable(members: Members, *slots: int) -> Members:
     for slot in slots:
         members.set_recoverable(slot, True)
     return members
 
 
-def test_the_reason_why_ranks_do_not_go_on_is_shown_once() -> None:
-    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
+def test_reason_against_recovery_is_shown_once() -> None:
+    plan: Any = SimpleNamespace(nodes=[make_part("n1", 0), make_part("n2", 1)], master_addr="::1",
                                 master_port=1, closed_store=False)  # fmt: skip
     sharded = {"able": False, "why": "parameters are spread over the ranks (FSDP)"}
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         notes = Mock()
         screen = Mock(note=notes)
-        recovery = recovery_of(plan, Members({0: "n1", 1: "n2"}), fleet, screen=screen)
+        recovery = make_recovery(plan, Members({0: "n1", 1: "n2"}), fleet, screen=screen)
         for slot in (0, 1):
             recovery.on_event(Event("recoverable", f"n{slot + 1}", slot, fields=sharded))
         assert not recovery.recover_from(Failure("exception", "n1", 0, headline="KeyError"))
@@ -943,33 +968,33 @@ def test_the_reason_why_ranks_do_not_go_on_is_shown_once() -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
-    """The lost one is dialled on, and is a spare when it comes back."""
-    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
+def test_arriving_spare_replaces_lost_host() -> None:
+    """Reconnecting to the lost host continues; when it returns, it is a spare."""
+    plan: Any = SimpleNamespace(nodes=[make_part("n1", 0), make_part("n2", 1)], master_addr="::1",
                                 master_port=1, closed_store=False)  # fmt: skip
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
-        given_up = asyncio.Event()
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
+        cancelled = asyncio.Event()
 
         async def reconnect(host: str) -> None:
             try:
                 await asyncio.sleep(60)
             finally:
-                given_up.set()
+                cancelled.set()
 
         replace_host = Mock(return_value=None)
         reconnector = Mock(redials=True, replace=replace_host, reconnect=reconnect)
-        members = able(Members({0: "n1", 1: "n2"}), 0, 1)
-        recovery = recovery_of(plan, members, fleet, reconnector)
+        members = make_recoverable(Members({0: "n1", 1: "n2"}), 0, 1)
+        recovery = make_recovery(plan, members, fleet, reconnector)
         assert not recovery.use_spare()
         lost = Failure("lost", "n2", None, time.monotonic(), headline="off")
         assert recovery.recover_from(lost)
         await asyncio.sleep(0.01)
         assert not recovery.use_spare()
-        replace_host.return_value = part_of("n3", 1)
+        replace_host.return_value = make_part("n3", 1)
         assert recovery.use_spare()
-        await asyncio.wait_for(given_up.wait(), 30)
+        await asyncio.wait_for(cancelled.wait(), 30)
         assert [part.host for part in recovery._commands.parts.values()] == ["n1", "n3"]
         assert not recovery.use_spare()
         await fleet.close()
@@ -977,13 +1002,13 @@ def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
-    """Ranks that recover in place are lost then with all their hosts."""
-    plan: Any = Mock(nodes=[part_of("n1", 0), part_of("n2", 1)], master_port=1, attempt=0)
+def test_lease_expiry_in_launcher_pause_blames_launcher() -> None:
+    """Recoverable ranks of all hosts are lost then, because their leases expired."""
+    plan: Any = Mock(nodes=[make_part("n1", 0), make_part("n2", 1)], master_port=1, attempt=0)
 
     async def scene() -> list[Failure]:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
-        fleet.on_lost = lambda node, why: attempt.node_lost(node, why)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
+        fleet.on_lost = lambda node, reason: attempt.node_lost(node, reason)
         job = Job("a", ENTRY, "/", "python3")
         attempt = Attempt(plan, job, fleet, Mock(), Mock(), Mock(), RetryPolicy(),
                           Mock(redials=False))  # fmt: skip
@@ -991,8 +1016,10 @@ def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
             node.running = True
             attempt.on_event(node, Event("recoverable", node.name, slot, fields={"able": True}))
         for node in fleet.nodes:
-            about = {"reason": "lease", "why": "the lease of 5 s ran out"}
-            attempt.on_event(node, Event("leaving", node.name, time=time.monotonic(), fields=about))
+            event_fields = {"reason": "lease", "why": "the lease of 5 s ran out"}
+            attempt.on_event(
+                node, Event("leaving", node.name, time=time.monotonic(), fields=event_fields)
+            )
         await fleet.close()
         return attempt._failures
 
@@ -1004,12 +1031,12 @@ def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
     assert first.kind == "launcher"
 
 
-def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:
-    """Instead of leaving the ranks to wait, and telling of it when they have ended."""
-    plan: Any = Mock(nodes=[part_of("n1", 0)], master_port=1, attempt=0)
+def test_error_in_recovery_ends_attempt() -> None:
+    """Otherwise, the ranks would wait, and the error would appear only after they ended."""
+    plan: Any = Mock(nodes=[make_part("n1", 0)], master_port=1, attempt=0)
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=5.0)
         screen, interrupts = Mock(), Mock(received=[], wait=lambda *_: asyncio.sleep(60))
         job = Job("a", ENTRY, "/", "python3")
         attempt = Attempt(plan, job, fleet, interrupts, screen, Mock(), RetryPolicy(), Mock())
@@ -1031,8 +1058,8 @@ def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is asked; and not any more when another has taken its place."""
+def test_departing_node_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated requests count once, and not at all after the node has been replaced."""
     monkeypatch.setattr(recovery_module, "SCHEDULER_SPREAD_S", 0.01)
     ranks = [SimpleNamespace(host=f"n{n}", ranks=[SimpleNamespace(rank=n - 1)]) for n in (1, 2)]
     plan: Any = SimpleNamespace(
@@ -1040,16 +1067,16 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
     )
 
     async def scene() -> None:
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
         members = Members({0: "n1", 1: "n2"})
         for slot in (0, 1):
             members.set_recoverable(slot, True)
-        recovery = recovery_of(plan, members, fleet, fail=failed.append)
+        recovery = make_recovery(plan, members, fleet, fail=failed.append)
 
         async def asked(*nodes: Node) -> list[str]:
             for node in [*nodes, *nodes]:
-                why = Failure("signal", node.name, None, signal=15, headline="asked to end")
-                assert recovery.release(node, why)
+                reason = Failure("signal", node.name, None, signal=15, headline="asked to end")
+                assert recovery.release(node, reason)
             await asyncio.sleep(0.2)
             return [failure.kind for failure in failed]
 
@@ -1057,7 +1084,7 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
         assert fleet.nodes[1].loss_reason == "asked to end"
         assert recovery.departing_nodes == [fleet.nodes[1]]
         for host, lost in (("n3", "n2"), ("n4", "n3")):
-            fleet.replace_node(fleet.add(Agent(host)), lost)  # type: ignore[arg-type]
+            fleet.replace_node(fleet.add(FakeAgent(host)), lost)  # type: ignore[arg-type]
             assert recovery.departing_nodes == []
             part: Any = SimpleNamespace(host=host, ranks=ranks[1].ranks)
             recovery._add_part(part)
@@ -1070,8 +1097,8 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
-class Slow:
-    """A transport on which each host answers after its time, or refuses for ever."""
+class DelayedTransport:
+    """A transport on which each host answers after a delay, or always refuses."""
 
     redials = True
 
@@ -1083,47 +1110,51 @@ class Slow:
         await asyncio.sleep(seconds or 0)
         if seconds is None:
             raise ConnectError("cannot log in", found=f"no route: {hosts[0].name}: off")
-        return [Agent(hosts[0].name)]
+        return [FakeAgent(hosts[0].name)]
 
 
-class Flaky(Slow):
-    """One on which hosts refuse so many times."""
+class FlakyTransport(DelayedTransport):
+    """A transport on which each host refuses this many times."""
 
     async def open(self, hosts: Any, pythons: Any) -> list[Any]:
         name = hosts[0].name
-        if left := self._seconds.get(name):
-            self._seconds[name] = left - 1
+        if remaining := self._seconds.get(name):
+            self._seconds[name] = remaining - 1
             raise ConnectError("cannot log in", found=f"no route: {name}: off")
-        return [Agent(name)]
+        return [FakeAgent(name)]
 
 
-def gathered(transport: Any, least: int, timeout_s: float, *names: str, **more: Any) -> Any:
+def connect_hosts(
+    transport: Any, min_count: int, timeout_s: float, *names: str, **options: Any
+) -> Any:
     notes: list[str] = []
     hosts = [Host(name) for name in names]
-    found = asyncio.run(connect_module.connect_enough(
-        transport, hosts, ["python3"] * len(hosts), least, timeout_s, notes.append,
-        **more))  # fmt: skip
-    return [channel.host.name for channel in found[0]], found[1], notes
+    outcome = asyncio.run(connect_module.connect_enough(
+        transport, hosts, ["python3"] * len(hosts), min_count, timeout_s, notes.append,
+        **options))  # fmt: skip
+    return [channel.host.name for channel in outcome[0]], outcome[1], notes
 
 
-def test_begins_with_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_with_reachable_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect_module, "STRAGGLER_WAIT_S", 0.4)
-    there, missing, notes = gathered(Slow(n1=0, n2=None, n3=0.2), 1, 9, "n1", "n2", "n3")
-    assert there == ["n1", "n3"]
+    reachable, missing, notes = connect_hosts(
+        DelayedTransport(n1=0, n2=None, n3=0.2), 1, 9, "n1", "n2", "n3"
+    )
+    assert reachable == ["n1", "n3"]
     assert missing == {"n2": "no route: n2: off"}
     assert not notes
-    assert gathered(Slow(n1=0, n2=9), 1, 9, "n1", "n2")[:2] == (["n1"], {"n2": ""})
+    assert connect_hosts(DelayedTransport(n1=0, n2=9), 1, 9, "n1", "n2")[:2] == (["n1"], {"n2": ""})
 
 
-def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
+def test_host_connected_during_import_joins_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whose login was under way is not called anew, and is waited for, unlike who is off."""
+    """The launcher waits for a pending login, without a second attempt, but not for a dead host."""
     monkeypatch.setattr(connect_module, "STRAGGLER_WAIT_S", 0.1)
     monkeypatch.setattr(driver_module, "fork_servers_up", AsyncMock())
     opened: list[str] = []
 
-    class Counted(Slow):
+    class CountingTransport(DelayedTransport):
         redials = True
 
         async def open(self, hosts: Any, pythons: Any) -> list[Any]:
@@ -1131,7 +1162,7 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
             return await super().open(hosts, pythons)
 
     @dataclass(frozen=True)
-    class Planned:
+    class FakePlan:
         hosts: tuple[str, ...]
         notes: tuple[str, ...] = ()
         master_addr: str = LOOPBACK.address
@@ -1139,25 +1170,25 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
         to_json: Any = dict
 
     def plan_of(request: Any, fleet: Fleet, *_: Any) -> Any:
-        return Planned(tuple(node.name for node in fleet.nodes))
+        return FakePlan(tuple(node.name for node in fleet.nodes))
 
     monkeypatch.setattr(driver_module.survey, "plan_of", plan_of)
-    transport: Any = Counted(n1=0, n2=0.3, n3=60)
+    transport: Any = CountingTransport(n1=0, n2=0.3, n3=60)
 
     async def scene() -> Any:
-        late: list[connect_module.HostDialer] = []
+        dialers: list[connect_module.HostDialer] = []
         hosts = [Host(name) for name in ("n1", "n2", "n3")]
         channels, missing = await connect_module.connect_enough(
-            transport, hosts, ["python3"] * 3, 1, 9, notes.append, background=late)  # fmt: skip
-        fleet = Fleet(channels, 0.5, lambda node, event: None, lambda node, why: None)
+            transport, hosts, ["python3"] * 3, 1, 9, notes.append, background=dialers)  # fmt: skip
+        fleet = Fleet(channels, 0.5, lambda node, event: None, lambda node, reason: None)
         fleet.nodes[0].survey = HostSurvey(hosts[0], {}, LOOPBACK)
-        request = request_for(elastic("1:3"), transport, *transport._seconds)
-        driver, reconnector = driver_of(request, fleet, notes)
+        request = make_request(elastic_job("1:3"), transport, *transport._seconds)
+        driver, reconnector = make_driver(request, fleet, notes)
         driver.missing = missing
-        for dialling in late:
+        for dialling in dialers:
             reconnector.follow(dialling)
-        await next(dialling.task for dialling in late if dialling.host.name == "n2")
-        planned: Any = Planned(("n1",), ("a note",))
+        await next(dialling.task for dialling in dialers if dialling.host.name == "n2")
+        planned: Any = FakePlan(("n1",), ("a note",))
         plan = await driver._add_ready_hosts(planned)
         await reconnector.close()
         await fleet.close()
@@ -1169,19 +1200,19 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     assert opened == ["n1", "n2", "n3"]
 
 
-@pytest.mark.parametrize(("waits", "told"), [(True, ""), (False, "rank 0 waits")])
-def test_ranks_without_a_group_are_not_said_to_hang(waits: bool, told: str) -> None:
+@pytest.mark.parametrize(("waits", "announced"), [(True, ""), (False, "rank 0 waits")])
+def test_regrouping_ranks_are_not_reported_as_hung(waits: bool, announced: str) -> None:
     attempt: Any = Attempt.__new__(Attempt)
     attempt._recorder, attempt._screen = Mock(), Mock()
     attempt._members = Mock(is_regrouping=waits)
     attempt._show_state([], "rank 0 waits")
-    assert attempt._recorder.run_state.hang == told
+    assert attempt._recorder.run_state.hang == announced
 
 
-def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
+def test_state_is_written_while_waiting_for_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No attempt does it then, and who asks from elsewhere reads that file."""
+    """No attempt writes the state at this time, and ``paceline status`` reads the file."""
     monkeypatch.setattr(recorder_module, "STATE_PERIOD_S", 0.01)
     written = list[NodeWait | None]()
     recorder = recorder_module.Recorder(Mock(), Mock())
@@ -1204,29 +1235,31 @@ def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
     assert set(written) == {waits, None}
 
 
-def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[NodeWait]()
+def test_waits_for_minimum_number_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported_waits = list[NodeWait]()
     with pytest.raises(ConnectError, match="1 host can be reached, at least 2 are needed: n2") as e:
-        gathered(Slow(n1=0, n2=None), 2, 0.5, "n1", "n2")
+        connect_hosts(DelayedTransport(n1=0, n2=None), 2, 0.5, "n1", "n2")
     assert "n2: no route: n2: off" in e.value.found
     monkeypatch.setattr(connect_module, "PAUSES_S", (0.2,))
-    there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2", on_wait=seen.append)
-    assert there == ["n1", "n2"]
+    reachable, _, notes = connect_hosts(
+        FlakyTransport(n2=2), 2, 9, "n1", "n2", on_wait=reported_waits.append
+    )
+    assert reachable == ["n1", "n2"]
     text = "1 host of at least 2: waiting up to 9 s for n2 (no route: n2: off)"
     assert notes == [f"paceline: {text}"]
-    assert [(one.text, round(one.until - one.since)) for one in seen] == [(text, 9)]
-    began = time.monotonic()
-    with pytest.raises(ConnectError) as none:
-        gathered(Slow(n1=None), 1, 0, "n1")
-    assert time.monotonic() - began < 5
+    assert [(one.text, round(one.until - one.since)) for one in reported_waits] == [(text, 9)]
+    start_time = time.monotonic()
+    with pytest.raises(ConnectError) as exc_info:
+        connect_hosts(DelayedTransport(n1=None), 1, 0, "n1")
+    assert time.monotonic() - start_time < 5
     assert "--nnodes" in e.value.remedy
-    assert "--nnodes" not in none.value.remedy  # there is no fewer than one
+    assert "--nnodes" not in exc_info.value.remedy  # there are no fewer than one
 
 
-def test_what_was_opened_is_closed_before_the_event_loop_is(
+def test_cancelled_connections_close_before_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C while connecting: closing takes each host another time, and none is cut short."""
+    """Ctrl-C during connecting waits until every host is closed, however long each takes."""
     closed: list[str] = []
 
     async def connect(host: Host, *_: Any) -> Any:
@@ -1253,29 +1286,29 @@ def test_what_was_opened_is_closed_before_the_event_loop_is(
 
 
 @pytest.mark.parametrize(
-    ("headline", "free", "told"),
+    ("headline", "free", "announced"),
     [
         ("OSError: [Errno 28] No space left on device", 4096, "the disk of /r on n1 is still full"),
         ("OSError: [Errno 28] No space left on device", 1 << 30, ""),
         ("ValueError: boom", 4096, ""),
     ],
 )
-def test_no_start_again_on_a_disk_that_is_still_full(headline: str, free: int, told: str) -> None:
-    class Full(Agent):
+def test_no_restart_while_disk_is_full(headline: str, free: int, announced: str) -> None:
+    class FullDiskAgent(FakeAgent):
         async def request(self, op: str, **fields: Any) -> dict[str, Any]:
             if op == "disk":
                 return {"disks": [{"path": "/r", "free": free}]}
             return await super().request(op, **fields)
 
     async def scene() -> str:
-        fleet, _, _ = fleet_of(Full("n1"))
-        why = await full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
+        fleet, _, _ = make_fleet(FullDiskAgent("n1"))
+        reason = await full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
         await fleet.close()
-        return why
+        return reason
 
-    why = asyncio.run(scene())
-    assert why.startswith(told)
-    assert bool(why) == bool(told)
+    reason = asyncio.run(scene())
+    assert reason.startswith(announced)
+    assert bool(reason) == bool(announced)
 
 
 def card(name: str, *addresses: str) -> dict[str, Any]:
@@ -1284,12 +1317,12 @@ def card(name: str, *addresses: str) -> dict[str, Any]:
     return {"name": name, "kind": "hardware", "state": "up", "speed": 1000, "addresses": own}
 
 
-def test_hosts_connect_from_all_their_addresses_or_nobody_knows_from_where() -> None:
+def test_fleet_addresses_require_interfaces_of_nodes() -> None:
     async def scene() -> None:
-        one, other = Agent("n1"), Agent("n2")
+        one, other = FakeAgent("n1"), FakeAgent("n2")
         one.facts = {"interfaces": [card("eth0", "10.0.0.5", "fe80::5"), card("eth1", "10.9.0.5")]}
         other.facts = {"interfaces": [card("eth0", "10.0.0.6")]}
-        fleet, _, _ = fleet_of(one, other, lease_s=5.0)
+        fleet, _, _ = make_fleet(one, other, lease_s=5.0)
         assert fleet.addresses() == "10.0.0.5,10.9.0.5,10.0.0.6"
         assert fleet.addresses("10.7.0.0/16") == "10.7.0.0/16,10.0.0.5,10.9.0.5,10.0.0.6"
         other.facts = {"interfaces": None}
@@ -1299,16 +1332,16 @@ def test_hosts_connect_from_all_their_addresses_or_nobody_knows_from_where() -> 
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
-def test_nothing_starts_again_beside_a_stranger() -> None:
+def test_no_restart_on_connection_from_stranger() -> None:
     job = Job(
         "a", ENTRY, "/", "python3", max_restarts=Setting(3), nnodes=Setting(parse_node_count("1:2"))
     )
 
     async def scene() -> None:
         notes: list[str] = []
-        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        request = request_for(job, Dialling(comes_back=True), "n1", "n2")
-        driver, _ = driver_of(request, fleet, notes)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        request = make_request(job, RedialTransport(can_reconnect=True), "n1", "n2")
+        driver, _ = make_driver(request, fleet, notes)
         stranger = Event("stranger", "n1", 0, 1.0, {"address": "10.0.0.9"})
         failure = failure_analysis.failure_of(stranger, 10.0)
         assert failure is not None

@@ -1,4 +1,4 @@
-"""What is a hang, and what only looks like one."""
+"""Tests the detection of hangs, and of states that only look like hangs."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ BACKWARD = (
 ASLEEP = (Frame("/home/me/train.py", 21, "fetch"),)
 
 
-def look(
+def snapshot(
     rank: int, frames: tuple[Frame, ...], cpu_s: float = 1.0, state: str = "S"
 ) -> RankSnapshot:
     return RankSnapshot(RankStack(f"n{rank + 1}", rank, state, frames), cpu_s)
 
 
-def judged(
-    before: list[RankSnapshot], after: list[RankSnapshot], silent_s: float = 8.0, **more: Any
+def diagnose_pair(
+    before: list[RankSnapshot], after: list[RankSnapshot], silent_s: float = 8.0, **options: Any
 ) -> Hang | None:
-    return diagnose(before, after, 2.0, silent_s, **more)
+    return diagnose(before, after, 2.0, silent_s, **options)
 
 
 @pytest.mark.parametrize("wait", [ALL_REDUCE, BACKWARD])
-def test_one_that_stands_still_while_others_wait(wait: tuple[Frame, ...]) -> None:
-    looks = [look(0, wait), look(1, ASLEEP)]
-    found = judged(looks, looks)
-    assert found is not None
-    assert (found.host, found.rank) == ("n2", 1)
-    assert found.text.startswith("rank 1 on n2 is stuck at train.py, line 21, in fetch while")
-    assert "rank 0 on n1 waits for it in" in found.text
+def test_blames_stuck_rank_while_peers_wait(wait: tuple[Frame, ...]) -> None:
+    looks = [snapshot(0, wait), snapshot(1, ASLEEP)]
+    verdict = diagnose_pair(looks, looks)
+    assert verdict is not None
+    assert (verdict.host, verdict.rank) == ("n2", 1)
+    assert verdict.text.startswith("rank 1 on n2 is stuck at train.py, line 21, in fetch while")
+    assert "rank 0 on n1 waits for it in" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_one_that_stands_still_while_others_wait(wait: tuple[Frame, ...]) -> Non
         "/home/me/paceline/paceline",
     ],
 )
-def test_code_below_a_folder_of_the_products_name_is_the_scripts(folder: str) -> None:
+def test_script_in_folder_named_paceline_is_user_code(folder: str) -> None:
     torch, script = ALL_REDUCE
     waits = (torch, replace(script, file=f"{folder}/hang.py"))
-    looks = [look(0, waits), look(1, (Frame(f"{folder}/hang.py", 3, "load_batch"),))]
-    found = judged(looks, looks)
-    assert found is not None
-    assert found.text.startswith("rank 1 on n2 is stuck at hang.py, line 3, in load_batch")
-    assert "all_reduce (hang.py, line 40, in step)" in found.text
+    looks = [snapshot(0, waits), snapshot(1, (Frame(f"{folder}/hang.py", 3, "load_batch"),))]
+    verdict = diagnose_pair(looks, looks)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 on n2 is stuck at hang.py, line 3, in load_batch")
+    assert "all_reduce (hang.py, line 40, in step)" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -94,95 +94,108 @@ def test_code_below_a_folder_of_the_products_name_is_the_scripts(folder: str) ->
     [
         "/v/site-packages/paceline/train/session.py",
         "/opt/clone/src/paceline/train/session.py",
-        "/home/me/.cache/paceline/jobs/0123/paceline/paceline/train/reduce/direct.py",  # recipes
+        "/home/me/.cache/paceline/jobs/0123/paceline/paceline/train/reduce/direct.py",  # a recipe
         str(Path(hangs.__file__).parents[2] / "recipes/__init__.py"),
         "/home/me/.cache/paceline/agent/0123/paceline_agent/entry.py",
     ],
 )
-def test_the_products_own_code_is_not_the_script(file: str) -> None:
+def test_script_frame_skips_paceline_code(file: str) -> None:
     script = Frame("/home/me/paceline/train.py", 3, "main")
     assert RankStack("n1", 0, "S", (Frame(file, 5, "wait"), script)).script_frame == script
 
 
-def test_one_that_works_alone_is_told_of_late() -> None:
-    before = [look(0, ALL_REDUCE), look(1, ASLEEP, 1.0)]
-    after = [look(0, ALL_REDUCE), look(1, ASLEEP, 2.9)]
-    assert judged(before, after) is None
-    found = judged(before, after, BUSY_TIMEOUT_S + 1)
-    assert found is not None
-    assert "rank 1 on n2 is busy at train.py, line 21" in found.text
+def test_busy_rank_is_reported_after_busy_timeout() -> None:
+    before = [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP, 1.0)]
+    after = [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP, 2.9)]
+    assert diagnose_pair(before, after) is None
+    verdict = diagnose_pair(before, after, BUSY_TIMEOUT_S + 1)
+    assert verdict is not None
+    assert "rank 1 on n2 is busy at train.py, line 21" in verdict.text
 
 
-def test_one_that_writes_or_waits_for_its_disk_works() -> None:
-    """A checkpoint on a slow disk uses next to no CPU."""
-    still = look(1, ASLEEP)
+def test_disk_activity_counts_as_busy() -> None:
+    """Writing a checkpoint to a slow disk uses almost no CPU time."""
+    still = snapshot(1, ASLEEP)
     written = RankSnapshot(still.stack, still.cpu_s, moved=1e6)
-    waiting = look(0, ALL_REDUCE)
-    on_disk = look(1, ASLEEP, state="D")
+    waiting = snapshot(0, ALL_REDUCE)
+    on_disk = snapshot(1, ASLEEP, state="D")
     for before, after in ((still, written), (on_disk, on_disk)):
-        assert judged([waiting, before], [waiting, after]) is None
-        assert judged([waiting, before], [waiting, after], BUSY_TIMEOUT_S + 1) is not None
+        assert diagnose_pair([waiting, before], [waiting, after]) is None
+        assert diagnose_pair([waiting, before], [waiting, after], BUSY_TIMEOUT_S + 1) is not None
     assert (
-        judged([waiting, still], [waiting, RankSnapshot(still.stack, 1.0, moved=4096)]) is not None
+        diagnose_pair([waiting, still], [waiting, RankSnapshot(still.stack, 1.0, moved=4096)])
+        is not None
     )
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([look(0, ASLEEP), look(1, ASLEEP)], [look(0, ASLEEP), look(1, ASLEEP)]),  # nobody waits
-        ([look(0, ALL_REDUCE), look(1, ASLEEP)], [look(0, ASLEEP), look(1, ASLEEP)]),
-        ([look(0, ALL_REDUCE), look(1, ())], [look(0, ALL_REDUCE), look(1, ())]),  # not known
         (
-            [look(0, ALL_REDUCE, 1.0), look(1, ALL_REDUCE)],
-            [look(0, ALL_REDUCE, 2.5), look(1, ALL_REDUCE)],  # data moves
+            [snapshot(0, ASLEEP), snapshot(1, ASLEEP)],
+            [snapshot(0, ASLEEP), snapshot(1, ASLEEP)],
+        ),  # no rank waits
+        (
+            [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP)],
+            [snapshot(0, ASLEEP), snapshot(1, ASLEEP)],
         ),
         (
-            [look(0, ALL_REDUCE), look(1, ASLEEP)],
-            [look(0, ALL_REDUCE), look(1, (Frame("/home/me/train.py", 22, "fetch"),))],
+            [snapshot(0, ALL_REDUCE), snapshot(1, ())],
+            [snapshot(0, ALL_REDUCE), snapshot(1, ())],
+        ),  # stack unknown
+        (
+            [snapshot(0, ALL_REDUCE, 1.0), snapshot(1, ALL_REDUCE)],
+            [snapshot(0, ALL_REDUCE, 2.5), snapshot(1, ALL_REDUCE)],  # traffic
+        ),
+        (
+            [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP)],
+            [snapshot(0, ALL_REDUCE), snapshot(1, (Frame("/home/me/train.py", 22, "fetch"),))],
         ),
         ([], []),
-        ([look(0, ALL_REDUCE)], [look(0, ALL_REDUCE), look(1, ASLEEP)]),
-        ([look(0, ALL_REDUCE)], [look(0, ALL_REDUCE)]),
-        # one has come, or has gone: whoever it is, the others may wait for it
+        ([snapshot(0, ALL_REDUCE)], [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP)]),
+        ([snapshot(0, ALL_REDUCE)], [snapshot(0, ALL_REDUCE)]),
+        # a rank has appeared or disappeared, and the others may wait for it
         (
-            [look(0, ALL_REDUCE), look(1, ALL_REDUCE), look(2, ASLEEP)],
-            [look(0, ALL_REDUCE), look(1, ALL_REDUCE)],
+            [snapshot(0, ALL_REDUCE), snapshot(1, ALL_REDUCE), snapshot(2, ASLEEP)],
+            [snapshot(0, ALL_REDUCE), snapshot(1, ALL_REDUCE)],
         ),
-        # stopped for a moment, as by a debugger that looks
-        ([look(0, ALL_REDUCE), look(1, ALL_REDUCE)], [look(0, ALL_REDUCE), look(1, (), state="t")]),
-        # a slow network: what is sent arrives
+        # stopped for a moment, for example by a debugger
         (
-            [look(0, BACKWARD), look(1, BACKWARD)],
-            [look(0, BACKWARD), replace(look(1, BACKWARD), sent=50_000)],
+            [snapshot(0, ALL_REDUCE), snapshot(1, ALL_REDUCE)],
+            [snapshot(0, ALL_REDUCE), snapshot(1, (), state="t")],
+        ),
+        # a slow network: data still arrives
+        (
+            [snapshot(0, BACKWARD), snapshot(1, BACKWARD)],
+            [snapshot(0, BACKWARD), replace(snapshot(1, BACKWARD), sent=50_000)],
         ),
     ],
 )
-def test_what_only_looks_like_a_hang(before: list[RankSnapshot], after: list[RankSnapshot]) -> None:
-    assert judged(before, after, 1000.0) is None
+def test_ignores_ambiguous_snapshots(before: list[RankSnapshot], after: list[RankSnapshot]) -> None:
+    assert diagnose_pair(before, after, 1000.0) is None
 
 
 @pytest.mark.parametrize("later", [
-    [look(0, ALL_REDUCE), look(1, ALL_REDUCE)],
-    [look(0, ALL_REDUCE), look(1, (Frame("/home/me/train.py", 22, "fetch"),))],
-    [look(0, ALL_REDUCE), look(1, ())],
-    [look(0, ALL_REDUCE)],
+    [snapshot(0, ALL_REDUCE), snapshot(1, ALL_REDUCE)],
+    [snapshot(0, ALL_REDUCE), snapshot(1, (Frame("/home/me/train.py", 22, "fetch"),))],
+    [snapshot(0, ALL_REDUCE), snapshot(1, ())],
+    [snapshot(0, ALL_REDUCE)],
 ])  # fmt: skip
-def test_what_has_gone_on_at_the_third_look_is_no_hang(later: list[RankSnapshot]) -> None:
-    """Else the reason of one moment is told of the line of another."""
-    looks = [look(0, ALL_REDUCE), look(1, ASLEEP)]
-    assert judged(looks, looks) is not None
-    assert judged(looks, looks, detailed=later) is None
+def test_progress_in_detailed_snapshot_clears_hang(later: list[RankSnapshot]) -> None:
+    """Otherwise, the cause at one time would be reported for the position at another time."""
+    looks = [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP)]
+    assert diagnose_pair(looks, looks) is not None
+    assert diagnose_pair(looks, looks, detailed=later) is None
 
 
-def test_where_several_stand_still_all_are_named() -> None:
-    looks = [look(0, ALL_REDUCE), look(1, ASLEEP), look(2, (at(30, "load"),))]
-    found = judged(looks, looks)
-    assert found is not None
-    assert found.text.endswith("; rank 2 on n3 is stuck, too, at train.py, line 30, in load")
+def test_names_all_stuck_ranks() -> None:
+    looks = [snapshot(0, ALL_REDUCE), snapshot(1, ASLEEP), snapshot(2, (at(30, "load"),))]
+    verdict = diagnose_pair(looks, looks)
+    assert verdict is not None
+    assert verdict.text.endswith("; rank 2 on n3 is stuck, too, at train.py, line 30, in load")
 
 
-def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
+def test_heartbeat_timeout_ignores_hung_intervals() -> None:
     beats = HeartbeatStats()
     for second in range(5):
         beats.take(0, second, "train", float(second))
@@ -191,8 +204,8 @@ def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
     assert beats.limit_s == 30.0
 
 
-def test_who_is_where() -> None:
-    """For the line of progress, and for ``paceline status``."""
+def test_describes_rank_positions() -> None:
+    """Formats positions for the progress line and for ``paceline status``."""
     beats = HeartbeatStats()
     for rank in range(3):
         beats.take(rank, 7, "train", 10.0)
@@ -218,8 +231,8 @@ def at(line: int, function: str = "<module>", file: str = "/home/me/train.py") -
     return Frame(file, line, function)
 
 
-def test_what_it_waits_for_is_said() -> None:
-    """A lock, a full pipe, a child whose output it does not read, a process that makes its data."""
+def test_names_blocking_call() -> None:
+    """A rank may wait for a lock, a full pipe, a child process, or a worker that loads data."""
     loop = Frame("/v/site-packages/torch/utils/data/dataloader.py", 1328, "_try_get_data")
     work = Frame("/v/site-packages/torch/utils/data/_utils/worker.py", 349, "_worker_loop")
     queue = Frame("/usr/lib/python3.11/multiprocessing/queues.py", 113, "get")
@@ -240,100 +253,102 @@ def test_what_it_waits_for_is_said() -> None:
          "its data loader's worker, process 79, is stuck at train.py, line 5, in __getitem__ "
          "(it waits for a lock or a thread) while"),
     ]  # fmt: skip
-    for frames, call, children, words in cases:
-        looks = [look(0, ALL_REDUCE), RankSnapshot(look(1, frames).stack, 1.0, pid=9)]
+    for frames, call, children, expected in cases:
+        looks = [snapshot(0, ALL_REDUCE), RankSnapshot(snapshot(1, frames).stack, 1.0, pid=9)]
         closely = [looks[0], replace(looks[1], blocking_call=call, children=children)]
-        found = judged(looks, looks, detailed=closely)
-        assert found is not None
-        assert words in found.text
-        assert found.is_replaceable
+        verdict = diagnose_pair(looks, looks, detailed=closely)
+        assert verdict is not None
+        assert expected in verdict.text
+        assert verdict.is_replaceable
 
 
-def test_one_that_looks_up_now_and_then_is_not_sure_to_hang() -> None:
-    stand = look(1, ASLEEP).stack
-    before = [look(0, ALL_REDUCE), RankSnapshot(stand, 1.0, switches=10)]
-    for switches, sure in ((12, True), (40, False)):
-        found = judged(before, [look(0, ALL_REDUCE), RankSnapshot(stand, 1.0, switches=switches)])
-        assert found is not None
-        assert found.is_certain == sure
+def test_context_switches_make_hang_uncertain() -> None:
+    rank_stack = snapshot(1, ASLEEP).stack
+    before = [snapshot(0, ALL_REDUCE), RankSnapshot(rank_stack, 1.0, switches=10)]
+    for switches, is_sure in ((12, True), (40, False)):
+        verdict = diagnose_pair(
+            before, [snapshot(0, ALL_REDUCE), RankSnapshot(rank_stack, 1.0, switches=switches)]
+        )
+        assert verdict is not None
+        assert verdict.is_certain == is_sure
 
 
-def test_one_in_another_collective_than_the_others() -> None:
-    """The odd one is named where there are more than two; its calls, where they are recorded."""
+def test_detects_mismatched_collectives() -> None:
+    """With more than two ranks, the deviating one is named, with its calls if they are recorded."""
     extra = (ALL_REDUCE[0], at(50, "extra"))
-    three = [look(0, BACKWARD), look(1, extra), look(2, BACKWARD)]
-    found = judged(three, three)
-    assert found is not None
-    assert (found.rank, found.kind, found.is_replaceable) == (1, "apart", False)
-    assert found.sides == ((0, 2), (1,))
-    assert found.text == (
+    three = [snapshot(0, BACKWARD), snapshot(1, extra), snapshot(2, BACKWARD)]
+    verdict = diagnose_pair(three, three)
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.is_replaceable) == (1, "apart", False)
+    assert verdict.sides == ((0, 2), (1,))
+    assert verdict.text == (
         "rank 1 on n2 waits in all_reduce (train.py, line 50, in extra) while rank 0 on n1, rank 2 "
         "on n3 wait in the backward pass (train.py, line 39): they do not wait for the same"
     )
-    same = [look(rank, ALL_REDUCE) for rank in range(3)]
+    same = [snapshot(rank, ALL_REDUCE) for rank in range(3)]
     calls = {0: ("0 7 all_reduce of [9]",), 1: ("0 7 all_reduce of [8]",)}
     calls[2] = calls[0]
-    closely = [RankSnapshot(one.stack, 1.0, calls=calls[one.stack.rank]) for one in same]
-    found = judged(same, same, detailed=closely)
-    assert found is not None
-    assert found.text.startswith("rank 1 on n2 waits in all_reduce (train.py, line 40, in step), "
+    closely = [RankSnapshot(sample.stack, 1.0, calls=calls[sample.stack.rank]) for sample in same]
+    verdict = diagnose_pair(same, same, detailed=closely)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 on n2 waits in all_reduce (train.py, line 40, in step), "
                                  "its call 7 was all_reduce of [8] while")  # fmt: skip
-    assert found.text.endswith("they differ from collective 7 on")
+    assert verdict.text.endswith("they differ from collective 7 on")
 
 
-WAITS_FOR_GPU = (Frame("/home/me/train.py", 44, "log"),)  # loss.item() has no frame of its own
+GPU_WAIT = (Frame("/home/me/train.py", 44, "log"),)  # loss.item() has no frame of its own
 
 
-@pytest.mark.parametrize("cpu_s", [1.0, 3.0])  # CUDA waits with or without using a CPU
-def test_the_rank_that_has_not_launched_what_a_gpu_waits_for(cpu_s: float) -> None:
-    waits = RankSnapshot(RankStack("n1", 0, "S", WAITS_FOR_GPU), cpu_s,
+@pytest.mark.parametrize("cpu_s", [1.0, 3.0])  # CUDA may wait by polling or by sleeping
+def test_blames_rank_that_did_not_launch_gpu_collective(cpu_s: float) -> None:
+    waits = RankSnapshot(RankStack("n1", 0, "S", GPU_WAIT), cpu_s,
                          unfinished="0 47 all_reduce of [8]",
                          calls=("0 46 all_reduce of [9]", "0 47 all_reduce of [8]",
                                 "pair 3 barrier"))  # fmt: skip
-    asleep = RankSnapshot(look(1, ASLEEP).stack, 1.0, calls=("0 46 all_reduce of [9]",))
-    found = judged([look(0, WAITS_FOR_GPU), look(1, ASLEEP)], [waits, asleep],
+    asleep = RankSnapshot(snapshot(1, ASLEEP).stack, 1.0, calls=("0 46 all_reduce of [9]",))
+    verdict = diagnose_pair([snapshot(0, GPU_WAIT), snapshot(1, ASLEEP)], [waits, asleep],
                    detailed=[waits, asleep])  # fmt: skip
-    assert found is not None
-    assert (found.rank, found.kind) == (1, "still")
-    assert found.text == (
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind) == (1, "still")
+    assert verdict.text == (
         "rank 1 on n2 is stuck at train.py, line 21, in fetch while rank 0 on n1 waits for it "
         "at train.py, line 44, in log until its GPU has completed all_reduce of [8], call 47 of "
         "group 0, which rank 1 on n2 has not launched"
     )
 
 
-def test_ranks_whose_gpus_wait_in_different_collectives() -> None:
+def test_detects_mismatched_gpu_collectives() -> None:
     calls = [f"0 7 all_reduce of [{size}]" for size in (8, 8, 9)]
-    snaps = [RankSnapshot(RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU), 1.0,
+    snaps = [RankSnapshot(RankStack(f"n{rank + 1}", rank, "S", GPU_WAIT), 1.0,
                           unfinished=call, calls=(call,))
              for rank, call in enumerate(calls)]  # fmt: skip
-    found = judged(snaps, snaps, detailed=snaps)
-    assert found is not None
-    assert (found.rank, found.kind) == (2, "apart")
-    assert found.text.endswith("they differ from collective 7 on")
+    verdict = diagnose_pair(snaps, snaps, detailed=snaps)
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind) == (2, "apart")
+    assert verdict.text.endswith("they differ from collective 7 on")
 
 
-def test_gpus_that_still_work_or_send_do_not_hang() -> None:
+def test_active_gpus_do_not_hang() -> None:
     def gpu(rank: int, call: int, sent: float = 0.0) -> RankSnapshot:
-        stack = RankStack(f"n{rank + 1}", rank, "S", WAITS_FOR_GPU)
+        stack = RankStack(f"n{rank + 1}", rank, "S", GPU_WAIT)
         line = f"0 {call} all_reduce of [8]"
         return RankSnapshot(stack, 1.0, sent=sent, unfinished=line, calls=(line,))
 
-    same = [gpu(0, 7), gpu(1, 7)]  # kernels before the collective may take long
-    assert judged(same, same, detailed=same) is None
+    same = [gpu(0, 7), gpu(1, 7)]  # preceding kernels may be slow
+    assert diagnose_pair(same, same, detailed=same) is None
     before, after = [gpu(0, 7), gpu(1, 6)], [gpu(0, 7, sent=1e8), gpu(1, 6, sent=1e8)]
-    assert judged(before, after, detailed=after) is None
-    asleep = RankSnapshot(look(1, ASLEEP).stack, 1.0, calls=("0 6 all_reduce of [8]",))
+    assert diagnose_pair(before, after, detailed=after) is None
+    asleep = RankSnapshot(snapshot(1, ASLEEP).stack, 1.0, calls=("0 6 all_reduce of [8]",))
     went_on = [gpu(0, 8), asleep]
-    assert judged([gpu(0, 7), asleep], [gpu(0, 7), asleep], detailed=went_on) is None
+    assert diagnose_pair([gpu(0, 7), asleep], [gpu(0, 7), asleep], detailed=went_on) is None
 
 
 @pytest.mark.parametrize(
     "call",
     ["", "x", "0 5", "0  ", "0 five all_reduce", "0 \u00b2 all_reduce", "0 -1 a", "0 " + "9" * 190],
 )
-def test_lines_that_are_no_collectives_are_ignored(call: str) -> None:
-    """A script can write to the pipe through which its rank reports them."""
+def test_ignores_malformed_collective_records(call: str) -> None:
+    """A script can write to the pipe through which its rank reports its calls."""
 
     def snap(rank: int, calls: list[str], unfinished: str) -> RankSnapshot:
         return RankSnapshot.from_report("n1", {
@@ -345,21 +360,21 @@ def test_lines_that_are_no_collectives_are_ignored(call: str) -> None:
     good = "0 5 all_reduce of [8]"
     for calls in (([call], [good]), ([good], [call]), ([call], [call])):
         snaps = [snap(0, calls[0], good), snap(1, calls[1], call)]
-        found = judged(snaps, snaps, detailed=snaps)
-        assert found is not None
-        assert found.text.startswith("rank 1 on n1 is stuck")
+        verdict = diagnose_pair(snaps, snaps, detailed=snaps)
+        assert verdict is not None
+        assert verdict.text.startswith("rank 1 on n1 is stuck")
     assert first_difference({0: (call,), 1: (good,)}) is None
 
 
-def test_a_rank_that_has_not_come_does_not_differ() -> None:
+def test_first_difference_ignores_missing_calls() -> None:
     assert first_difference({0: ("0 1 barrier", "0 2 barrier"), 1: ("0 1 barrier",)}) is None
-    found = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})
-    assert found is not None
-    assert (found.number, found.calls) == (2, ((0, "b"), (1, "x")))
+    verdict = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})
+    assert verdict is not None
+    assert (verdict.number, verdict.calls) == (2, ((0, "b"), (1, "x")))
     assert first_difference({0: ("nonsense", "")}) is None
 
 
-def test_what_stands_still_as_no_program_does_is_named() -> None:
+def test_describes_frozen_ranks() -> None:
     said = {how: describe_frozen("n2", 1, how, 3.2, "gdb" if how == "traced" else "", 77)
             for how in ("stopped", "traced", "paused", "disk", "swapped")}  # fmt: skip
     assert said["stopped"] == ("rank 1 on n2 is frozen: stopped by a signal for 3 s (SIGSTOP); "
@@ -370,55 +385,55 @@ def test_what_stands_still_as_no_program_does_is_named() -> None:
     assert "waited for its memory" in said["swapped"]
 
 
-def test_who_comes_from_different_lines_to_one_collective_does_not_differ() -> None:
-    """As where rank 0 alone has the data: ``if rank == 0: broadcast(...) else: broadcast(...)``."""
-    three = [look(0, ALL_REDUCE), *(look(n, (ALL_REDUCE[0], at(50))) for n in (1, 2))]
-    called = [replace(one, calls=("0 7 broadcast of [9]",)) for one in three]
-    found = judged(three, three, detailed=called)
-    assert found is not None
-    assert (found.kind, found.rank) == ("deaf", None)
-    assert "wait for each other in broadcast of [9], call 7 of each: what one" in found.text
+def test_same_collective_from_different_lines_is_no_mismatch() -> None:
+    """Typically, only rank 0 has the data: ``if rank == 0: broadcast(x) else: broadcast(y)``."""
+    three = [snapshot(0, ALL_REDUCE), *(snapshot(n, (ALL_REDUCE[0], at(50))) for n in (1, 2))]
+    called = [replace(sample, calls=("0 7 broadcast of [9]",)) for sample in three]
+    verdict = diagnose_pair(three, three, detailed=called)
+    assert verdict is not None
+    assert (verdict.kind, verdict.rank) == ("deaf", None)
+    assert "wait for each other in broadcast of [9], call 7 of each: what one" in verdict.text
 
 
-def test_an_earlier_call_in_the_recorder_is_no_deaf_line() -> None:
+def test_earlier_recorded_call_does_not_blame_network() -> None:
     """A session's exchange is not in torch's recorder: its last call is one that all completed."""
     exchange = Frame("/v/site-packages/paceline/train/reduce/direct.py", 263, "_sleep")
-    both = [look(0, (exchange, at(14))), look(1, BACKWARD)]
+    both = [snapshot(0, (exchange, at(14))), snapshot(1, BACKWARD)]
     called = [replace(snap, calls=("0 12 all_gather of [55]",)) for snap in both]
-    found = judged(both, both, detailed=called)
-    assert found is not None
-    assert found.kind == "apart"
-    assert "does not reach" not in found.text
+    verdict = diagnose_pair(both, both, detailed=called)
+    assert verdict is not None
+    assert verdict.kind == "apart"
+    assert "does not reach" not in verdict.text
 
 
-def test_who_has_not_come_to_the_call_that_differs_is_not_the_odd_one() -> None:
-    looks = [look(rank, ALL_REDUCE) for rank in range(5)]
+def test_mismatch_does_not_blame_lagging_rank() -> None:
+    looks = [snapshot(rank, ALL_REDUCE) for rank in range(5)]
     calls = dict.fromkeys((0, 2, 3), ("0 6 barrier", "0 7 all_reduce of [9]"))
     calls.update({1: ("0 6 barrier",), 4: ("0 6 barrier", "0 7 broadcast of [9]")})
-    found = judged(
-        looks, looks, detailed=[replace(one, calls=calls[one.stack.rank]) for one in looks]
+    verdict = diagnose_pair(
+        looks, looks, detailed=[replace(sample, calls=calls[sample.stack.rank]) for sample in looks]
     )
-    assert found is not None
-    assert found.rank == 4
+    assert verdict is not None
+    assert verdict.rank == 4
 
 
-def test_what_differs_by_its_nature_is_no_difference() -> None:
-    """A scatter has inputs on one rank only; sizes of a sum are compared by what travels."""
+def test_first_difference_ignores_expected_shape_differences() -> None:
+    """Only one rank of a scatter has inputs; for a sum, only the number of elements matters."""
     calls = {0: ("0 2 scatter of [2,3]", "0 3 all_reduce of [2,3]"),
              1: ("0 2 scatter", "0 3 all_reduce of [6]")}  # fmt: skip
     assert first_difference(calls) is None
-    found = first_difference({0: ("0 2 scatter of [2,3]",), 1: ("0 2 gather of [3]",)})
-    assert found is not None
+    verdict = first_difference({0: ("0 2 scatter of [2,3]",), 1: ("0 2 gather of [3]",)})
+    assert verdict is not None
     assert first_difference({0: ("0 2 all_reduce of [2],[3]",), 1: ("0 2 all_reduce of [2]",)})
 
 
 TORCH = "/v/site-packages/torch"
 C10D = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2800, "all_reduce")
 WRAPPER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
-AROUND = (Frame(f"{TORCH}/nn/modules/module.py", 1751, "_call_impl"),
+DDP_FRAMES = (Frame(f"{TORCH}/nn/modules/module.py", 1751, "_call_impl"),
           Frame(f"{TORCH}/nn/parallel/distributed.py", 1600, "_run_ddp_forward"),
           Frame(f"{TORCH}/nn/parallel/distributed.py", 1640, "forward"))  # fmt: skip
-OURS = "/v/site-packages/paceline"
+PACELINE = "/v/site-packages/paceline"
 
 
 @each_case(
@@ -426,84 +441,84 @@ OURS = "/v/site-packages/paceline"
     [
         ((C10D, WRAPPER, at(40)), "all_reduce (train.py, line 40)"),
         (BACKWARD, "the backward pass (train.py, line 39)"),
-        # a model's own code, or a library's, inside of what distributes it
-        ((at(7, "forward", "/home/me/net.py"), *AROUND, at(40)), ""),
-        ((Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), *AROUND, at(40)), ""),
-        ((Frame(f"{OURS}/recipes/transformer.py", 80, "forward"), *AROUND), ""),
-        ((Frame(f"{TORCH}/nn/parallel/distributed.py", 2000, "_sync_buffers"), *AROUND, at(40)),
+        # code of a model or a library inside a DDP or FSDP wrapper
+        ((at(7, "forward", "/home/me/net.py"), *DDP_FRAMES, at(40)), ""),
+        ((Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), *DDP_FRAMES, at(40)), ""),
+        ((Frame(f"{PACELINE}/recipes/transformer.py", 80, "forward"), *DDP_FRAMES), ""),
+        ((Frame(f"{TORCH}/nn/parallel/distributed.py", 2000, "_sync_buffers"), *DDP_FRAMES, at(40)),
          "forward (train.py, line 40)"),
-        ((C10D, WRAPPER, at(9, "forward", "/home/me/net.py"), *AROUND, at(40)),
+        ((C10D, WRAPPER, at(9, "forward", "/home/me/net.py"), *DDP_FRAMES, at(40)),
          "all_reduce (net.py, line 9, in forward)"),
-        # a checkpoint: its files, and what ranks tell each other of it
+        # a checkpoint: writing files, and collectives of its saving
         ((Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 300, "_write_item"), at(40)), ""),
         ((C10D, WRAPPER, Frame(f"{TORCH}/distributed/checkpoint/utils.py", 9, "all_gather"),
           Frame(f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 9, "save"), at(40)),
          "save (train.py, line 40)"),
-        # a session waits in a way that can be given up
-        ((Frame(f"{OURS}/train/elastic/waits.py", 106, "wait"),
-          Frame(f"{OURS}/train/comms.py", 9, "sum"),
-          Frame(f"{OURS}/train/meter.py", 80, "result"), at(40)), "result (train.py, line 40)"),
-        ((Frame(f"{OURS}/train/elastic/waits.py", 106, "wait"), *BACKWARD),
+        # a session's wait, which can be cancelled
+        ((Frame(f"{PACELINE}/train/elastic/waits.py", 106, "wait"),
+          Frame(f"{PACELINE}/train/comms.py", 9, "sum"),
+          Frame(f"{PACELINE}/train/meter.py", 80, "result"), at(40)), "result (train.py, line 40)"),
+        ((Frame(f"{PACELINE}/train/elastic/waits.py", 106, "wait"), *BACKWARD),
          "the backward pass (train.py, line 39)"),
-        ((Frame(f"{OURS}/train/meter.py", 80, "add"), at(40)), ""),
+        ((Frame(f"{PACELINE}/train/meter.py", 80, "add"), at(40)), ""),
     ],
 )  # fmt: skip
-def test_who_waits_for_others(frames: tuple[Frame, ...], said: str) -> None:
-    stand = look(0, frames).stack
-    assert is_waiting(stand) == bool(said)
+def test_recognizes_waiting_stack(frames: tuple[Frame, ...], said: str) -> None:
+    rank_stack = snapshot(0, frames).stack
+    assert is_waiting(rank_stack) == bool(said)
     if said:
-        assert describe_position(stand) == said
+        assert describe_position(rank_stack) == said
 
 
-def test_all_wait_for_each_other() -> None:
-    looks = [look(0, ALL_REDUCE), look(1, ALL_REDUCE)]
-    found = judged(looks, looks)
-    assert found is not None
-    assert found.text.startswith(
+def test_reports_deadlock_of_all_ranks() -> None:
+    looks = [snapshot(0, ALL_REDUCE), snapshot(1, ALL_REDUCE)]
+    verdict = diagnose_pair(looks, looks)
+    assert verdict is not None
+    assert verdict.text.startswith(
         "rank 0 on n1, rank 1 on n2 wait for each other in all_reduce (train.py, line 40, in step)"
     )
-    other = [look(0, ALL_REDUCE), look(1, BACKWARD)]
-    found = judged(other, other)
-    assert found is not None
-    assert "they do not wait for the same" in found.text
+    other = [snapshot(0, ALL_REDUCE), snapshot(1, BACKWARD)]
+    verdict = diagnose_pair(other, other)
+    assert verdict is not None
+    assert "they do not wait for the same" in verdict.text
 
 
-def test_one_that_stays_in_the_former_group_keeps_the_others() -> None:
-    """Not those that wait for it in the new one, after another rank was lost."""
-    anew = (
+def test_blames_rank_that_has_not_regrouped() -> None:
+    """After the loss of another rank, the others wait for it in the new group."""
+    regrouping = (
         Frame("/v/site-packages/paceline/train/elastic/job_group.py", 825, "_wait_for_members"),
         BACKWARD[1],
     )
-    looks = [look(0, BACKWARD), look(1, anew), look(2, anew)]
-    found = judged(looks, looks)
-    assert found is not None
-    assert (found.rank, found.kind, found.is_replaceable) == (0, "still", True)
-    assert "rank 1 on n2, rank 2 on n3 wait for it" in found.text
+    looks = [snapshot(0, BACKWARD), snapshot(1, regrouping), snapshot(2, regrouping)]
+    verdict = diagnose_pair(looks, looks)
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.is_replaceable) == (0, "still", True)
+    assert "rank 1 on n2, rank 2 on n3 wait for it" in verdict.text
 
 
-def test_one_that_ended_while_others_wait() -> None:
-    looks = [look(0, ALL_REDUCE)]
-    found = judged(looks, looks, ended=[("n2", 1)])
-    assert found is not None
-    assert found.text.startswith("rank 1 on n2 ended with status 0 while rank 0 on n1 waits")
+def test_blames_ended_rank_while_peers_wait() -> None:
+    looks = [snapshot(0, ALL_REDUCE)]
+    verdict = diagnose_pair(looks, looks, ended=[("n2", 1)])
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 on n2 ended with status 0 while rank 0 on n1 waits")
 
 
-def test_the_last_one_that_stands_still_is_told_of() -> None:
-    """torch's own teardown may not end, or a script waits for nobody; the job waits for it."""
-    both = [look(1, ASLEEP)], [look(1, ASLEEP)]
+def test_reports_stuck_final_rank() -> None:
+    """The teardown of torch may hang, or the script may wait, and delay the end of the job."""
+    both = [snapshot(1, ASLEEP)], [snapshot(1, ASLEEP)]
     ended = [("n1", 0), ("n3", 2)]
-    hang = judged(*both, ended=ended)
+    hang = diagnose_pair(*both, ended=ended)
     assert hang is not None
     assert hang.text.startswith("rank 1 on n2 is stuck at train.py, line 21")
     assert hang.text.endswith(", and all others have ended")
     assert (hang.kind, hang.is_replaceable, persists(hang, both[1])) == ("last", False, True)
-    assert judged(*both) is None  # nobody has ended: it may be a pause of its own
-    assert judged(*both, ended=[("n2", 1)]) is None  # a former process of its number
-    works = [look(1, ASLEEP, cpu_s=1.0)], [look(1, ASLEEP, cpu_s=2.9)]
-    assert judged(*works, ended=ended) is None
+    assert diagnose_pair(*both) is None  # no rank has ended: it may sleep on purpose
+    assert diagnose_pair(*both, ended=[("n2", 1)]) is None  # a former process of the same rank
+    works = [snapshot(1, ASLEEP, cpu_s=1.0)], [snapshot(1, ASLEEP, cpu_s=2.9)]
+    assert diagnose_pair(*works, ended=ended) is None
 
 
-def test_patience_follows_what_is_usual() -> None:
+def test_heartbeat_timeout_adapts_to_step_time() -> None:
     beats = HeartbeatStats()
     for second in range(4):
         assert not beats.is_calibrated
@@ -511,30 +526,30 @@ def test_patience_follows_what_is_usual() -> None:
     assert beats.is_calibrated
     assert beats.timeout_s == pytest.approx(10.0)
     assert beats.received_at == 3.0
-    beats.take(0, 4, "train", 9.0)  # a step of six seconds
+    beats.take(0, 4, "train", 9.0)  # a step took six seconds
     assert beats.timeout_s == pytest.approx(24.0)
     beats.take(1, 4, "evaluate", 10.0)
     assert beats.timeout_s >= 60.0
 
 
-def test_a_hang_is_ended_after_five_times_the_slowest_that_was_seen() -> None:
+def test_hang_limit_is_five_times_slowest_interval() -> None:
     beats = HeartbeatStats()
-    assert beats.limit_s is None  # a script that tells nothing
+    assert beats.limit_s is None  # a script without heartbeats
     beats.take(0, 0, "train", 0.0)
-    assert beats.limit_s == 600.0  # the first steps may be a compilation
+    assert beats.limit_s == 600.0  # the first steps may include compilation
     for second in range(1, 5):
         beats.take(0, second, "train", float(second))
     assert beats.limit_s == 30.0
-    beats.take(0, 5, "train", 24.0)  # a checkpoint of 20 s
+    beats.take(0, 5, "train", 24.0)  # writing a checkpoint took 20 s
     assert beats.limit_s == pytest.approx(100.0)
     beats.take(0, 5, "evaluate", 25.0)
-    assert beats.limit_s == 600.0  # nobody knows yet how long that takes
+    assert beats.limit_s == 600.0  # duration of this phase still unknown
     for second in range(26, 30):
         beats.take(0, 5, "evaluate", float(second))
     assert beats.limit_s == pytest.approx(100.0)
 
 
-def test_a_deaf_line_is_told_once_and_is_no_reason_beside_a_frozen_rank() -> None:
+def test_blocked_link_is_reported_once_and_not_after_freeze() -> None:
     hangs: list[Hang | None] = []
 
     async def scene() -> None:
@@ -556,8 +571,8 @@ def test_a_deaf_line_is_told_once_and_is_no_reason_beside_a_frozen_rank() -> Non
     ]
 
 
-def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
-    """Else another process that has a rank's number would be ended for what held up the first."""
+def test_forget_host_drops_rank_state() -> None:
+    """Otherwise, a new process of the same rank would be ended because the former one hung."""
 
     async def scene() -> tuple[list[str], dict[int, Beat]]:
         hangs: list[Hang | None] = []
@@ -572,7 +587,7 @@ def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
         watch.heartbeat("n1", 0, 5, "train")
         watch.heartbeat("n2", 1, 5, "evaluate")
         frozen = {"how": "disk", "seconds": 5.0, "on": "/data", "pid": 7}
-        for rank in (1, 2):  # of which one has told nothing yet
+        for rank in (1, 2):  # rank 2 has sent no heartbeat
             watch.on_freeze_event(Event("rank frozen", "n2", rank, fields=frozen))
         watch.forget_host("n2")
         hangs.clear()
@@ -590,15 +605,15 @@ def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
 
 @dataclass
 class Scene:
-    """Two ranks of a script that tells no steps: one waits for the other.
+    """Simulates two ranks of a script without heartbeats; one waits for the other.
 
     Attributes:
-        line: Where the other is stuck.
-        call: The collective that both have begun last; 0 where they do not tell.
-        active_at: When a rank used a CPU.
-        answers: Whether the node does.
-        steps: At so many looks there was one more collective than at the last.
-        hangs: By the watch.
+        line: Line at which the other rank is stuck.
+        call: Number of the last collective that both began; 0 if not recorded.
+        active_at: Time at which a rank last used a CPU.
+        answers: Whether the node answers.
+        steps: Number of inspections, from the first, each of which sees a new collective.
+        hangs: Reports of the watch.
     """
 
     line: int = 21
@@ -652,7 +667,7 @@ class Scene:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def works(self, watch: HangWatch) -> None:
-        """A rank goes on using a CPU, and something more is told."""
+        """Lets a rank use a CPU until the watch makes another report."""
         watch._fleet.nodes[0].active_at = self.active_at = time.monotonic() + 60
         await self.until(lambda: len(self.hangs) == 2)
 
@@ -675,8 +690,8 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene()
 
 
-def test_a_job_that_went_on_unseen_has_hung_twice(scene: Scene) -> None:
-    """Between two looks: a few steps, and it hangs again, at another line or at the same."""
+def test_hang_after_unseen_progress_is_separate_hang(scene: Scene) -> None:
+    """Between two inspections, the job makes progress and hangs again, at any line."""
 
     async def act(_: HangWatch) -> None:
         scene.call, scene.line = 9, 30
@@ -689,8 +704,8 @@ def test_a_job_that_went_on_unseen_has_hung_twice(scene: Scene) -> None:
                              "at train.py, line 30"]  # fmt: skip
 
 
-def test_steps_that_need_no_cpu_are_no_hang(scene: Scene) -> None:
-    """Each a few seconds of sleep: whoever looks at the stacks alone sees the same each time."""
+def test_collective_progress_without_cpu_is_no_hang(scene: Scene) -> None:
+    """If each step sleeps for some seconds, all stack dumps look the same."""
     scene.steps = 12
 
     async def act(_: HangWatch) -> None:
@@ -700,7 +715,7 @@ def test_steps_that_need_no_cpu_are_no_hang(scene: Scene) -> None:
     assert scene.lines() == ["at train.py, line 21"]
 
 
-def test_a_hang_of_which_more_becomes_known_is_one(scene: Scene) -> None:
+def test_changed_position_updates_hang(scene: Scene) -> None:
     async def act(_: HangWatch) -> None:
         scene.line = 22
         await scene.until(lambda: len(scene.hangs) == 2)
@@ -709,8 +724,8 @@ def test_a_hang_of_which_more_becomes_known_is_one(scene: Scene) -> None:
     assert scene.lines() == ["at train.py, line 21", "at train.py, line 22"]
 
 
-def test_who_only_uses_a_cpu_does_not_go_on(scene: Scene) -> None:
-    """A thread beside writes a log now and then; ranks show it by their collectives."""
+def test_cpu_use_alone_does_not_end_hang(scene: Scene) -> None:
+    """Another thread may write a log; only a new collective shows progress."""
 
     async def act(watch: HangWatch) -> None:
         for _ in range(3):
@@ -725,8 +740,8 @@ def test_who_only_uses_a_cpu_does_not_go_on(scene: Scene) -> None:
     assert scene.hangs[1] is None
 
 
-def test_who_works_at_another_line_goes_on(scene: Scene) -> None:
-    """What two ranks send each other, as in a pipeline, is no collective."""
+def test_cpu_use_at_different_line_ends_hang(scene: Scene) -> None:
+    """Ranks of a pipeline exchange data without collectives."""
 
     async def act(watch: HangWatch) -> None:
         scene.line = 25
@@ -736,7 +751,7 @@ def test_who_works_at_another_line_goes_on(scene: Scene) -> None:
     assert scene.hangs[1] is None
 
 
-def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
+def test_cpu_use_ends_hang_without_collective_records(scene: Scene) -> None:
     scene.call = 0
 
     async def act(watch: HangWatch) -> None:
@@ -746,7 +761,7 @@ def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
     assert scene.hangs[1] is None
 
 
-def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
+def test_hang_report_waits_for_unreachable_node(scene: Scene) -> None:
     async def act(watch: HangWatch) -> None:
         scene.answers, scene.line, looks = False, 30, scene.looks
         await scene.until(lambda: scene.looks > looks + 3)
@@ -774,25 +789,25 @@ LOADER = Child(8, "python", BlockingCall(), (Frame("/l/multiprocessing/queues.py
     ],
 )
 def test_ranks_hang_if_all_their_processes_wait(others: tuple[Child, ...], is_hang: bool) -> None:
-    looks = [look(rank, (JOIN, *ASLEEP)) for rank in (0, 1)]
+    looks = [snapshot(rank, (JOIN, *ASLEEP)) for rank in (0, 1)]
     closely = [replace(looks[0], children=(CHILD,)), replace(looks[1], children=others)]
-    assert judged(looks, looks) is not None  # worth a closer look
-    found = judged(looks, looks, detailed=closely)
-    assert (found is not None and found.kind == "children") == is_hang
-    words = "of rank 0 on n1, process 9 waits in all_reduce (train.py, line 40, in step)"
-    assert not found or words in found.text
+    assert diagnose_pair(looks, looks) is not None  # needs a detailed inspection
+    verdict = diagnose_pair(looks, looks, detailed=closely)
+    assert (verdict is not None and verdict.kind == "children") == is_hang
+    expected = "of rank 0 on n1, process 9 waits in all_reduce (train.py, line 40, in step)"
+    assert not verdict or expected in verdict.text
     busy = [replace(snap, cpu_s=2.0) for snap in looks]
-    assert judged(looks, busy, detailed=closely) is None
-    left = judged(looks[:1], looks[:1], detailed=closely[:1], ended=[("n2", 1)])
-    assert left is not None
-    assert "(it waits for processes that it started: process 9" in left.text
+    assert diagnose_pair(looks, busy, detailed=closely) is None
+    last_hang = diagnose_pair(looks[:1], looks[:1], detailed=closely[:1], ended=[("n2", 1)])
+    assert last_hang is not None
+    assert "(it waits for processes that it started: process 9" in last_hang.text
 
 
 def test_waiting_processes_hang_only_after_two_inspections(scene: Scene) -> None:
     scene.child_line = 1
 
     async def move() -> None:
-        while not scene.hangs:  # at another line in each inspection: no hang
+        while not scene.hangs:  # position changes in each inspection: no hang
             scene.child_line += scene.looks < 20
             await asyncio.sleep(0.001)
 
@@ -813,7 +828,7 @@ def test_waiting_processes_hang_only_after_two_inspections(scene: Scene) -> None
     assert scene.hangs[1] is None
 
 
-def test_processes_that_do_not_meet_are_told_to_take_other_ranks() -> None:
+def test_remedy_suggests_distinct_ranks_for_spawned_processes() -> None:
     place = "process 9 waits in init_process_group (train.py, line 4, in work)"
     for text in (
         f"all ranks wait for processes that they started: of rank 0 on n1, {place}",
@@ -824,11 +839,11 @@ def test_processes_that_do_not_meet_are_told_to_take_other_ranks() -> None:
         assert "RANK * nprocs" in conclude(evidence, load_all()).matches[0][1].remedy
 
 
-def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:
+def test_stopped_job_hung_unless_hang_was_over() -> None:
     hang = Event("hang", "n2", 1, fields={"text": "rank 1 on n2 is stuck"})
     evidence = Evidence(events=(hang,), result=Result(130, interrupted=2))
     conclusion = conclude(evidence, load_all())
     assert "the job hung: rank 1 on n2" in conclusion.text
-    assert "another collective" in conclusion.matches[0][1].reason  # the stop is no cause of a hang
+    assert "another collective" in conclusion.matches[0][1].reason  # not the stop
     over = Evidence(events=(hang, Event("hang over")), result=Result(130, interrupted=2))
     assert "nothing failed" in conclude(over, load_all()).text

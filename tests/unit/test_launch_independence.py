@@ -1,4 +1,4 @@
-"""What a launcher says of ranks that did not work together."""
+"""Tests the launcher's message about ranks that trained independently of each other."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from paceline.spec.events import Event
 
 
 def report(rank: int, **fields: Any) -> Event:
-    alone = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "group_rank": 0}
-    none = {"group_size": 0, "exchanges": False, "in_children": False}
-    return Event("gradient exchange", "n1", rank, 0.0, {**alone, **none, **fields})
+    counters = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "group_rank": 0}
+    group_fields = {"group_size": 0, "exchanges": False, "in_children": False}
+    return Event("gradient exchange", "n1", rank, 0.0, {**counters, **group_fields, **fields})
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        [report(0, optimizer_steps=3)],  # rank 1 exchanged gradients, or left by os._exit
+        [report(0, optimizer_steps=3)],  # rank 1 exchanged gradients or called os._exit
         [report(0, optimizer_steps=3), report(1, optimizer_steps=3, exchanges=True)],
-        [report(0, calls=1), report(1, calls=1)],  # an evaluation
-        [report(0, in_children=True), report(1)],  # programs of its own
-        [report(0, optimizer_steps=3, calls=2), report(1, calls=2)],  # the other one evaluates
+        [report(0, calls=1), report(1, calls=1)],  # evaluation only
+        [report(0, in_children=True), report(1)],  # child processes
+        [report(0, optimizer_steps=3, calls=2), report(1, calls=2)],  # rank 1 evaluates
     ],
 )
-def test_it_says_nothing_where_it_cannot_know(events: list[Event]) -> None:
+def test_inconclusive_events_give_no_message(events: list[Event]) -> None:
     assert describe_independence(2, events) == ""
 
 
-def test_processes_of_ranks_may_exchange_gradients() -> None:
-    """Then no event says whether ``--communication`` compressed them."""
+def test_detects_gradient_exchange_in_child_processes() -> None:
+    """Then, no event shows whether ``--communication`` compressed the gradients."""
     assert exchanged_in_children([report(0), report(0, exchanges=True)])
     assert not exchanged_in_children([report(0), report(1)])
 
 
-def test_one_rank_is_no_subject() -> None:
+def test_single_rank_gives_no_message() -> None:
     assert describe_independence(1, [report(0, optimizer_steps=3)]) == ""
 
 
-def test_independent_ranks_get_a_note_and_groups_without_gradients_a_warning() -> None:
+def test_notes_independent_ranks_and_warns_of_missing_gradients() -> None:
     training = [report(rank, optimizer_steps=3) for rank in (0, 1)]
     metrics = [report(rank, optimizer_steps=3, calls=9, largest_call=2) for rank in (0, 1)]
     assert describe_independence(2, [report(0), report(1)]).startswith("note: ")
@@ -50,24 +50,26 @@ def test_independent_ranks_get_a_note_and_groups_without_gradients_a_warning() -
     assert "at most 2 elements" in describe_independence(2, metrics)
 
 
-def test_a_process_that_the_rank_spawned_counts_for_it() -> None:
+def test_spawned_process_counts_for_its_rank() -> None:
     spawned = [report(rank, optimizer_steps=3, calls=9) for rank in (0, 1)]
     parents = [report(0, in_children=True), report(1, in_children=True)]
     assert describe_independence(2, spawned + parents).startswith("warning: ")
 
 
-def test_groups_that_do_not_reach_beyond_a_rank_get_a_warning() -> None:
-    """Each rank's script starts processes for the GPUs of its host, as if there were no other."""
+def test_warns_of_groups_within_single_rank() -> None:
+    """Each rank's script starts processes for its host's GPUs, as if there were no other rank."""
 
     def spawned(size: int, group_ranks: Sequence[int] = (0, 1), ranks: int = 2) -> list[Event]:
-        each = {"optimizer_steps": 3, "exchanges": True, "group_size": size}
-        return [report(rank, **each, group_rank=number)
+        training_fields = {"optimizer_steps": 3, "exchanges": True, "group_size": size}
+        return [report(rank, **training_fields, group_rank=number)
                 for rank in range(ranks) for number in group_ranks]  # fmt: skip
 
-    own = [report(rank) for rank in (0, 1)]
-    assert "mp.spawn" in describe_independence(2, own + spawned(2))
-    assert describe_independence(2, own + spawned(4)) == ""  # one group of all
-    assert describe_independence(2, own + spawned(2, [0])) == ""
-    assert describe_independence(2, own + spawned(2, [1, 1])) == ""  # one training after another
-    assert describe_independence(2, own + spawned(2, ranks=1)) == ""
-    assert describe_independence(2, own + spawned(0)) == ""  # not known
+    rank_reports = [report(rank) for rank in (0, 1)]
+    assert "mp.spawn" in describe_independence(2, rank_reports + spawned(2))
+    assert describe_independence(2, rank_reports + spawned(4)) == ""  # one group of all processes
+    assert describe_independence(2, rank_reports + spawned(2, [0])) == ""
+    assert (
+        describe_independence(2, rank_reports + spawned(2, [1, 1])) == ""
+    )  # two trainings in sequence
+    assert describe_independence(2, rank_reports + spawned(2, ranks=1)) == ""
+    assert describe_independence(2, rank_reports + spawned(0)) == ""  # group size unknown

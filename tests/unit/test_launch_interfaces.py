@@ -1,4 +1,4 @@
-"""What libraries are told of interfaces: each node its own, nothing that it does not have."""
+"""Tests the variables that select network interfaces and RDMA cards for libraries on each node."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def node(*names: str, cards: Any = ()) -> dict[str, Any]:
 FACTS = {"n1": node("eth0", "docker0"), "n2": node("ens3", cards=[CARD])}
 
 
-def test_each_library_is_told_in_its_own_spelling() -> None:
-    told = interfaces.variables("eth0", FACTS["n1"])
-    assert told == {
+def test_variables_match_library_syntax() -> None:
+    environment = interfaces.variables("eth0", FACTS["n1"])
+    assert environment == {
         "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "FI_TCP_IFACE": "eth0",
         "FI_SOCKETS_IFACE": "eth0", "I_MPI_HYDRA_IFACE": "eth0", "NCCL_SOCKET_IFNAME": "=eth0",
         "UCX_NET_DEVICES": "eth0",
@@ -37,19 +37,19 @@ def test_each_library_is_told_in_its_own_spelling() -> None:
 @pytest.mark.parametrize(
     ("interface", "cards", "devices"),
     [
-        ("ens3", [CARD], "mlx5_0:1,ens3"),  # its own card, too
-        ("eth0", [CARD], ""),  # naming Ethernet alone would forbid UCX the card
+        ("ens3", [CARD], "mlx5_0:1,ens3"),  # plus its RDMA card
+        ("eth0", [CARD], ""),  # with Ethernet alone, UCX could not use the card
         ("eth0", [{**CARD, "active": False}], "eth0"),
         ("eth0", [], "eth0"),
     ],
 )
-def test_ucx_keeps_its_cards(interface: str, cards: list[Any], devices: str) -> None:
+def test_ucx_devices_include_rdma_cards(interface: str, cards: list[Any], devices: str) -> None:
     assert interfaces.ucx_devices(interface, node(interface, cards=cards)) == devices
     assert ("UCX_NET_DEVICES" in interfaces.variables(interface, {"rdma": cards})) == bool(devices)
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "expected"),
     [
         ("GLOO_SOCKET_IFNAME", "eth0", "n2 has no eth0; it has: lo, ens3, mlx5_0:1"),
         ("NCCL_SOCKET_IFNAME", "ens3", "n1 has no ens3; it has: lo, eth0, docker0"),
@@ -61,18 +61,18 @@ def test_ucx_keeps_its_cards(interface: str, cards: list[Any], devices: str) -> 
         ("FI_PROVIDER", "tpc", "tpc is not a provider of libfabric: did you mean tcp?"),
     ],
 )
-def test_what_a_host_does_not_have_is_refused(variable: str, value: str, said: str) -> None:
-    with pytest.raises(SettingError) as refused:
+def test_rejects_unknown_interface_or_provider(variable: str, value: str, expected: str) -> None:
+    with pytest.raises(SettingError) as excinfo:
         interfaces.validate_variables(HOSTS, FACTS, {variable: value})
-    assert said in refused.value.found
-    assert f"{variable}={value}" in refused.value.message
-    assert refused.value.exit_code == 2
+    assert expected in excinfo.value.found
+    assert f"{variable}={value}" in excinfo.value.message
+    assert excinfo.value.exit_code == 2
 
 
 @each_case(
     ("variable", "value"),
     [
-        ("NCCL_SOCKET_IFNAME", "e"),  # a prefix
+        ("NCCL_SOCKET_IFNAME", "e"),  # matches as a prefix
         ("NCCL_SOCKET_IFNAME", "=eth0,ens3"),
         ("NCCL_SOCKET_IFNAME", "^docker,lo"),
         ("NCCL_SOCKET_IFNAME", ""),
@@ -86,18 +86,18 @@ def test_what_a_host_does_not_have_is_refused(variable: str, value: str, said: s
         ("OTHER", "eth7"),
     ],
 )
-def test_what_may_be_is_left_alone(variable: str, value: str) -> None:
+def test_accepts_valid_variables(variable: str, value: str) -> None:
     interfaces.validate_variables(HOSTS, FACTS, {variable: value})
 
 
-def test_a_node_that_tells_nothing_is_not_judged() -> None:
-    silent = {"n1": {"interfaces": None, "rdma": None}}
+def test_skips_nodes_without_facts() -> None:
+    empty_facts = {"n1": {"interfaces": None, "rdma": None}}
     for variable in (*interfaces.EXACT, "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_PROVIDER"):
-        interfaces.validate_variables([Host("n1")], silent, {variable: "verbs"})
+        interfaces.validate_variables([Host("n1")], empty_facts, {variable: "verbs"})
 
 
-def test_cards_are_read_from_the_kernels_files(tmp_path: Path) -> None:
-    """The names and words of a ConnectX-6 port and of one that is down."""
+def test_reads_rdma_cards_from_sysfs(tmp_path: Path) -> None:
+    """The files are those of an active ConnectX-6 port and of one that is down."""
     for port, state, rate in (("1", "4: ACTIVE", "100 Gb/sec (4X EDR)"), ("2", "1: DOWN", "")):
         folder = tmp_path / "mlx5_0" / "ports" / port
         folder.mkdir(parents=True)

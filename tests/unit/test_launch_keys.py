@@ -1,4 +1,4 @@
-"""Keys by what a terminal sends for them."""
+"""Tests parsing the bytes that a terminal sends for keys."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from paceline.launch.terminal.keys import Keys, in_foreground, parse_keys
         ("\x1b[A\x1b[B\x1bOA", ["up", "down", "up"]),
         ("\x1b", ["escape"]),
         ("\x1b[5~\x1b[6~", ["page up", "page down"]),
-        ("\x1b[1;5Cx", ["x"]),  # Ctrl-Right, which means nothing here
+        ("\x1b[1;5Cx", ["x"]),  # Ctrl-Right is ignored
         ("\x01\x7f", ["backspace"]),
         ("\x1b[", []),
     ],
 )
-def test_names(sent: str, keys: list[str]) -> None:
+def test_parse_keys(sent: str, keys: list[str]) -> None:
     assert list(parse_keys(sent)) == keys
 
 
 @given(st.text())
-def test_whatever_is_sent(sent: str) -> None:
+def test_parsed_keys_are_printable(sent: str) -> None:
     assert all(key and key.isprintable() for key in parse_keys(sent))
 
 
-def test_nothing_is_read_of_what_is_no_terminal() -> None:
+def test_keys_do_not_start_without_terminal() -> None:
     read, write = os.pipe()
     try:
         keys = Keys(lambda key: None, read)

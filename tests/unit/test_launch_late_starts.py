@@ -1,4 +1,4 @@
-"""Newcomers that are ordered while the last of the other ranks ends."""
+"""Tests starting newcomers while the last of the other ranks exits."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 from paceline.spec.settings import Setting
 
 
-def test_an_end_is_that_of_a_process_and_not_of_its_place() -> None:
+def test_exit_is_matched_by_pid() -> None:
     job, rank = NodeJob(lambda *_: None, ""), RankProcess(0, 0)
     rank.process = Process(200, 1)
     job.ranks = [rank]
     ended = {"local_rank": 0, "status": 0, "time": 1.0, "peak": 0}
-    job._handle_message({**ended, "exited": 100})  # which had the place before
+    job._handle_message({**ended, "exited": 100})  # the former process of this rank
     assert rank.status is None
     job._handle_message({**ended, "exited": 200})
     assert rank.status == 0
 
 
-def test_the_end_waits_for_starts_that_are_under_way_and_orders_no_more() -> None:
+def test_close_awaits_pending_starts_and_sends_no_further_ones() -> None:
     asyncio.run(_late_starts())
 
 
 async def _late_starts() -> None:
-    asked: list[str] = []
+    requests: list[str] = []
     answer = asyncio.Event()
 
     async def request(op: str, **_: Any) -> None:
-        asked.append(op)
+        requests.append(op)
         await answer.wait()
 
     node: Any = SimpleNamespace(
@@ -45,16 +45,16 @@ async def _late_starts() -> None:
     plan: Any = SimpleNamespace(nodes=[part], master_addr="n1", master_port=1, closed_store=False)
     fleet: Any = SimpleNamespace(nodes=[node], named=lambda _: node)
     spec = {"ranks": [{"rank": 0, "env": {}}]}
-    nothing: Any = None
+    unused: Any = None
     job: Any = SimpleNamespace(encrypt=Setting(False))
     commands = RankCommands(plan, job, fleet, "")
     commands.start_request = lambda *_: spec  # type: ignore[method-assign]
     commands._admitted = lambda: ""  # type: ignore[method-assign]
-    recovery = RecoveryController(commands, Members({0: "n1"}), fleet, nothing, nothing, nothing,
-                                  nothing)  # fmt: skip
+    recovery = RecoveryController(commands, Members({0: "n1"}), fleet, unused, unused, unused,
+                                  unused)  # fmt: skip
     posting = asyncio.ensure_future(recovery._send_orders())
     recovery._execute(Start("n1", (0,)))
-    while not asked:
+    while not requests:
         await asyncio.sleep(0)
     closing = asyncio.ensure_future(recovery.close(60.0))
     recovery._execute(Start("n1", (0,)))
@@ -63,6 +63,6 @@ async def _late_starts() -> None:
     assert not closing.done()
     answer.set()
     await closing
-    assert node.running  # so the attempt sees that somebody is to be ended
-    assert asked == ["add_ranks"]
+    assert node.running  # so that the attempt ends the new ranks
+    assert requests == ["add_ranks"]
     posting.cancel()

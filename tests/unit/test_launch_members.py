@@ -1,4 +1,4 @@
-"""What is decided when ranks and nodes are lost and come back."""
+"""Tests the decisions about ranks and nodes that are lost, replaced and rejoin."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ RESET = "RuntimeError: Connection closed by peer"
 
 
 class Job:
-    """The ranks of a job, and a clock."""
+    """Simulates the ranks of a job, with a clock."""
 
-    def __init__(self, places: dict[int, str] | None = None, able: bool = True,
+    def __init__(self, places: dict[int, str] | None = None, recoverable: bool = True,
                  **how: object) -> None:  # fmt: skip
         self.places = places or {0: "n1", 1: "n2", 2: "n3"}
         self.members = Members(self.places, clock=self.read_clock, **how)  # type: ignore[arg-type]
         self.now, self.look_s = 100.0, 0.0
-        if able:
+        if recoverable:
             for slot in self.places:
                 self.members.set_recoverable(slot, True)
         assert self.decide() == []
@@ -94,75 +94,75 @@ class Job:
             self.kill(slot)
 
     def settle(self, slots: Sequence[int] | None = None, step: int | None = None) -> None:
-        """These members, or all, say that they train in the new group."""
+        """Lets these members, or all, report that they train in the new group."""
         number = self.members._generation.number
         for slot in self.members.group if slots is None else slots:
             self.members.regrouped(slot, number, step)
 
     def start_again(self, slot: int) -> None:
-        """A rank is killed, the others train on without it, and a newcomer is started."""
+        """Kills a rank, lets the others continue without it, and starts a newcomer."""
         self.kill(slot)
         self.decide()
         self.settle()
         self.decide()
 
     def join(self, *slots: int) -> None:
-        """Newcomers of these slots, already started, are ready and taken in."""
+        """Lets the started newcomers of these ranks get ready and join the group."""
         for slot in slots:
             self.members.newcomer_ready(slot)
-        assert [type(one) for one in self.decide(JOIN_WINDOW_S)] == [Regroup]
+        assert [type(item) for item in self.decide(JOIN_WINDOW_S)] == [Regroup]
         self.settle()
-        assert [type(one) for one in self.decide()] == [Joined]
+        assert [type(item) for item in self.decide()] == [Joined]
 
 
-@pytest.mark.parametrize("why", [NEWCOMER_MISMATCH, NEWCOMER_DIVERGED])
-def test_a_newcomer_that_does_not_do_as_the_others_ends_alone(why: str) -> None:
-    """It says so before its first batch, or after its first steps with the others."""
+@pytest.mark.parametrize("cause", [NEWCOMER_MISMATCH, NEWCOMER_DIVERGED])
+def test_diverging_newcomer_is_not_replaced(cause: str) -> None:
+    """The newcomer reports it before its first batch, or after some steps with the others."""
     job = Job()
     job.start_again(2)
     job.join(2)
-    job.raises(2, f"JobError: {why}: after epochs they had told each other less")
+    job.raises(2, f"JobError: {cause}: after epochs they had told each other less")
     assert job.decide() == [Regroup(3, (0, 1), False)]
     job.settle()
-    (told, never) = job.decide()
-    assert isinstance(told, Recovered)
-    assert never == RanksNotReplaced((2,), why)
+    (outcome, not_replaced) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert not_replaced == RanksNotReplaced((2,), cause)
     assert job.decide(600.0) == []
 
 
-def test_where_ranks_wait_apart_those_that_came_later_are_at_fault() -> None:
-    """Its loop counts from its own beginning, say, and is not where the others evaluate."""
+def test_end_strays_kills_diverged_newcomer() -> None:
+    """For example, its loop counts steps from its own start, and misses the others' evaluation."""
     job = Job()
-    assert not job.members.end_strays([(0, 1), (2,)], "hung")  # nobody has come: it is the program
+    assert not job.members.end_strays([(0, 1), (2,)], "hung")  # no newcomer: the script is at fault
     job.start_again(2)
     job.join(2)
-    assert not job.members.end_strays([(0, 2), (1,)], "hung")  # those that were there part as well
+    assert not job.members.end_strays([(0, 2), (1,)], "hung")  # older ranks disagree, too
     assert not job.members.end_strays([(0, 1, 2)], "hung")
     assert job.members.end_strays([(0, 1), (2,)], "hung for longer than 30 s")
     assert job.decide() == [Kill("n3", (2,))]
     job.kill(2)
     assert isinstance(job.decide()[0], Regroup)
     job.settle()
-    told, never = job.decide()
-    assert isinstance(told, Recovered)
-    assert told.losses[0].headline == "hung for longer than 30 s"
-    assert never == RanksNotReplaced((2,), NEWCOMER_DIVERGED)
+    outcome, not_replaced = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert outcome.losses[0].headline == "hung for longer than 30 s"
+    assert not_replaced == RanksNotReplaced((2,), NEWCOMER_DIVERGED)
 
 
-def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
-    """But not one whose worker has failed by itself."""
+def test_replaces_rank_whose_loader_worker_was_killed() -> None:
+    """A rank whose loader worker failed by itself is not replaced."""
     job = Job()
-    said = "RuntimeError: DataLoader worker (pid 77) {}"
-    job.raises(1, said.format("is killed by signal: Killed"))
+    message_format = "RuntimeError: DataLoader worker (pid 77) {}"
+    job.raises(1, message_format.format("is killed by signal: Killed"))
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job = Job()
-    job.raises(1, said.format("is killed by signal: Bus error"))
+    job.raises(1, message_format.format("is killed by signal: Bus error"))
     assert isinstance(job.decide(PROGRAM_FAILURE_WAIT_S)[-1], Fail)
 
 
 @pytest.mark.parametrize("closed", [(0,), (0, 1)])
-def test_nobody_joins_ranks_whose_training_is_over(closed: tuple[int, ...]) -> None:
-    """Those that come would be a group of their own, and train everything from the beginning."""
+def test_newcomer_cannot_join_after_training(closed: tuple[int, ...]) -> None:
+    """The newcomers would form a group of their own and train from the beginning."""
     job = Job()
     job.start_again(2)
     for slot in closed:
@@ -175,8 +175,8 @@ def test_nobody_joins_ranks_whose_training_is_over(closed: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("how", ["kill", "raises", "lose"])
-def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> None:
-    """Its script exports the model, say: with what others have done the run has not ended well."""
+def test_rank_failure_after_training_fails_job(how: str) -> None:
+    """The rank's script may still export the model, which other ranks would not do for it."""
     job = Job()
     for slot in (0, 1, 2):
         job.members.close_session(slot)
@@ -187,34 +187,34 @@ def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> N
         job.raises(1)
     else:
         job.lose("n2")
-    told = job.decide(PROGRAM_FAILURE_WAIT_S)
-    assert [type(one) for one in told][:2] == [End, Fail]
-    assert [one.host for one in told[1].failures] == ["n2"]  # type: ignore[union-attr]
+    outcome = job.decide(PROGRAM_FAILURE_WAIT_S)
+    assert [type(item) for item in outcome][:2] == [End, Fail]
+    assert [item.host for item in outcome[1].failures] == ["n2"]  # type: ignore[union-attr]
     assert not job.members.is_finished
 
 
-def test_the_others_stood_still_only_since_they_last_went_on() -> None:
-    """Nobody hears a host, and its ranks train with the others until it is given up."""
+def test_recovery_time_starts_at_last_progress() -> None:
+    """A silent host's ranks may train with the others until the launcher gives the host up."""
     job = Job()
-    heard = job.now
+    last_heartbeat = job.now
     job.decide(6.0)
     job.members.record_progress(40)
-    lost = Failure("lost", "n2", None, heard, headline="no word")
+    lost = Failure("lost", "n2", None, last_heartbeat, headline="no word")
     job.members.node_lost("n2", lost)
     job.decide(0.2)
     job.now += 0.3
     job.settle()
-    told = next(one for one in job.decide() if isinstance(one, Recovered))
-    assert told.seconds == pytest.approx(0.5)
+    outcome = next(item for item in job.decide() if isinstance(item, Recovered))
+    assert outcome.seconds == pytest.approx(0.5)
 
 
-def test_who_has_closed_its_session_is_in_no_new_group() -> None:
+def test_regroup_excludes_ranks_with_closed_session() -> None:
     job = Job()
     job.members.close_session(0)
     job.kill(2)
     assert job.decide() == [Regroup(1, (1,), False)]
     job.settle([1])
-    assert [type(one) for one in job.decide()] == [Recovered]  # and nobody is started
+    assert [type(item) for item in job.decide()] == [Recovered]  # no newcomer is started
     job.members.close_session(1)
     for slot in (0, 1):
         job.members.rank_finished(slot)
@@ -224,10 +224,10 @@ def test_who_has_closed_its_session_is_in_no_new_group() -> None:
     last.members.close_session(0)
     last.members.close_session(1)
     last.kill(2)
-    assert [type(one) for one in last.decide()] == [End, Fail]
+    assert [type(item) for item in last.decide()] == [End, Fail]
 
 
-def test_a_host_that_was_late_gets_further_ranks() -> None:
+def test_late_host_adds_ranks() -> None:
     job = Job({0: "n1", 1: "n2"})
     job.members.add_host("n3", (2,))
     assert job.decide() == [Start("n3", (2,))]
@@ -241,26 +241,26 @@ def test_a_host_that_was_late_gets_further_ranks() -> None:
     assert job.decide() == [Regroup(2, (0, 1), False), Start("n3", (2,))]
 
 
-def test_a_spare_takes_the_ranks_of_a_lost_host() -> None:
-    """Which is not waited for: it may come back as a spare."""
+def test_spare_replaces_lost_host() -> None:
+    """The job does not wait for the lost host, which may return as a spare."""
     job = Job({0: "n1", 1: "n2"})
     job.lose("n2")
-    done = job.decide()
-    assert Dial("n2") in done
-    assert Regroup(1, (0,), False) in done
+    decisions = job.decide()
+    assert Dial("n2") in decisions
+    assert Regroup(1, (0,), False) in decisions
     job.members.add_host("n3", (1,))
     job.settle()
-    told, *then = job.decide()
-    assert isinstance(told, Recovered)
-    assert told.hosts == ("n2",)
-    assert then == [Start("n3", (1,))]
+    outcome, *remaining_actions = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert outcome.hosts == ("n2",)
+    assert remaining_actions == [Start("n3", (1,))]
     job.join(1)
     assert job.members.group == (0, 1)
     assert job.decide(99.0) == []
 
 
-def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
-    """Its answer may come late: else two processes would have the same rank."""
+def test_ignores_start_failure_of_replaced_host() -> None:
+    """The error may arrive late; a restart then would give two processes the same rank."""
     job = Job()
     job.start_again(1)
     job.lose("n2")
@@ -272,7 +272,7 @@ def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
     job.join(1)
 
 
-def test_a_rank_that_had_ended_does_not_begin_again_on_a_spare() -> None:
+def test_finished_rank_is_not_restarted_on_spare() -> None:
     job = Job()
     job.members.rank_finished(1)
     job.lose("n2")
@@ -281,26 +281,26 @@ def test_a_rank_that_had_ended_does_not_begin_again_on_a_spare() -> None:
     assert job.decide(JOIN_WINDOW_S) == []
 
 
-def test_a_late_host_ends_the_wait_for_too_few() -> None:
+def test_added_host_ends_wait_for_min_hosts() -> None:
     job = Job({0: "n1", 1: "n2"}, min_hosts=2)
     job.lose("n2")
     assert Wait(("n2",)) in job.decide()
     job.members.add_host("n3", (2,))
-    done = job.decide()
-    assert Regroup(1, (0,), False) in done
-    assert Start("n3", (2,)) in done
+    decisions = job.decide()
+    assert Regroup(1, (0,), False) in decisions
+    assert Start("n3", (2,)) in decisions
 
 
-def test_a_killed_rank_is_dropped_at_once_and_comes_back() -> None:
+def test_killed_rank_is_replaced() -> None:
     job = Job()
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job.settle([0])
     assert job.decide(0.1) == []
     job.settle([2])
-    (told,) = job.decide(0.1)
-    assert isinstance(told, Recovered)
-    assert (told.slots, told.num_survivors, round(told.seconds, 3)) == ((1,), 2, 0.1)
+    (outcome,) = job.decide(0.1)
+    assert isinstance(outcome, Recovered)
+    assert (outcome.slots, outcome.num_survivors, round(outcome.seconds, 3)) == ((1,), 2, 0.1)
     job.members.newcomer_ready(1)
     assert job.decide(2.0) == [Regroup(2, (0, 2, 1), True)]
     job.settle()
@@ -310,8 +310,8 @@ def test_a_killed_rank_is_dropped_at_once_and_comes_back() -> None:
     assert job.members.can_recover
 
 
-def test_rank_zero_is_replaced_behind_the_others() -> None:
-    """Who writes changes only when it is lost."""
+def test_replaced_rank_zero_joins_at_end_of_group() -> None:
+    """The rank that writes checkpoints changes only if it is lost."""
     job = Job()
     job.kill(0)
     assert job.decide() == [Regroup(1, (1, 2), False), Start("n1", (0,))]
@@ -321,8 +321,8 @@ def test_rank_zero_is_replaced_behind_the_others() -> None:
     assert job.members.group == (1, 2, 0)
 
 
-def test_nothing_is_recovered_before_all_said_that_they_can() -> None:
-    job = Job(able=False)
+def test_can_recover_requires_all_ranks() -> None:
+    job = Job(recoverable=False)
     assert not job.members.can_recover
     for slot in (0, 1):
         job.members.set_recoverable(slot, True)
@@ -333,25 +333,25 @@ def test_nothing_is_recovered_before_all_said_that_they_can() -> None:
     assert not job.members.can_recover
 
 
-def test_a_second_loss_while_the_group_is_made_anew() -> None:
+def test_second_loss_during_regroup() -> None:
     job = Job(HOSTS)
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2, 3, 4), False), Start("n1", (1,))]
     job.settle([0, 2])
     job.kill(3)
     assert job.decide(0.1) == [Regroup(2, (0, 2, 4), False), Start("n2", (3,))]
-    job.members.regrouped(4, 1, None)  # a late word of the former group
+    job.members.regrouped(4, 1, None)  # a late message of the former group
     assert job.decide() == []
     job.settle()
-    (told,) = job.decide(0.1)
-    assert isinstance(told, Recovered)
-    assert (told.slots, told.num_survivors, len(told.losses)) == ((1, 3), 3, 2)
+    (outcome,) = job.decide(0.1)
+    assert isinstance(outcome, Recovered)
+    assert (outcome.slots, outcome.num_survivors, len(outcome.losses)) == ((1, 3), 3, 2)
     job.join(1, 3)
     assert job.members.group == (0, 2, 4, 1, 3)
 
 
-def test_a_loss_while_newcomers_join() -> None:
-    """Whether they have the state is not known: they begin once more."""
+def test_loss_during_join_restarts_newcomers() -> None:
+    """It is not known whether the newcomers have the state, so they start again."""
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
@@ -362,12 +362,12 @@ def test_a_loss_while_newcomers_join() -> None:
     job.kill(1)
     assert job.decide() == [Start("n2", (1,))]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
+    assert [type(item) for item in job.decide()] == [Recovered]
     job.join(1, 2)
     assert job.members.group == (0, 1, 2)
 
 
-def test_a_newcomer_that_dies_while_it_joins() -> None:
+def test_newcomer_that_dies_during_join_is_retried() -> None:
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
@@ -377,7 +377,7 @@ def test_a_newcomer_that_dies_while_it_joins() -> None:
     assert job.decide(NEWCOMER_DELAYS_S[1]) == [Start("n2", (1,))]
 
 
-def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
+def test_abandons_newcomer_after_repeated_deaths() -> None:
     job = Job()
     job.start_again(1)
     for wait_s in NEWCOMER_DELAYS_S[1:]:
@@ -385,18 +385,18 @@ def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
         assert job.decide(wait_s / 2) == []
         assert job.decide(wait_s) == [Start("n2", (1,))]
     job.raises(1)
-    assert [type(one) for one in job.decide(60)] == [RankAbandoned]
+    assert [type(item) for item in job.decide(60)] == [RankAbandoned]
     assert job.decide(600) == []
     assert job.members.can_recover
     job.kill(2)
     assert job.decide()[0] == Regroup(2, (0,), False)
     job.lose("n2")
     job.members.server_up("n2")
-    assert Start("n2", (1,)) in job.decide()  # what stood in its way may be over
+    assert Start("n2", (1,)) in job.decide()  # its problem may be solved
 
 
-def test_a_newcomer_that_joins_and_makes_no_step_is_left_out_as_one_that_does_not_join() -> None:
-    """It hangs between the door and its first batch: the others train on without it meanwhile."""
+def test_abandons_newcomer_that_hangs_after_joining() -> None:
+    """The newcomer hangs before its first batch, and the others continue without it."""
     job = Job()
     job.members.record_step(5)
     job.start_again(1)
@@ -409,31 +409,31 @@ def test_a_newcomer_that_joins_and_makes_no_step_is_left_out_as_one_that_does_no
         (group,) = job.decide()
         assert isinstance(group, Regroup)
         job.settle(step=step)
-        job.members.record_step(step + 1)  # they go on without it
+        job.members.record_step(step + 1)  # they continue without it
         recovered, *last = [*job.decide(), *job.decide(wait_s)]
         assert isinstance(recovered, Recovered)
-    (left_out,) = last
-    assert isinstance(left_out, RankAbandoned)
-    assert left_out.failure is not None
-    assert left_out.failure.headline.startswith("hung")
+    (abandoned,) = last
+    assert isinstance(abandoned, RankAbandoned)
+    assert abandoned.failure is not None
+    assert abandoned.failure.headline.startswith("hung")
 
 
-@pytest.mark.parametrize("told", ["by itself", "by those who are left"])
-def test_a_newcomer_that_has_made_a_step_begins_with_all_its_tries(told: str) -> None:
+@pytest.mark.parametrize("outcome", ["by itself", "by those who are left"])
+def test_newcomer_step_resets_retries(outcome: str) -> None:
     job = Job()
     job.start_again(1)
     for step in range(20):
         job.members.record_step(2 * step)
         job.join(1)
-        if told == "by itself":
+        if outcome == "by itself":
             job.members.record_step(2 * step + 1)
         job.kill(1)
         job.decide()
         job.settle(step=2 * step + 1)
-        assert Start("n2", (1,)) in job.decide() or told == "by itself"
+        assert Start("n2", (1,)) in job.decide() or outcome == "by itself"
 
 
-def test_a_newcomer_that_does_not_come_as_far_as_joining_is_ended_with_the_reason() -> None:
+def test_abandons_newcomer_that_hangs_before_joining() -> None:
     job = Job()
     job.start_again(1)
     assert job.members.starting_newcomers() == [(1, "n2", job.now)]
@@ -447,14 +447,14 @@ def test_a_newcomer_that_does_not_come_as_far_as_joining_is_ended_with_the_reaso
     job.members.set_hung(1, "hung before it joined: it sleeps")
     job.decide()
     job.kill(1)
-    (left_out,) = job.decide()
-    assert isinstance(left_out, RankAbandoned)
-    assert left_out.failure is not None
-    assert left_out.failure.headline == "hung before it joined: it sleeps"
+    (abandoned,) = job.decide()
+    assert isinstance(abandoned, RankAbandoned)
+    assert abandoned.failure is not None
+    assert abandoned.failure.headline == "hung before it joined: it sleeps"
 
 
-def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
-    """And not of those that were ended by us."""
+def test_is_newcomer_until_finished_or_stopped() -> None:
+    """Ranks that were ended by the launcher do not count as newcomers."""
     job = Job()
     assert not job.members.is_newcomer(1)
     job.start_again(1)
@@ -464,17 +464,17 @@ def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
     for wait_s in NEWCOMER_DELAYS_S[1:]:
         assert job.decide(wait_s) == [Start("n2", (1,))]
         job.members.start_failed("n2", (1,), "no answer")
-    (left_out,) = job.decide(60)
-    assert isinstance(left_out, RankAbandoned)
-    assert left_out.failure is not None
-    assert left_out.failure.headline == "no answer"
+    (abandoned,) = job.decide(60)
+    assert isinstance(abandoned, RankAbandoned)
+    assert abandoned.failure is not None
+    assert abandoned.failure.headline == "no answer"
     job = Job()
     job.start_again(1)
     job.members.stop()
     assert not job.members.is_newcomer(1)
 
 
-def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
+def test_join_window_collects_newcomers() -> None:
     job = Job(HOSTS)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Regroup(1, (0, 1, 4), False)]
@@ -488,7 +488,7 @@ def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
     assert job.decide() == [Regroup(2, (0, 1, 4, 2, 3), True)]
 
 
-def test_but_not_for_long() -> None:
+def test_join_window_expires() -> None:
     job = Job(HOSTS)
     job.kill(2)
     job.kill(3)
@@ -500,45 +500,45 @@ def test_but_not_for_long() -> None:
     assert job.decide(JOIN_WINDOW_S / 2) == [Regroup(2, (0, 1, 4, 3), True)]
 
 
-def test_all_lost() -> None:
+def test_loss_of_all_ranks_fails_job() -> None:
     job = Job()
     for slot in job.places:
         job.kill(slot)
     actions = job.decide()
-    assert [type(one) for one in actions] == [End, Fail]
+    assert [type(item) for item in actions] == [End, Fail]
     assert isinstance(actions[1], Fail)
     assert [failure.rank for failure in actions[1].failures] == [0, 1, 2]
     assert job.decide(10) == []
     assert not job.members.can_recover
 
 
-def test_all_lost_while_a_newcomer_starts() -> None:
+def test_loss_of_all_members_fails_despite_starting_newcomer() -> None:
     job = Job()
     job.kill(1)
     job.decide()
     job.kill(0)
     job.kill(2)
-    assert [type(one) for one in job.decide()] == [End, Fail]
+    assert [type(item) for item in job.decide()] == [End, Fail]
 
 
 # --- fork servers, nodes, the store
 
 
-def test_a_dead_fork_server_is_prepared_and_its_ranks_come_back() -> None:
+def test_dead_fork_server_is_prepared_and_ranks_restarted() -> None:
     job = Job(HOSTS)
     job.server_dies("n2")
     assert job.decide() == [Prepare("n2"), Regroup(1, (0, 1, 4), False)]
     job.settle()
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert [failure.kind for failure in told.losses] == ["forkserver"]
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert [failure.kind for failure in outcome.losses] == ["forkserver"]
     assert job.decide(1) == []
     job.members.server_up("n2")
     assert job.decide() == [Start("n2", (2, 3))]
     job.join(2, 3)
 
 
-def test_nothing_starts_where_a_rank_has_not_ended() -> None:
+def test_starts_rank_only_after_previous_process_ended() -> None:
     job = Job(HOSTS)
     died = Failure("forkserver", "n2", None, job.now)
     job.members.server_died("n2", died)
@@ -550,23 +550,23 @@ def test_nothing_starts_where_a_rank_has_not_ended() -> None:
     assert job.decide() == [Start("n2", (3,))]
 
 
-def test_the_store_moves_with_a_lost_fork_server() -> None:
+def test_store_moves_from_dead_fork_server() -> None:
     job = Job(HOSTS)
     job.server_dies("n1")
     assert job.decide() == [Prepare("n1"), Regroup(1, (2, 3, 4), False, "n2")]
     job.settle()
     job.decide()
-    job.members.store_ended("n1")  # nobody's any more
+    job.members.store_ended("n1")  # no longer used
     job.kill(4)
     assert job.decide() == [Regroup(2, (2, 3), False), Start("n3", (4,))]
 
 
-def test_a_lost_node_is_dialled_and_comes_back() -> None:
+def test_lost_node_is_redialed_and_rejoins() -> None:
     job = Job()
     job.lose("n1")
     assert job.decide() == [Dial("n1"), Regroup(1, (1, 2), False, "n2")]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
+    assert [type(item) for item in job.decide()] == [Recovered]
     assert job.decide(300) == []
     job.members.server_up("n1")
     assert job.decide() == [Start("n1", (0,))]
@@ -575,7 +575,7 @@ def test_a_lost_node_is_dialled_and_comes_back() -> None:
     assert job.decide() == [Dial("n1"), Regroup(3, (1, 2), False)]
 
 
-def test_a_node_that_is_lost_while_its_newcomers_start() -> None:
+def test_node_loss_restarts_its_starting_newcomers() -> None:
     job = Job()
     job.start_again(1)
     job.lose("n2")
@@ -584,14 +584,14 @@ def test_a_node_that_is_lost_while_its_newcomers_start() -> None:
     assert job.decide() == [Start("n2", (1,))]
 
 
-def test_a_node_that_cannot_be_dialled() -> None:
+def test_does_not_dial_node_without_redial() -> None:
     job = Job()
     job.lose("n2", redials=False)
     assert job.decide() == [Regroup(1, (0, 2), False)]
 
 
-def test_newcomers_of_a_store_that_is_gone_begin_once_more() -> None:
-    """They read in it how the others began."""
+def test_store_loss_restarts_newcomers() -> None:
+    """Newcomers need the store to read the start parameters of the others."""
     job = Job()
     job.kill(1)
     job.decide()
@@ -601,7 +601,7 @@ def test_newcomers_of_a_store_that_is_gone_begin_once_more() -> None:
     assert job.decide() == [Start("n2", (1,))]
 
 
-def test_a_store_that_ended_is_replaced_before_it_is_needed() -> None:
+def test_regroup_replaces_ended_store() -> None:
     job = Job()
     job.members.store_ended("n1")
     assert job.decide() == []
@@ -609,7 +609,7 @@ def test_a_store_that_ended_is_replaced_before_it_is_needed() -> None:
     assert job.decide() == [Regroup(1, (0, 2), False, "n1"), Start("n2", (1,))]
 
 
-def test_a_store_that_ends_in_the_midst() -> None:
+def test_store_end_during_regroup() -> None:
     job = Job()
     job.kill(1)
     job.decide()
@@ -618,7 +618,7 @@ def test_a_store_that_ends_in_the_midst() -> None:
     assert job.decide() == [Kill("n2", (1,)), Regroup(2, (0, 2), False, "n1")]
 
 
-def test_a_store_that_ended_when_newcomers_are_to_start() -> None:
+def test_replaces_ended_store_before_newcomers_start() -> None:
     job = Job()
     job.lose("n2")
     job.decide()
@@ -632,7 +632,7 @@ def test_a_store_that_ended_when_newcomers_are_to_start() -> None:
 # --- too few nodes
 
 
-def test_too_few_nodes_wait_for_one() -> None:
+def test_waits_for_lost_node_below_min_hosts() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
@@ -641,33 +641,33 @@ def test_too_few_nodes_wait_for_one() -> None:
     job.members.server_up("n2")
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
+    assert [type(item) for item in job.decide()] == [Recovered]
     job.join(1)
 
 
-def test_in_vain_they_save_and_stop() -> None:
+def test_node_wait_timeout_saves_and_stops() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     assert job.decide(60) == [Regroup(1, (0, 2), False)]
     job.settle()
     actions = job.decide()
-    assert [type(one) for one in actions] == [Recovered, Stop]
+    assert [type(item) for item in actions] == [Recovered, Stop]
     assert isinstance(actions[0], Recovered)
     assert actions[0].is_final
     assert isinstance(actions[1], Stop)
     assert actions[1].loss.host == "n2"
 
 
-def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
-    """The node that is missing is to blame, not the rank whose loss came last."""
+def test_node_wait_timeout_blames_missing_node() -> None:
+    """The missing node is blamed, not the rank that was lost last."""
     job = Job(min_hosts=3, timeout_s=60)
     job.start_again(1)
     job.lose("n2")
     assert job.decide(1) == [Dial("n2")]
     job.kill(2)
-    held = Regroup(2, (0,), False, is_paused=True)
-    assert job.decide(1) == [Wait(("n2",)), held, Start("n3", (2,))]
+    paused_group = Regroup(2, (0,), False, is_paused=True)
+    assert job.decide(1) == [Wait(("n2",)), paused_group, Start("n3", (2,))]
     job.settle()
     assert job.decide(60) == [Regroup(3, (0,), False)]
     job.settle()
@@ -676,50 +676,50 @@ def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
     assert (stop.loss.host, stop.loss.kind) == ("n2", "lost")
 
 
-def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
+def test_stops_even_if_ranks_do_not_regroup() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     job.decide(60)
     assert job.decide(STOP_TIMEOUT_S / 2) == []
-    assert [type(one) for one in job.decide(STOP_TIMEOUT_S)] == [Stop]
+    assert [type(item) for item in job.decide(STOP_TIMEOUT_S)] == [Stop]
 
 
-def test_nobody_waits_for_a_node_that_cannot_come_back() -> None:
+def test_does_not_wait_for_node_without_redial() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2", redials=False)
     assert job.decide() == [Wait(("n2",)), Regroup(1, (0, 2), False)]
 
 
-def test_the_wait_is_over_once_it_is_known_that_a_node_cannot_come_back() -> None:
+def test_abandon_host_ends_node_wait() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
     job.members.abandon_host("n2")
     assert job.decide() == [Regroup(1, (0, 2), False)]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered, Stop]
+    assert [type(item) for item in job.decide()] == [Recovered, Stop]
 
 
-def test_a_dead_fork_server_is_no_lost_node() -> None:
+def test_dead_fork_server_does_not_count_as_lost_node() -> None:
     job = Job(min_hosts=3)
     job.server_dies("n2")
     assert job.decide() == [Prepare("n2"), Regroup(1, (0, 2), False)]
 
 
-def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
+def test_stop_during_node_wait_regroups_to_save() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
     job.members.stop()
     assert job.decide() == [Regroup(1, (0, 2), False)]
     job.settle()
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert told.is_final
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert outcome.is_final
 
 
-def test_a_loss_while_they_wait() -> None:
+def test_rank_loss_during_node_wait() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
@@ -733,17 +733,17 @@ def test_a_loss_while_they_wait() -> None:
     (joined,) = job.decide()
     assert isinstance(joined, Joined)
     assert job.members.is_waiting
-    job.kill(0)  # the one that had the state alone
+    job.kill(0)  # the only rank with the state
     assert job.decide()[0] == Regroup(3, (2,), False, is_paused=True)
     job.settle()
     job.members.server_up("n2")
     assert job.decide()[0] == Regroup(4, (2,), False)
     job.settle()
-    (told,) = (one for one in job.decide() if isinstance(one, Recovered))
-    assert (told.slots, told.num_survivors) == ((0, 1, 2), 0)
+    (outcome,) = (item for item in job.decide() if isinstance(item, Recovered))
+    assert (outcome.slots, outcome.num_survivors) == ((0, 1, 2), 0)
 
 
-def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None:
+def test_node_wait_timeout_includes_joined_newcomer() -> None:
     job = Job(min_hosts=3, timeout_s=60)
     job.lose("n2")
     job.decide()
@@ -756,13 +756,13 @@ def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None
     job.decide()
     assert job.decide(60) == [Regroup(3, (0, 2), False)]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered, Stop]
+    assert [type(item) for item in job.decide()] == [Recovered, Stop]
 
 
-# --- failures of the program's own
+# --- failures of the script
 
 
-def test_an_exception_without_restarts_ends_the_job() -> None:
+def test_exception_without_restarts_fails_job() -> None:
     job = Job()
     job.raises(1)
     assert job.decide(PROGRAM_FAILURE_WAIT_S / 2) == []
@@ -772,7 +772,7 @@ def test_an_exception_without_restarts_ends_the_job() -> None:
     assert [failure.headline for failure in fail.failures] == [BOOM]
 
 
-def test_an_exception_with_a_restart_left() -> None:
+def test_exception_uses_restart_budget() -> None:
     job = Job(policy=RetryPolicy(1))
     job.members.record_step(7)
     job.raises(1)
@@ -782,32 +782,32 @@ def test_an_exception_with_a_restart_left() -> None:
     job.join(1)
     job.members.record_step(20)
     job.raises(2, "ValueError: other")
-    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [End, Fail]
+    assert [type(item) for item in job.decide(PROGRAM_FAILURE_WAIT_S)] == [End, Fail]
 
 
-def test_an_exception_at_the_same_step_again_is_the_program_s_own() -> None:
+def test_repeated_exception_at_same_step_fails_job() -> None:
     policy = RetryPolicy(9)
-    asked = Mock(side_effect=policy.judge_failure)
-    policy.judge_failure = asked  # type: ignore[method-assign]
+    judge = Mock(side_effect=policy.judge_failure)
+    policy.judge_failure = judge  # type: ignore[method-assign]
     job = Job(policy=policy)
     job.members.record_step(8)
     job.raises(1)
-    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [Regroup, Start]
+    assert [type(item) for item in job.decide(PROGRAM_FAILURE_WAIT_S)] == [Regroup, Start]
     job.settle(step=8)
     job.raises(2)
-    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [Recovered, End, Fail]
-    assert [call.kwargs["step"] for call in asked.call_args_list] == [8, 8]
+    assert [type(item) for item in job.decide(PROGRAM_FAILURE_WAIT_S)] == [Recovered, End, Fail]
+    assert [call.kwargs["step"] for call in judge.call_args_list] == [8, 8]
 
 
-def test_an_exception_on_all_ranks_is_nothing_to_recover_from() -> None:
+def test_exception_on_all_ranks_fails_job() -> None:
     job = Job(policy=RetryPolicy(9))
     for slot in job.places:
         job.raises(slot)
     actions = job.decide()
-    assert [type(one) for one in actions] == [End, Fail]
+    assert [type(item) for item in actions] == [End, Fail]
 
 
-def test_who_failed_because_another_was_lost_comes_back_too() -> None:
+def test_secondary_failure_is_replaced_with_lost_rank() -> None:
     job = Job()
     job.raises(2, RESET)
     job.now += 0.2
@@ -816,14 +816,14 @@ def test_who_failed_because_another_was_lost_comes_back_too() -> None:
     assert job.decide() == [Regroup(1, (0,), False), Start("n2", (1,)), Start("n3", (2,))]
 
 
-def test_an_echo_of_nothing_is_a_failure() -> None:
+def test_secondary_failure_without_cause_fails_job() -> None:
     job = Job()
     job.raises(2, RESET)
     assert job.decide(INTERRUPT_TIMEOUT_S / 2) == []
-    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End, Fail]
+    assert [type(item) for item in job.decide(INTERRUPT_TIMEOUT_S)] == [End, Fail]
 
 
-def test_a_rank_that_failed_and_does_not_end_is_ended() -> None:
+def test_kills_failed_rank_that_does_not_exit() -> None:
     job = Job(policy=RetryPolicy(9))
     job.raises(1, ends=False)
     assert job.decide(PROGRAM_FAILURE_WAIT_S) == [Regroup(1, (0, 2), False)]
@@ -832,7 +832,7 @@ def test_a_rank_that_failed_and_does_not_end_is_ended() -> None:
     assert job.decide() == [Start("n2", (1,))]
 
 
-def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
+def test_repeated_signals_without_progress_fail_job() -> None:
     job = Job()
     job.members.record_step(5)
     for _ in range(MAX_STRIKES - 1):
@@ -843,11 +843,11 @@ def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
         job.decide(max(NEWCOMER_DELAYS_S))
         job.join(1)
     job.kill(1)
-    assert [type(one) for one in job.decide()] == [End, Fail]
+    assert [type(item) for item in job.decide()] == [End, Fail]
 
 
-def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
-    """Not two that crash at once, nor one that somebody kills."""
+def test_repeated_crash_at_same_step_fails_job() -> None:
+    """Simultaneous crashes of two ranks count once, and a killed rank does not count."""
     job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
     job.members.record_step(5)
 
@@ -857,33 +857,33 @@ def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
 
     crash(0)
     crash(1)
-    assert [type(one) for one in job.decide()] == [Regroup, Start, Start]
+    assert [type(item) for item in job.decide()] == [Regroup, Start, Start]
     job.settle(step=5)
     job.kill(2)
     job.decide()
     job.settle(step=5)
     crash(3)
-    told = job.decide()
-    assert [type(one) for one in told][-2:] == [End, Fail]
-    assert [one.host for one in told[-1].failures] == ["n2"]  # type: ignore[union-attr]
-    assert "same step (5), on the same data" in told[-1].reason  # type: ignore[union-attr]
+    outcome = job.decide()
+    assert [type(item) for item in outcome][-2:] == [End, Fail]
+    assert [item.host for item in outcome[-1].failures] == ["n2"]  # type: ignore[union-attr]
+    assert "same step (5), on the same data" in outcome[-1].reason  # type: ignore[union-attr]
 
 
-def test_any_number_of_signals_with_steps_in_between() -> None:
+def test_recovers_from_any_number_of_signals_with_progress() -> None:
     job = Job()
     for step in range(50):
         job.members.record_step(step)
         job.kill(1)
-        assert [type(one) for one in job.decide()] == [Regroup, Start]
+        assert [type(item) for item in job.decide()] == [Regroup, Start]
         job.settle(step=step)
         job.decide()
         job.join(1)
 
 
-# --- who waits for word
+# --- interrupted ranks
 
 
-def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
+def test_error_without_loss_is_retried_once() -> None:
     job = Job()
     job.members.record_step(3)
     job.members.interrupt_rank(0)
@@ -892,11 +892,11 @@ def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
     job.settle(step=3)
     assert job.decide() == []
     job.members.interrupt_rank(1)
-    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
+    assert [type(item) for item in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
     assert job.decide(INTERRUPT_TIMEOUT_S) == []
 
 
-def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
+def test_retry_group_only_once_per_step() -> None:
     job = Job()
     job.members.record_step(7)
     assert job.members.retry_group()
@@ -914,124 +914,128 @@ def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
     assert not job.members.retry_group()
 
 
-def test_an_error_before_the_loss_is_known() -> None:
+def test_interrupt_before_loss_is_known() -> None:
     job = Job()
     job.members.interrupt_rank(0)
     assert job.decide(0.1) == []
     job.kill(1)
     assert job.decide()[0] == Regroup(1, (0, 2), False)
-    job.members.interrupt_rank(2)  # of the former group, a little late
+    job.members.interrupt_rank(2)  # a late report of the former group
     job.settle()
-    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S * 2)] == [Recovered]
+    assert [type(item) for item in job.decide(INTERRUPT_TIMEOUT_S * 2)] == [Recovered]
 
 
-# --- a line between two hosts that is silent
+# --- blocked links
 
 
-def apart(job: Job, *pairs: tuple[int, str]) -> None:
-    """These ranks could not hear these hosts, in the present group."""
+def report_unreachable(job: Job, *pairs: tuple[int, str]) -> None:
+    """Lets ranks report hosts that they cannot reach in the current group."""
     for slot, host in pairs:
         number = job.members._generation.number
         job.members.interrupt_rank(slot, unreachable_host=host, generation=number)
 
 
-def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
-    """At first they try once more together: the line may be back."""
+def test_blocked_link_excludes_host_after_retry() -> None:
+    """The ranks first try again together, because the link may work again."""
     job = Job()
     job.members.record_step(3)
-    apart(job, (1, "n3"), (2, "n2"))
+    report_unreachable(job, (1, "n3"), (2, "n2"))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.members.is_forming(1.0)
-    job.members.interrupt_rank(0, generation=0)  # a late word of the former group
+    job.members.interrupt_rank(0, generation=0)  # a late message of the former group
     assert job.decide(INTERRUPT_TIMEOUT_S) == []
-    apart(job, (1, ""), (2, ""), (0, ""))
-    why = "n3 and n2 cannot reach each other"
+    report_unreachable(job, (1, ""), (2, ""), (0, ""))
+    cause = "n3 and n2 cannot reach each other"
     assert job.decide(INTERRUPT_TIMEOUT_S) == [
-        ExcludeHost("n3", why, EXCLUSION_S), Dial("n3", EXCLUSION_S), Regroup(2, (0, 1), False)
+        ExcludeHost("n3", cause, EXCLUSION_S), Dial("n3", EXCLUSION_S), Regroup(2, (0, 1), False)
     ]  # fmt: skip
     job.settle(step=3)
-    assert job.members.is_forming(1.0)  # ranks have had no time for a step yet
+    assert job.members.is_forming(1.0)  # no time for a step yet
     job.now += 1.0
     assert not job.members.is_forming(1.0)
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert [failure.headline for failure in told.losses] == [why]
-    assert told.slots == (2,)
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert [failure.headline for failure in outcome.losses] == [cause]
+    assert outcome.slots == (2,)
 
 
-def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noticed() -> None:
+def test_recovery_time_includes_interrupt_timeouts() -> None:
     job = Job()
     job.members.record_progress(3)
     job.now += 14.0
-    job.members.record_step(3)  # which the error tells, too
-    apart(job, (1, "n3"))
+    job.members.record_step(3)  # the step is also in the error
+    report_unreachable(job, (1, "n3"))
     job.decide(INTERRUPT_TIMEOUT_S)
-    apart(job, (1, "n3"))
+    report_unreachable(job, (1, "n3"))
     job.decide(INTERRUPT_TIMEOUT_S)
     job.settle(step=3)
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert told.seconds == pytest.approx(14.0 + 2 * INTERRUPT_TIMEOUT_S)
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert outcome.seconds == pytest.approx(14.0 + 2 * INTERRUPT_TIMEOUT_S)
 
 
-def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> None:
+def test_separate_excludes_host_without_retry() -> None:
     job = Job()
     job.members.record_progress(3)
     job.now += 7.0
     assert job.members.separate([("n1", "n2")], job.now - 7.0)
-    why = "n2 and n1 cannot reach each other"
+    cause = "n2 and n1 cannot reach each other"
     assert job.decide() == [
-        ExcludeHost("n2", why, EXCLUSION_S), Dial("n2", EXCLUSION_S), Regroup(1, (0, 2), False)
+        ExcludeHost("n2", cause, EXCLUSION_S), Dial("n2", EXCLUSION_S), Regroup(1, (0, 2), False)
     ]  # fmt: skip
     job.settle(step=3)
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert told.seconds == pytest.approx(7.0)
-    assert not job.members.separate([("n1", "n2")], job.now)  # it is gone already
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert outcome.seconds == pytest.approx(7.0)
+    assert not job.members.separate([("n1", "n2")], job.now)  # already excluded
 
 
-def test_a_host_that_is_cut_off_from_all_others_is_the_one_that_goes() -> None:
+def test_separate_excludes_isolated_host() -> None:
     job = Job()
     assert job.members.separate([("n1", "n2"), ("n2", "n3")], job.now)
-    assert [one.host for one in job.decide() if isinstance(one, ExcludeHost)] == ["n2"]
+    assert [item.host for item in job.decide() if isinstance(item, ExcludeHost)] == ["n2"]
 
 
-def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> None:
+def test_separate_does_nothing_during_regroup() -> None:
     lines = [("n1", "n2")]
     job = Job()
     job.kill(2)
-    assert not job.members.separate(lines, job.now)  # a group without it follows
+    assert not job.members.separate(lines, job.now)  # a new group is due
     job.decide()
-    assert not job.members.separate(lines, job.now)  # which is not there yet
+    assert not job.members.separate(lines, job.now)  # the new group is not complete yet
     job.members.group_gathered(0, 1)
-    assert job.members.separate(lines, job.now)  # and does not come about
+    assert job.members.separate(lines, job.now)  # the new group cannot connect
     job = Job()
     job.members.rank_finished(2)
-    assert not job.members.separate(lines, job.now)  # it has all that it needs
+    assert not job.members.separate(lines, job.now)  # the job is about to end
 
 
-def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
-    """Which it does after minutes; a rank that computes yet has nothing to do with that."""
+def test_connect_timeout_excludes_unreachable_host() -> None:
+    """gloo would give up only after minutes; time in which a rank still computes does not count."""
     job = Job()
     job.members.record_step(3)
-    apart(job, (1, "n3"), (2, "n2"))
+    report_unreachable(job, (1, "n3"), (2, "n2"))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.decide(2 * CONNECT_TIMEOUT_S) == []
     job.members.group_gathered(0, 1)
     job.members.group_connected(0, 3)
     assert job.decide(CONNECT_TIMEOUT_S / 2) == []
-    assert [type(one) for one in job.decide(CONNECT_TIMEOUT_S / 2)] == [ExcludeHost, Dial, Regroup]
+    assert [type(item) for item in job.decide(CONNECT_TIMEOUT_S / 2)] == [
+        ExcludeHost,
+        Dial,
+        Regroup,
+    ]
 
 
-def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() -> None:
-    job = left_out_and_back()
+def test_connect_timeout_spares_newcomer_in_state_transfer() -> None:
+    job = job_with_returning_host()
     job.members.record_step(90)
     job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
     job.members.group_gathered(0, 3)
     job.members.group_connected(0, 3)
-    why = "n3 and n2 cannot reach each other"
-    assert job.decide(CONNECT_TIMEOUT_S)[0] == ExcludeHost("n3", why, 2 * EXCLUSION_S)
+    cause = "n3 and n2 cannot reach each other"
+    assert job.decide(CONNECT_TIMEOUT_S)[0] == ExcludeHost("n3", cause, 2 * EXCLUSION_S)
     job.settle()
     job.decide()
     job.members.server_up("n3")
@@ -1041,15 +1045,15 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.members.group_gathered(0, 5)
     for slot in job.places:
         job.members.group_connected(slot, 3)
-    assert job.decide(99 * CONNECT_TIMEOUT_S) == []  # the state of a large model is on its way
+    assert job.decide(99 * CONNECT_TIMEOUT_S) == []  # sending the state of a large model
 
 
-def left_out_and_back() -> Job:
+def job_with_returning_host() -> Job:
     job = Job()
     job.members.record_step(3)
-    apart(job, (1, "n3"))
+    report_unreachable(job, (1, "n3"))
     job.decide(INTERRUPT_TIMEOUT_S)
-    apart(job, (1, "n3"))
+    report_unreachable(job, (1, "n3"))
     job.decide(INTERRUPT_TIMEOUT_S)
     job.settle(step=3)
     job.decide()
@@ -1058,83 +1062,83 @@ def left_out_and_back() -> Job:
     return job
 
 
-def test_a_host_that_was_left_out_comes_back_when_the_line_does() -> None:
-    job = left_out_and_back()
+def test_excluded_host_rejoins() -> None:
+    job = job_with_returning_host()
     job.join(2)
     assert job.members.group == (0, 1, 2)
 
 
-def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
-    """The newcomer, whoever of the others does not hear it: it has nothing to lose."""
-    job = left_out_and_back()
+def test_repeated_exclusion_doubles() -> None:
+    """The newcomer's host is excluded, because it has no progress to lose."""
+    job = job_with_returning_host()
     job.members.record_step(90)
     job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
-    apart(job, (0, "n3"), (1, ""))
-    why = "n3 and n1 cannot reach each other"
+    report_unreachable(job, (0, "n3"), (1, ""))
+    cause = "n3 and n1 cannot reach each other"
     assert job.decide(INTERRUPT_TIMEOUT_S) == [
-        ExcludeHost("n3", why, 2 * EXCLUSION_S), Dial("n3", 2 * EXCLUSION_S),
+        ExcludeHost("n3", cause, 2 * EXCLUSION_S), Dial("n3", 2 * EXCLUSION_S),
         Regroup(4, (0, 1), False),
     ]  # fmt: skip
     job.settle()
     assert job.decide() == []
 
 
-def test_newcomers_with_whom_no_group_comes_about_are_ended() -> None:
-    job = left_out_and_back()
+def test_failed_group_kills_newcomers() -> None:
+    job = job_with_returning_host()
     job.members.record_step(90)
     job.members.newcomer_ready(2)
     job.decide()
-    apart(job, (0, ""), (1, ""))
+    report_unreachable(job, (0, ""), (1, ""))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Kill("n3", (2,)), Regroup(4, (0, 1), False)]
 
 
 @pytest.mark.parametrize(
-    ("pairs", "gone"),
+    ("pairs", "removed"),
     [
-        ([(0, "n2")], ["n2"]),  # not who saves
+        ([(0, "n2")], ["n2"]),  # keeps the rank that saves
         ([(1, "n1")], ["n2"]),
-        ([(0, "n2"), (2, "n1")], ["n1"]),  # whom most do not hear
+        ([(0, "n2"), (2, "n1")], ["n1"]),  # unreachable for most
         ([(1, "n1"), (1, "n3")], ["n2"]),
-        ([(0, "n3"), (0, "n4"), (1, "n3"), (1, "n4")], ["n4", "n3"]),  # two halves
+        ([(0, "n3"), (0, "n4"), (1, "n3"), (1, "n4")], ["n4", "n3"]),  # two halves of the job
     ],
 )
-def test_who_is_left_out(pairs: list[tuple[int, str]], gone: list[str]) -> None:
+def test_selects_host_to_exclude(pairs: list[tuple[int, str]], removed: list[str]) -> None:
     job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
     job.members.record_step(3)
-    apart(job, *pairs)
+    report_unreachable(job, *pairs)
     job.decide(INTERRUPT_TIMEOUT_S)
-    apart(job, *pairs)
+    report_unreachable(job, *pairs)
     assert [
-        one.host for one in job.decide(INTERRUPT_TIMEOUT_S) if isinstance(one, ExcludeHost)
-    ] == gone
+        item.host for item in job.decide(INTERRUPT_TIMEOUT_S) if isinstance(item, ExcludeHost)
+    ] == removed
 
 
-def test_without_so_many_hosts_the_others_wait() -> None:
+def test_exclusion_below_min_hosts_waits() -> None:
     job = Job(min_hosts=3)
-    apart(job, (1, "n3"))
+    report_unreachable(job, (1, "n3"))
     job.members.record_step(3)
     job.decide(INTERRUPT_TIMEOUT_S)
-    apart(job, (2, "n2"))
+    report_unreachable(job, (2, "n2"))
     assert job.decide(INTERRUPT_TIMEOUT_S)[1:] == [Dial("n3", EXCLUSION_S), Wait(("n3",))]
 
 
-def test_what_was_silent_long_ago_is_forgotten() -> None:
+def test_unreachable_reports_expire() -> None:
     job = Job()
     job.members.record_step(3)
-    apart(job, (1, "n3"))
+    report_unreachable(job, (1, "n3"))
     job.decide(INTERRUPT_TIMEOUT_S)
     job.settle(step=9)
     for _ in range(2):
-        apart(job, (0, ""))
+        report_unreachable(job, (0, ""))
         actions = job.decide(INTERRUPT_TIMEOUT_S)
-    assert [type(one) for one in actions] == [End]
+    assert [type(item) for item in actions] == [End]
 
 
 # --- frozen ranks
 
 
-def test_a_frozen_rank_is_ended_and_replaced() -> None:
+def test_frozen_rank_is_killed_and_replaced() -> None:
     job = Job()
     job.members.set_frozen(1, stopped=True)
     job.members.set_frozen(1, stopped=False)
@@ -1146,19 +1150,19 @@ def test_a_frozen_rank_is_ended_and_replaced() -> None:
     regroup, start = job.decide()
     assert (regroup, start) == (Regroup(1, (0, 2), False), Start("n2", (1,)))
     job.settle()
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert "SIGSTOP" in told.losses[0].headline
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert "SIGSTOP" in outcome.losses[0].headline
 
 
-def test_a_rank_that_lives_on_is_ended_again() -> None:
-    """The order may be lost on its way, and nobody starts in its place while it lives."""
+def test_kill_is_repeated_until_rank_exits() -> None:
+    """The request may be lost, and no newcomer starts while the former process lives."""
     job = Job()
     job.raises(1, RESET, ends=False)
     job.kill(2)
     assert job.decide() == [Regroup(1, (0,), False), Start("n3", (2,))]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
+    assert [type(item) for item in job.decide()] == [Recovered]
     assert job.decide(EXIT_GRACE_S) == [Kill("n2", (1,))]
     assert job.decide() == job.decide(KILL_RETRY_S / 2) == []
     assert job.decide(KILL_RETRY_S / 2) == [Kill("n2", (1,))]
@@ -1167,19 +1171,19 @@ def test_a_rank_that_lives_on_is_ended_again() -> None:
     assert job.decide(KILL_RETRY_S) == []
 
 
-def test_a_rank_that_hangs_is_ended_and_replaced_with_the_reason() -> None:
+def test_hung_rank_is_killed_and_replaced() -> None:
     job = Job()
     job.members.set_hung(1, "hung for longer than 30 s: is stuck")
     assert job.decide() == [Kill("n2", (1,))]
     job.kill(1)
     job.decide()
     job.settle()
-    (told,) = job.decide()
-    assert isinstance(told, Recovered)
-    assert told.losses[0].headline == "hung for longer than 30 s: is stuck"
+    (outcome,) = job.decide()
+    assert isinstance(outcome, Recovered)
+    assert outcome.losses[0].headline == "hung for longer than 30 s: is stuck"
 
 
-def test_a_survivor_that_is_not_freed_is_ended_and_the_others_meet_without_it() -> None:
+def test_hung_survivor_is_killed_and_excluded() -> None:
     job = Job()
     job.kill(2)
     assert job.decide()[0] == Regroup(1, (0, 1), planned=False)
@@ -1189,7 +1193,7 @@ def test_a_survivor_that_is_not_freed_is_ended_and_the_others_meet_without_it() 
     assert job.decide()[0] == Regroup(2, (1,), planned=False)
 
 
-def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_with_them() -> None:
+def test_deadlock_of_all_survivors_fails_job() -> None:
     job = Job()
     job.kill(2)
     assert job.decide()[0] == Regroup(1, (0, 1), planned=False)
@@ -1197,7 +1201,7 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job.members.set_hung(1, "stuck")
     assert job.decide() == []
     assert job.decide(DEADLOCK_TIMEOUT_S / 2) == []
-    job.members.regrouped(1, 1, None)  # one has come out after all
+    job.members.regrouped(1, 1, None)  # rank 1 has continued
     assert job.decide() == [Kill("n1", (0,))]
     job = Job()
     job.kill(2)
@@ -1205,19 +1209,19 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job.members.set_hung(0, "stuck")
     job.members.set_hung(1, "stuck")
     job.decide()
-    assert [type(one) for one in job.decide(DEADLOCK_TIMEOUT_S)] == [Kill, Kill]
+    assert [type(item) for item in job.decide(DEADLOCK_TIMEOUT_S)] == [Kill, Kill]
     job.kill(0)
     job.kill(1)
     ended = job.decide()
-    assert [type(one) for one in ended] == [End, Fail]
+    assert [type(item) for item in ended] == [End, Fail]
     assert isinstance(ended[1], Fail)
-    assert {one.headline for one in ended[1].failures[-2:]} == {"stuck"}
+    assert {item.headline for item in ended[1].failures[-2:]} == {"stuck"}
 
 
 def connecting() -> Job:
-    """A newcomer is lost while all make the connections of the group in which it joins."""
+    """Returns a job that loses a newcomer while the ranks connect the group that it joins."""
     job = Job()
-    job.look_s = 1e-6  # what is due at once is due at the next look
+    job.look_s = 1e-6  # makes immediate actions due at the next decision
     job.start_again(1)
     job.members.newcomer_ready(1)
     assert job.decide(JOIN_WINDOW_S) == [Regroup(2, (0, 2, 1), True)]
@@ -1229,54 +1233,54 @@ def connecting() -> Job:
     return job
 
 
-def test_ranks_that_are_not_freed_from_a_communicator_are_ended() -> None:
+def test_kills_ranks_stuck_in_communicator() -> None:
     job = connecting()
-    assert not any(isinstance(one, Kill) for one in job.decide(CONNECT_TIMEOUT_S - 1))
+    assert not any(isinstance(item, Kill) for item in job.decide(CONNECT_TIMEOUT_S - 1))
     kills = [Kill("n1", (0,)), Kill("n3", (2,))]
-    assert [one for one in job.decide(1) if isinstance(one, Kill)] == kills
+    assert [item for item in job.decide(1) if isinstance(item, Kill)] == kills
     job.kill(0)
     job.kill(2)
-    (failed,) = (one for one in job.decide() if isinstance(one, Fail))
-    why = f"{UNFREED}: rank 1 was lost then; ranks 0, 2 were not freed"
-    assert {(one.kind, one.headline) for one in failed.failures} == {("hang", why)}
+    (failed,) = (item for item in job.decide() if isinstance(item, Fail))
+    cause = f"{UNFREED}: rank 1 was lost then; ranks 0, 2 were not freed"
+    assert {(item.kind, item.headline) for item in failed.failures} == {("hang", cause)}
 
 
-def test_one_that_is_freed_goes_on_without_those_that_are_not() -> None:
+def test_freed_rank_continues_without_stuck_ranks() -> None:
     job = connecting()
     job.members.rank_arrived(2)
     actions = job.decide(CONNECT_TIMEOUT_S)
-    assert [one for one in actions if isinstance(one, Kill)] == [Kill("n1", (0,))]
+    assert [item for item in actions if isinstance(item, Kill)] == [Kill("n1", (0,))]
     job.kill(0)
     assert job.decide()[0] == Regroup(4, (2,), False)
     job = connecting()
     for slot in (0, 2):
-        job.members.rank_arrived(slot)  # and it computes for long before the other one comes
-    assert not any(isinstance(one, Kill) for one in job.decide(99 * CONNECT_TIMEOUT_S))
+        job.members.rank_arrived(slot)  # and one computes for long before the other arrives
+    assert not any(isinstance(item, Kill) for item in job.decide(99 * CONNECT_TIMEOUT_S))
 
 
-def test_a_frozen_rank_of_a_script_that_cannot_go_on_without_it_is_left_alone() -> None:
-    job = Job(able=False)
+def test_frozen_rank_is_not_killed_if_job_cannot_recover() -> None:
+    job = Job(recoverable=False)
     job.members.set_frozen(1, stopped=True)
     assert job.decide() == []
 
 
-def test_the_last_rank_with_the_state_is_ended_when_it_hangs_for_too_long() -> None:
-    """Nobody else has the state: the attempt fails, instead of waiting for ever."""
+def test_hang_of_only_rank_with_state_fails_job() -> None:
+    """No other rank has the state, so the attempt fails instead of waiting forever."""
     job = Job()
     job.members.set_frozen(0, True)
     job.kill(1)
     job.kill(2)
     job.decide()
     job.members.newcomer_ready(1)
-    assert job.decide(60.0) == []  # it may be continued
+    assert job.decide(60.0) == []  # it may thaw
     job.members.set_hung(0, "hung for longer than 30 s")
     assert Kill("n1", (0,)) in job.decide()
     job.kill(0)
-    (failed,) = [one for one in job.decide() if isinstance(one, Fail)]
-    assert "hung for longer" in " ".join(one.headline for one in failed.failures)
+    (failed,) = [item for item in job.decide() if isinstance(item, Fail)]
+    assert "hung for longer" in " ".join(item.headline for item in failed.failures)
 
 
-def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
+def test_no_kill_if_all_ranks_are_frozen() -> None:
     job = Job()
     for slot in job.places:
         job.members.set_frozen(slot, stopped=True)
@@ -1286,7 +1290,7 @@ def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
 # --- the end
 
 
-def test_the_end_in_order() -> None:
+def test_normal_end() -> None:
     job = Job()
     for slot in job.places:
         job.members.rank_finished(slot)
@@ -1294,7 +1298,7 @@ def test_the_end_in_order() -> None:
     assert not job.members.is_pending
 
 
-def test_newcomers_that_come_too_late_are_ended() -> None:
+def test_end_of_training_kills_newcomer() -> None:
     job = Job()
     job.start_again(1)
     job.members.rank_finished(0)
@@ -1305,35 +1309,35 @@ def test_newcomers_that_come_too_late_are_ended() -> None:
     assert job.decide() == [Kill("n2", (1,))]
 
 
-def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
+def test_loss_after_rank_zero_finished_is_ignored() -> None:
     job = Job()
     job.members.rank_finished(0)
     job.members.rank_finished(2)
     job.kill(1)
-    assert not any(isinstance(one, Fail) for one in job.decide())
+    assert not any(isinstance(item, Fail) for item in job.decide())
     assert not job.members.is_pending
 
 
-def test_the_loss_of_who_saves_is_a_failure() -> None:
+def test_loss_of_saving_rank_fails_job() -> None:
     job = Job()
     job.members.rank_finished(1)
     job.members.rank_finished(2)
     job.kill(0)
-    assert [type(one) for one in job.decide()] == [End, Fail]
+    assert [type(item) for item in job.decide()] == [End, Fail]
 
 
-def test_a_rank_that_ended_early_is_not_waited_for() -> None:
+def test_interrupt_after_early_finish_ends_attempt() -> None:
     job = Job()
     job.members.rank_finished(1)
     job.members.interrupt_rank(0)
-    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
+    assert [type(item) for item in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
 
 
 # --- ranks that are asked to save and stop
 
 
-def saves(job: Job, *slots: int, raises: bool = True) -> None:
-    """These ranks have saved, and end: a script raises, a recipe has an exit status of its own."""
+def save_and_exit(job: Job, *slots: int, raises: bool = True) -> None:
+    """Lets ranks save and exit: scripts raise an exception, recipes have a special exit status."""
     for slot in slots:
         if raises:
             text = "Stopped: stopped on SIGTERM after step 7"
@@ -1344,43 +1348,43 @@ def saves(job: Job, *slots: int, raises: bool = True) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_ranks_that_stop_are_not_lost(raises: bool) -> None:
+def test_stopped_ranks_are_not_lost(raises: bool) -> None:
     job = Job()
     job.members.stop()
-    saves(job, 1, 2, raises=raises)
+    save_and_exit(job, 1, 2, raises=raises)
     assert job.decide() == []
     assert job.members.is_pending
-    saves(job, 0, raises=raises)
+    save_and_exit(job, 0, raises=raises)
     assert job.decide() == []
     assert not job.members.is_pending
     assert job.members.is_finished
 
 
-@pytest.mark.parametrize("known", ["before the stop", "at the stop", "after the stop"])
-def test_who_is_left_saves_without_who_is_lost_around_the_stop(known: str) -> None:
-    """And nobody is dialled, started or waited for."""
+@pytest.mark.parametrize("loss_time", ["before the stop", "at the stop", "after the stop"])
+def test_survivors_save_after_loss_around_stop(loss_time: str) -> None:
+    """No host is reconnected, and no rank is started or waited for."""
     job = Job(min_hosts=3, timeout_s=60)
-    if known == "before the stop":
+    if loss_time == "before the stop":
         job.lose("n2")
         assert job.decide() == [Dial("n2"), Wait(("n2",))]
-    if known == "at the stop":
+    if loss_time == "at the stop":
         job.lose("n2")
     job.members.stop()
-    if known == "after the stop":
+    if loss_time == "after the stop":
         assert job.decide(2.0) == []
         job.lose("n2")
     assert job.decide() == [Regroup(1, (0, 2), False)]
     assert job.members.can_recover
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
+    assert [type(item) for item in job.decide()] == [Recovered]
     job.members.server_up("n2")
     assert job.decide(99.0) == []
-    saves(job, 2, 0)
+    save_and_exit(job, 2, 0)
     assert job.decide() == []
     assert job.members.is_finished
 
 
-def test_a_group_that_is_on_its_way_at_the_stop_comes_about() -> None:
+def test_stop_completes_pending_regroup() -> None:
     job = Job()
     job.kill(1)
     assert Regroup(1, (0, 2), False) in job.decide()
@@ -1388,11 +1392,11 @@ def test_a_group_that_is_on_its_way_at_the_stop_comes_about() -> None:
     assert job.decide() == [Kill("n2", (1,))]  # the newcomer
     job.kill(1)
     job.settle()
-    (told,) = job.decide()
-    assert told == Recovered((job.failure(1),), (1,), 2, 0.0, is_final=True)
+    (outcome,) = job.decide()
+    assert outcome == Recovered((job.failure(1),), (1,), 2, 0.0, is_final=True)
 
 
-def test_a_second_loss_while_they_stop() -> None:
+def test_second_loss_during_stop() -> None:
     job = Job()
     job.members.stop()
     job.kill(1)
@@ -1400,10 +1404,10 @@ def test_a_second_loss_while_they_stop() -> None:
     job.kill(0)
     assert job.decide() == [Regroup(2, (2,), False)]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
+    assert [type(item) for item in job.decide()] == [Recovered]
 
 
-def test_a_rank_that_fails_while_it_stops_keeps_nobody_from_saving() -> None:
+def test_failure_during_stop_regroups_to_save() -> None:
     job = Job()
     job.raises(1)
     job.members.stop()
@@ -1411,16 +1415,16 @@ def test_a_rank_that_fails_while_it_stops_keeps_nobody_from_saving() -> None:
     assert job.decide() == [Regroup(1, (0,), False)]
 
 
-def test_nobody_waits_in_a_group_for_who_has_just_left() -> None:
+def test_regroups_if_member_exits_during_stop() -> None:
     job = Job()
     job.members.stop()
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2), False)]
-    saves(job, 0)
+    save_and_exit(job, 0)
     assert job.decide() == [Regroup(2, (2,), False)]
 
 
-def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
+def test_stop_kills_ready_newcomer() -> None:
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
@@ -1428,89 +1432,89 @@ def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
     assert job.decide(JOIN_WINDOW_S) == [Kill("n2", (1,))]
 
 
-def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
-    """They have stopped without opening."""
+def test_joining_newcomer_is_killed_after_survivors_save() -> None:
+    """The other ranks have stopped without admitting the newcomer."""
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
     assert job.decide(JOIN_WINDOW_S) == [Regroup(2, (0, 2, 1), True)]
     job.members.stop()
     assert job.decide() == []
-    saves(job, 2)
+    save_and_exit(job, 2)
     assert job.decide() == []
-    saves(job, 0)
+    save_and_exit(job, 0)
     assert Kill("n2", (1,)) in job.decide()
     assert not job.members.is_pending
 
 
-def test_who_gets_the_state_for_long_keeps_nobody_from_saving() -> None:
-    """It is large, or the line slow, and there is --grace only: the others save without it."""
+def test_stop_kills_newcomer_after_state_transfer_timeout() -> None:
+    """The state may be large and time is limited by --grace, so the others save without it."""
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
-    assert [type(one) for one in job.decide(JOIN_WINDOW_S)] == [Regroup]
+    assert [type(item) for item in job.decide(JOIN_WINDOW_S)] == [Regroup]
     job.members.stop()
-    assert job.decide() == []  # it may be there in a moment
+    assert job.decide() == []  # the transfer may end soon
     assert job.decide(STATE_TRANSFER_S) == [Kill("n2", (1,))]
     assert job.decide(0.1) == []
     job.kill(1)
     assert job.decide() == [Regroup(3, (0, 2), False)]
 
 
-def test_all_are_lost_while_they_stop() -> None:
+def test_loss_of_all_ranks_during_stop_fails_job() -> None:
     job = Job({0: "n1", 1: "n2"})
     job.members.stop()
     job.kill(0)
     job.kill(1)
-    assert [type(one) for one in job.decide()] == [End, Fail]
+    assert [type(item) for item in job.decide()] == [End, Fail]
     assert not job.members.is_pending
 
 
-def test_a_job_that_has_failed_is_not_asked_to_save() -> None:
+def test_stop_after_failure_is_ignored() -> None:
     job = Job({0: "n1"})
     job.raises(0)
-    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [End, Fail]
+    assert [type(item) for item in job.decide(PROGRAM_FAILURE_WAIT_S)] == [End, Fail]
     job.members.stop()
     assert job.decide(10) == []
     assert not job.members.can_recover
 
 
-# --- when nobody can join any more
+# --- closed admission
 
-PAST = "the script is in its second session.epochs"
+ADMISSION_CLOSED = "the script is in its second session.epochs"
 
 
-def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
+def test_closed_admission_prevents_replacement() -> None:
     job = Job()
     for slot in job.places:
-        job.members.close_admission(slot, PAST)
+        job.members.close_admission(slot, ADMISSION_CLOSED)
     assert job.decide() == []
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2), False)]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered, RanksNotReplaced]
+    assert [type(item) for item in job.decide()] == [Recovered, RanksNotReplaced]
     job.lose("n2")
     job.members.server_up("n2")
     assert job.decide(60) == []
     job.kill(2)
     assert job.decide() == [Regroup(2, (0,), False)]
     job.settle()
-    assert job.decide()[-1] == RanksNotReplaced((2,), PAST)
+    assert job.decide()[-1] == RanksNotReplaced((2,), ADMISSION_CLOSED)
     assert job.members.can_recover
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
+def test_close_admission_kills_newcomers(ready: bool) -> None:
     job = Job(HOSTS)
     job.kill(1)
     job.start_again(3)
     if ready:
-        job.members.newcomer_ready(1)  # and the other is waited for
+        job.members.newcomer_ready(1)  # it waits for the other
     assert job.decide() == []
-    job.members.close_admission(0, PAST)
+    job.members.close_admission(0, ADMISSION_CLOSED)
     ended = [Kill("n1", (1,)), Kill("n2", (3,))]
     assert sorted(map(str, job.decide())) == sorted(
-        map(str, [*ended, RanksNotReplaced((1, 3), PAST)])
+        map(str, [*ended, RanksNotReplaced((1, 3), ADMISSION_CLOSED)])
     )
     job.kill(1)
     job.kill(3)
@@ -1518,54 +1522,54 @@ def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
     assert job.members.is_stable
 
 
-def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newcomer() -> None:
+def test_close_admission_during_join_regroups_without_newcomer() -> None:
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
-    job.members.close_admission(2, PAST)
+    job.members.close_admission(2, ADMISSION_CLOSED)
     assert job.decide() == [Kill("n2", (1,)), Regroup(3, (0, 2), False)]
     job.kill(1)
     job.settle()
-    assert job.decide() == [RanksNotReplaced((1,), PAST)]
+    assert job.decide() == [RanksNotReplaced((1,), ADMISSION_CLOSED)]
     assert job.members.group == (0, 2)
 
 
-def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None:
-    """Who says that nobody can join any more has made the group with it."""
+def test_joined_newcomer_survives_close_admission() -> None:
+    """The rank that closes admission is already in a group with the newcomer."""
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1)
     job.decide()
     job.settle([0])
-    job.members.close_admission(0, PAST)
+    job.members.close_admission(0, ADMISSION_CLOSED)
     assert job.decide() == []
     job.settle([1, 2])
-    assert [type(one) for one in job.decide()] == [Joined]
+    assert [type(item) for item in job.decide()] == [Joined]
     assert job.members.group == (0, 2, 1)
 
 
-def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
+def test_does_not_wait_for_node_after_close_admission() -> None:
     job = Job(min_hosts=3)
-    job.members.close_admission(0, PAST)
+    job.members.close_admission(0, ADMISSION_CLOSED)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Regroup(1, (0, 2), False)]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered, Stop]
+    assert [type(item) for item in job.decide()] == [Recovered, Stop]
 
 
-# --- whatever happens
+# --- random events
 
 
 @each_case("seed", range(60))
-def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
-    """A generation has only living members with the state; who is lost comes back in the end."""
-    chance = random.Random(seed)
+def test_random_event_order_terminates(seed: int) -> None:
+    """Each generation has only live members with the state, and lost ranks return in the end."""
+    rng = random.Random(seed)
     job = Job(dict(HOSTS), min_hosts=3 if seed % 3 else 1, timeout_s=1e6)
     alive = dict.fromkeys(HOSTS, True)
     failed = False
 
-    def obey(actions: Sequence[Action]) -> None:
+    def apply_actions(actions: Sequence[Action]) -> None:
         nonlocal failed
         for action in actions:
             if isinstance(action, (Fail, Stop)):
@@ -1583,54 +1587,54 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
             elif isinstance(action, ExcludeHost):
                 alive.update({slot: False for slot in HOSTS if HOSTS[slot] == action.host})
 
-    def anything(calm: bool) -> None:
-        slot = chance.choice(list(HOSTS))
+    def random_event(calm: bool) -> None:
+        slot = rng.choice(list(HOSTS))
         host = HOSTS[slot]
         there = job.members._hosts[host].state
-        what = chance.randrange(4) if calm else chance.randrange(9 if seed % 2 else 8)
-        if what == 0 and alive[slot]:
+        event_kind = rng.randrange(4) if calm else rng.randrange(9 if seed % 2 else 8)
+        if event_kind == 0 and alive[slot]:
             job.members.newcomer_ready(slot)
-        elif what in (1, 2) and alive[slot]:
+        elif event_kind in (1, 2) and alive[slot]:
             job.members.record_step(job.members._step + 1)
             job.members.regrouped(slot, job.members._generation.number, None)
-        elif what == 3 and there != "up":
+        elif event_kind == 3 and there != "up":
             job.members.server_up(host)
-        elif what == 4 and alive[slot]:
+        elif event_kind == 4 and alive[slot]:
             alive[slot] = False
             job.kill(slot)
-        elif what == 5 and alive[slot]:
-            silent = chance.choice(["", *HOSTS.values()])
-            job.members.interrupt_rank(slot, unreachable_host=silent)
-        elif what == 6:
-            gone = [slot for slot in HOSTS if HOSTS[slot] == host]
-            alive.update(dict.fromkeys(gone, False))
-            if chance.random() < 0.5:
+        elif event_kind == 5 and alive[slot]:
+            unreachable = rng.choice(["", *HOSTS.values()])
+            job.members.interrupt_rank(slot, unreachable_host=unreachable)
+        elif event_kind == 6:
+            removed = [slot for slot in HOSTS if HOSTS[slot] == host]
+            alive.update(dict.fromkeys(removed, False))
+            if rng.random() < 0.5:
                 job.lose(host)
             elif there == "up":
                 job.server_dies(host)
-        elif what == 7:
+        elif event_kind == 7:
             job.members.store_ended(host)
-        elif what == 8 and alive[slot]:
-            job.members.close_admission(slot, PAST)
+        elif event_kind == 8 and alive[slot]:
+            job.members.close_admission(slot, ADMISSION_CLOSED)
 
-    for _ in range(chance.randrange(5, 40)):
-        anything(calm=False)
-        obey(job.decide(chance.random() * 0.2))
+    for _ in range(rng.randrange(5, 40)):
+        random_event(calm=False)
+        apply_actions(job.decide(rng.random() * 0.2))
     for _ in range(3000):
-        under_way = job.members._in_state("lost", "starting", "ready", "joining")
-        if failed or (job.members.is_stable and not under_way):
+        in_progress = job.members._in_state("lost", "starting", "ready", "joining")
+        if failed or (job.members.is_stable and not in_progress):
             break
-        anything(calm=True)
-        obey(job.decide(0.1))
+        random_event(calm=True)
+        apply_actions(job.decide(0.1))
     else:
         raise AssertionError(f"no end: {job.members._ranks} {job.members._hosts}")
     if not failed:
-        there = {one.number for one in job.members._in_state("in")}
+        there = {item.number for item in job.members._in_state("in")}
         assert set(job.members.group) == there
-        left_out = {one.number for one in job.members._in_state("left out")}
-        assert there | left_out == set(HOSTS)
+        abandoned = {item.number for item in job.members._in_state("left out")}
+        assert there | abandoned == set(HOSTS)
 
 
-def test_the_constants_fit_together() -> None:
-    """Silence is noticed before an interrupted rank is told that nobody is lost."""
+def test_interrupt_timeout_exceeds_detection_time() -> None:
+    """A silent host is detected before an interrupted rank learns that no host was lost."""
     assert INTERRUPT_TIMEOUT_S > 2.5

@@ -1,4 +1,4 @@
-"""metrics.jsonl has every step once, over restarts and later runs."""
+"""Tests that metrics.jsonl contains every step once, after restarts and later runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 class MetricsLog(Recorder):
-    """The recorder, told of a training."""
+    """A recorder with methods that send it events of a training."""
 
     def __init__(self, directory: RunDirectory) -> None:
         super().__init__(directory, Screen())
@@ -37,10 +37,10 @@ class MetricsLog(Recorder):
         self.record(Event("metrics", "n1", 0, fields=record))
 
 
-def test_events_kept_in_memory_are_bounded(
+def test_events_in_memory_are_bounded(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the beginning and of the end are kept, as readers of the file see them."""
+    """The first and the last events are kept, as for readers of a long file."""
     monkeypatch.setattr(recorder, "MAX_HISTORY_BYTES", 2000)
     log = MetricsLog(directory)
     for number in range(100):
@@ -53,7 +53,7 @@ def test_events_kept_in_memory_are_bounded(
     assert [event["number"] for event in log.events] == first
 
 
-def test_metrics_kept_in_memory_are_bounded(
+def test_metrics_in_memory_are_bounded(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_METRICS", 3)
@@ -63,87 +63,87 @@ def test_metrics_kept_in_memory_are_bounded(
     log.append({"loss": 0.5, "b": 3, "c": 4})
     assert log.metrics == {"loss": 0.5, "a": per_class, "b": 3}
     log.append({"a": "x" * 100_000})
-    assert log.metrics == {"loss": 0.5, "b": 3}  # rather none than one that is not the last
+    assert log.metrics == {"loss": 0.5, "b": 3}  # an outdated value must not be kept
 
 
-def trained(log: MetricsLog, *steps: int) -> None:
+def log_steps(log: MetricsLog, *steps: int) -> None:
     for step in steps:
         log.append({"split": "train", "step": step, "loss": 1 / step})
 
 
-def kept(directory: RunDirectory, name: str = "metrics.jsonl") -> list[Any]:
+def read_steps(directory: RunDirectory, name: str = "metrics.jsonl") -> list[Any]:
     lines = (directory.path / name).read_text().splitlines()
     return [json.loads(line).get("step") for line in lines]
 
 
-def test_a_restart_repeats_nothing(directory: RunDirectory) -> None:
+def test_restart_does_not_repeat_steps(directory: RunDirectory) -> None:
     log = MetricsLog(directory)
     log.next_attempt()
     log.begin(resumed=False)
-    trained(log, 1, 2, 3, 4)
+    log_steps(log, 1, 2, 3, 4)
     log.append({"split": "test", "step": 2, "accuracy": 0.5})
     log.next_attempt()
     log.begin(resumed=True)
-    trained(log, 3, 4, 5)
+    log_steps(log, 3, 4, 5)
     log.append({"split": "test", "step": 4, "accuracy": 0.6})
-    assert kept(directory) == [1, 2, 3, 4, 2, 5, 4]
+    assert read_steps(directory) == [1, 2, 3, 4, 2, 5, 4]
     assert log.metrics["accuracy"] == 0.6
 
 
-def test_nor_a_restart_before_the_first_checkpoint(directory: RunDirectory) -> None:
+def test_restart_without_checkpoint_does_not_repeat_steps(directory: RunDirectory) -> None:
     log = MetricsLog(directory)
     for steps in ((1, 2), (1, 2, 3)):
         log.next_attempt()
         log.begin(resumed=False)
-        trained(log, *steps)
-    assert kept(directory) == [1, 2, 3]
+        log_steps(log, *steps)
+    assert read_steps(directory) == [1, 2, 3]
 
 
-def test_nor_a_script_that_never_says_what_it_does(directory: RunDirectory) -> None:
+def test_restart_without_begin_event_does_not_repeat_steps(directory: RunDirectory) -> None:
     log = MetricsLog(directory)
     for steps in ((1, 2), (1, 2, 3)):
         log.next_attempt()
-        trained(log, *steps)
-    assert kept(directory) == [1, 2, 3]
+        log_steps(log, *steps)
+    assert read_steps(directory) == [1, 2, 3]
 
 
-def test_one_attempt_may_say_several_things_of_a_step(directory: RunDirectory) -> None:
+def test_attempt_may_record_step_twice(directory: RunDirectory) -> None:
     log = MetricsLog(directory)
     log.append({"split": "train", "step": 2, "loss": 1.0})
     log.append({"split": "train", "step": 2, "norm": 3.0})
     log.append({"anything": 1})
-    assert kept(directory) == [2, 2, None]
+    assert read_steps(directory) == [2, 2, None]
 
 
-def test_a_later_run_goes_on_or_begins_anew(directory: RunDirectory) -> None:
-    trained(MetricsLog(directory), 1, 2, 3)
-    again = MetricsLog(directory)
-    again.begin(resumed=True)
-    trained(again, 2, 3, 4)
-    assert kept(directory) == [1, 2, 3, 4]
-    anew = MetricsLog(directory)
-    anew.begin(resumed=False)
-    trained(anew, 1)
-    assert kept(directory) == [1]
+def test_later_run_appends_or_archives_metrics(directory: RunDirectory) -> None:
+    log_steps(MetricsLog(directory), 1, 2, 3)
+    resumed_log = MetricsLog(directory)
+    resumed_log.begin(resumed=True)
+    log_steps(resumed_log, 2, 3, 4)
+    assert read_steps(directory) == [1, 2, 3, 4]
+    restarted_log = MetricsLog(directory)
+    restarted_log.begin(resumed=False)
+    log_steps(restarted_log, 1)
+    assert read_steps(directory) == [1]
     (before,) = directory.path.glob("metrics-before-*.jsonl")
-    assert kept(directory, before.name) == [1, 2, 3, 4]
+    assert read_steps(directory, before.name) == [1, 2, 3, 4]
 
 
-def test_torn_lines_are_no_records(tmp_path: Path) -> None:
+def test_skips_truncated_records(tmp_path: Path) -> None:
     lines = ['{"split": "train", "step": 3}', '{"split": "tr', "7", '{"step": null}', '{"a": 1}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert recorded_steps(tmp_path / "metrics.jsonl") == {"train": 3}
 
 
-def test_what_a_former_first_rank_said_arrives_after_the_next_one_has_said_it(
+def test_late_metrics_of_previous_writer_fill_gaps(
     directory: RunDirectory,
 ) -> None:
-    """Its host could not be heard, and was; what the next one did not know is kept all the same."""
+    """The former writer's host was unreachable for a while; steps that only it knew are kept."""
     log = MetricsLog(directory)
     log.begin(resumed=False)
-    trained(log, 1, 2, 3)
+    log_steps(log, 1, 2, 3)
     log.record(Event("begin", "n2", 1, fields={"resumed": True}))
-    for step in (2, 3, 5, 6, 6, 7):  # of one step there may be several
+    for step in (2, 3, 5, 6, 6, 7):  # a step may have several records
         log.record(Event("metrics", "n2", 1, fields={"split": "train", "step": step}))
-    trained(log, 4, 5, 6)
-    assert kept(directory) == [1, 2, 3, 5, 6, 6, 7, 4]
+    log_steps(log, 4, 5, 6)
+    assert read_steps(directory) == [1, 2, 3, 5, 6, 6, 7, 4]

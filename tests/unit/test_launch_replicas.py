@@ -1,4 +1,4 @@
-"""Checksums of replicas, compared by the launcher."""
+"""Tests how the launcher compares checksums of replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_equal_replicas() -> None:
     assert not comparison._pending
 
 
-def test_a_rank_that_differs_is_named_once_with_the_first_parameter() -> None:
+def test_differing_rank_is_named_once_with_first_parameter() -> None:
     comparison = ReplicaComparison()
     assert comparison.add(report(0, "a", "b", "c", step=16)) == ""
     assert comparison.add(report(1, "a", "x", "y", step=16)) == ""
@@ -43,13 +43,13 @@ def test_two_ranks_have_no_majority() -> None:
     assert text == "rank 0 on n0, rank 1 on n1 train different models: layer0 differs after step 0"
 
 
-def test_reports_of_other_steps_and_models_are_not_compared() -> None:
+def test_does_not_compare_different_steps_or_models() -> None:
     comparison = ReplicaComparison()
     for rank, other in enumerate(({"step": 16}, {"step": 32}, {"replica": 1}, {"first": 25})):
         assert comparison.add(report(rank % 2, f"{rank}", members=2, **other)) == ""
 
 
-def test_reports_that_nobody_joins_are_dropped(monkeypatch: Any) -> None:
+def test_drops_incomplete_reports(monkeypatch: Any) -> None:
     monkeypatch.setattr(replicas, "MAX_PENDING", 5)
     comparison = ReplicaComparison()
     for step in range(20):

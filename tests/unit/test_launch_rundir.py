@@ -1,4 +1,4 @@
-"""The run directory: one owner, whole files, no secrets."""
+"""Tests the run directory: one owner, complete files, no secrets."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.rundir import log_file, safe_name
 
 
-def owner(path: Path, **more: Any) -> None:
+def write_owner(path: Path, **fields: Any) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    me = processes.identify(os.getpid())
-    assert me is not None
-    base = {"host": socket.gethostname(), "pid": me.pid, "start": me.start, "since": "now"}
-    (path / "owner.json").write_text(json.dumps({**base, **more}))
+    process = processes.identify(os.getpid())
+    assert process is not None
+    base = {
+        "host": socket.gethostname(),
+        "pid": process.pid,
+        "start": process.start,
+        "since": "now",
+    }
+    (path / "owner.json").write_text(json.dumps({**base, **fields}))
 
 
-def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+def test_run_directory_has_single_owner(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
     with pytest.raises(SettingError) as caught:
         RunDirectory(tmp_path / "run")
@@ -44,75 +49,75 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".paceline-brought"]
 
 
-def test_an_owner_whose_process_id_is_unknown_here_keeps_its_folder(tmp_path: Path) -> None:
-    """It is in another container of this host."""
+def test_open_directory_is_in_use_despite_unknown_pid(tmp_path: Path) -> None:
+    """The owner may run in another container of this host."""
     first = RunDirectory(tmp_path / "run")
-    owner(tmp_path / "run", pid=2**22 + 1)
+    write_owner(tmp_path / "run", pid=2**22 + 1)
     with pytest.raises(SettingError, match="in use"):
         RunDirectory(tmp_path / "run")
     first.close()
-    owner(tmp_path / "run", pid=2**22 + 1)
+    write_owner(tmp_path / "run", pid=2**22 + 1)
     RunDirectory(tmp_path / "run").close()
 
 
 @pytest.mark.parametrize("name", ["config.json", "result.json", "model", "plan.json"])
-def test_files_that_no_run_brought_are_not_replaced(tmp_path: Path, name: str) -> None:
+def test_rejects_folder_with_foreign_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(SettingError, match="holds files of something else") as caught:
         RunDirectory(tmp_path)
     assert name in caught.value.found
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    (tmp_path / "events.jsonl").touch()  # of a run
+    (tmp_path / "events.jsonl").touch()  # a file of a run
     RunDirectory(tmp_path).close()
 
 
-def test_a_refused_folder_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the page about the refusal is written there."""
+def test_rejected_folder_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the report of the error is written there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "report.html").write_text("mine")
     (tmp_path / "train.py").touch()
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         program, ["run", "-H", "local", "--no-torch", "--run-dir", ".", "train.py"]
     )
-    assert isinstance(done.exception, SettingError)
-    assert "holds files of something else" in done.exception.message
+    assert isinstance(result.exception, SettingError)
+    assert "holds files of something else" in result.exception.message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "train.py"]
     assert (tmp_path / "report.html").read_text() == "mine"
 
 
-def test_a_project_may_be_the_run_directory(tmp_path: Path) -> None:
+def test_accepts_project_folder(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    (tmp_path / "config.json").touch()  # its own, which is never replaced
+    (tmp_path / "config.json").touch()  # a project's file is never replaced
     RunDirectory(tmp_path).close()
 
 
-def test_an_owner_that_died_is_followed(tmp_path: Path) -> None:
-    owner(tmp_path, start=1)  # the number was given to another process since
+def test_replaces_dead_owner(tmp_path: Path) -> None:
+    write_owner(tmp_path, start=1)  # the process ID is in use by another process
     RunDirectory(tmp_path).close()
-    owner(tmp_path, pid=2**22 + 1)
+    write_owner(tmp_path, pid=2**22 + 1)
     RunDirectory(tmp_path).close()
 
 
-def test_an_owner_on_another_machine_may_live(tmp_path: Path) -> None:
-    """Or it is gone with its machine: what to type then is said, and here never to be typed."""
-    owner(tmp_path, host="elsewhere")
+def test_rejects_folder_owned_on_different_machine(tmp_path: Path) -> None:
+    """The remedy removes the owner file only if the owner is on another machine."""
+    write_owner(tmp_path, host="elsewhere")
     with pytest.raises(SettingError, match="in use") as caught:
         RunDirectory(tmp_path)
     remedy = f"; if elsewhere is gone for good: rm {tmp_path}/owner.json"
     assert caught.value.remedy.endswith(remedy)
-    owner(tmp_path)
+    write_owner(tmp_path)
     with pytest.raises(SettingError, match="in use") as caught:
         RunDirectory(tmp_path)
     assert "rm " not in caught.value.remedy
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\x00"])
-def test_a_damaged_owner_file_is_no_owner(tmp_path: Path, text: str) -> None:
+def test_ignores_damaged_owner_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "owner.json").write_text(text)
     RunDirectory(tmp_path).close()
 
 
-def test_few_of_many_logs_are_open(tmp_path: Path) -> None:
+def test_limits_open_log_files(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     names = [log_file("n1", rank) for rank in range(3 * rundir.MAX_OPEN_FILES)]
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -124,7 +129,7 @@ def test_few_of_many_logs_are_open(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes() == b"first\nsecond\n" for name in names)
 
 
-def test_files_are_whole_and_lines_are_added(tmp_path: Path) -> None:
+def test_writes_files_and_appends_lines(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.write_json("plan.json", {"a": "ü\udcff"})
     directory.event("started", "n1", 0, word="x")
@@ -139,7 +144,7 @@ def test_files_are_whole_and_lines_are_added(tmp_path: Path) -> None:
     assert (tmp_path / "logs/n1/0.log").read_bytes() == b"ab"
 
 
-def test_secrets_are_redacted(tmp_path: Path) -> None:
+def test_redacts_secrets_in_appended_data(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, ["s3cret", os.fsdecode(b"\xff\xfe-bytes")])
     directory.append_bytes("log", b"it is s3cret and \xff\xfe-bytes.\n")
     directory.append_line("events.jsonl", {"word": "s3cret"})
@@ -149,23 +154,23 @@ def test_secrets_are_redacted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_secret_in_pieces_is_redacted(tmp_path: Path, size: int) -> None:
-    """Two streams share the log, and each is cut anywhere."""
+def test_redacts_secret_split_across_writes(tmp_path: Path, size: int) -> None:
+    """Two streams are written to the log in pieces of any size."""
     directory = RunDirectory(tmp_path, ["s3cret", "s3cret-and-longer"])
     text = b"it is s3cret, s3crs3cret-and-longer. s3cre"
     for at in range(0, len(text), size):
         directory.append_bytes("log", text[at : at + size], "out")
         directory.append_bytes("log", b"!", "err")
     directory.close()
-    kept = (tmp_path / "log").read_bytes().replace(b"!", b"")
-    # the shorter is replaced as soon as it is whole: its rest does no harm
-    assert kept in (
+    redacted_log = (tmp_path / "log").read_bytes().replace(b"!", b"")
+    # the shorter secret may be replaced first; the rest of the longer one is harmless
+    assert redacted_log in (
         b"it is [secret], s3cr[secret]. s3cre",
         b"it is [secret], s3cr[secret]-and-longer. s3cre",
     )
 
 
-def test_what_might_be_a_secret_waits_no_longer_than_its_stream(tmp_path: Path) -> None:
+def test_finish_flushes_partial_secret(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, ["s3cret"])
     directory.append_bytes("log", b"a s3")
     assert (tmp_path / "log").read_bytes() == b"a "
@@ -174,7 +179,7 @@ def test_what_might_be_a_secret_waits_no_longer_than_its_stream(tmp_path: Path) 
     directory.close()
 
 
-def test_secrets_are_redacted_in_whole_files(tmp_path: Path) -> None:
+def test_redacts_secrets_in_json_files(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, ['s3"cret\\'])
     directory.write_json("result.json", {"traceback": 'ValueError: s3"cret\\ is wrong'})
     directory.close()
@@ -182,7 +187,7 @@ def test_secrets_are_redacted_in_whole_files(tmp_path: Path) -> None:
     assert text["traceback"] == "ValueError: [secret] is wrong"
 
 
-def test_a_full_disk_is_explained(tmp_path: Path) -> None:
+def test_full_disk_error(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory._files["log"] = open("/dev/full", "ab", buffering=0)  # noqa: PTH123, SIM115
     with pytest.raises(NodeError) as caught:
@@ -192,9 +197,7 @@ def test_a_full_disk_is_explained(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_output_leaves_a_part_of_the_disk_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_keeps_disk_space_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(tmp_path)
     free = 20 << 20
 
@@ -213,7 +216,7 @@ def test_output_leaves_a_part_of_the_disk_free(
     assert (tmp_path / "log").read_bytes() == b"kept a little more is not checked again"
 
 
-def test_a_run_directory_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_run_directory_is_private(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "runs" / "run")
     directory.append_bytes("logs/n1/0.log", b"x")
     for folder in ("", "logs", "logs/n1"):
@@ -222,7 +225,7 @@ def test_a_run_directory_is_for_its_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["logs", "logs/n1", "logs/n1/0.log", "events.jsonl", "plan.json"])
-def test_links_in_a_run_directory_are_not_followed(tmp_path: Path, name: str) -> None:
+def test_does_not_follow_links_in_run_directory(tmp_path: Path, name: str) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     directory = RunDirectory(run)
     (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +233,7 @@ def test_links_in_a_run_directory_are_not_followed(tmp_path: Path, name: str) ->
     (other / "0.log").write_text("theirs")
     (run / name).symlink_to(other / "0.log" if "." in name else other)
     if name == "plan.json":
-        directory.write_json(name, {})  # takes the link's place
+        directory.write_json(name, {})  # replaces the link
     else:
         with pytest.raises(NodeError, match="cannot write") as caught:
             directory.append_bytes("logs/n1/0.log" if "logs" in name else name, b"ours")
@@ -244,17 +247,17 @@ def test_links_in_a_run_directory_are_not_followed(tmp_path: Path, name: str) ->
 # --- the key
 
 
-def test_a_key_is_made_once(tmp_path: Path) -> None:
+def test_key_is_created_once(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     key = directory.key
     assert snapshot.is_key(key)
     directory.close()
-    again = RunDirectory(tmp_path)
-    assert again.key == key
-    again.close()
+    reopened = RunDirectory(tmp_path)
+    assert reopened.key == key
+    reopened.close()
 
 
-def test_an_empty_key_is_made_anew(tmp_path: Path) -> None:
+def test_replaces_empty_key(tmp_path: Path) -> None:
     (tmp_path / ".paceline-key").write_text("\n")
     directory = RunDirectory(tmp_path)
     assert snapshot.is_key(directory.key)
@@ -263,7 +266,7 @@ def test_an_empty_key_is_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["../../../Documents", "/home/u/thesis", ".", "0" * 23, "0" * 25,
                                   "\x00" * 24, "0" * 5000])  # fmt: skip
-def test_a_foreign_key_is_refused(tmp_path: Path, text: str) -> None:
+def test_rejects_malformed_key(tmp_path: Path, text: str) -> None:
     (tmp_path / ".paceline-key").write_text(text)
     with pytest.raises(SettingError, match="no key of a run") as caught:
         RunDirectory(tmp_path)
@@ -271,7 +274,7 @@ def test_a_foreign_key_is_refused(tmp_path: Path, text: str) -> None:
     assert len(caught.value.found) < 300
 
 
-def test_a_linked_key_is_refused(tmp_path: Path) -> None:
+def test_rejects_linked_key(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("0" * 24)
     (tmp_path / ".paceline-key").symlink_to(tmp_path / "other")
     with pytest.raises(SettingError, match="links under names that a run uses") as caught:
@@ -280,13 +283,13 @@ def test_a_linked_key_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "model", "returned", "Logs"])
-def test_a_folder_whose_links_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    """It would choose what is read, sent to hosts and removed."""
+def test_rejects_links_under_reserved_names(tmp_path: Path, name: str) -> None:
+    """Links would determine which files are read, sent to hosts and removed."""
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()
     other.mkdir()
-    (run / "events.jsonl").touch()  # of an earlier run
-    (run / "data").symlink_to(other)  # of the user: no run uses that name
+    (run / "events.jsonl").touch()  # from an earlier run
+    (run / "data").symlink_to(other)  # a link of the user: no run uses this name
     RunDirectory(run).close()
     (run / name).symlink_to(other)
     with pytest.raises(SettingError, match="links under names that a run uses"):
@@ -294,8 +297,8 @@ def test_a_folder_whose_links_lead_elsewhere_is_refused(tmp_path: Path, name: st
     assert (run / name).is_symlink()
 
 
-def test_a_folder_whose_detached_run_is_not_over_is_refused(tmp_path: Path) -> None:
-    """A second run there would train beside the first, whose results would replace its own."""
+def test_rejects_folder_of_unfinished_detached_run(tmp_path: Path) -> None:
+    """The results of the detached run would later replace those of a second run."""
     location = SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1000.0).to_json()
     (tmp_path / "detached.json").write_text(json.dumps(location))
     with pytest.raises(SettingError, match="detached run that is not over") as caught:
@@ -306,13 +309,13 @@ def test_a_folder_whose_detached_run_is_not_over_is_refused(tmp_path: Path) -> N
     RunDirectory(tmp_path).close()
 
 
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+def test_run_directory_may_be_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     RunDirectory(tmp_path / "run").close()
 
 
-def test_a_full_disk_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_creates_no_empty_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(tmp_path)
 
     def full(fd: int, data: Any) -> int:
@@ -327,19 +330,25 @@ def test_a_full_disk_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.Mon
     directory.close()
 
 
-def test_what_is_never_taken_from_a_node() -> None:
-    ours = ["plan.json", "events.jsonl", "logs/n1/0.log", ".paceline-key", "files/n2/x",
+def test_is_launcher_file() -> None:
+    launcher_files = ["plan.json", "events.jsonl", "logs/n1/0.log", ".paceline-key", "files/n2/x",
             ".paceline-incoming/x", "owner.json", "result.json", "checkpoints/10/weights",
             "metrics-before-20200101-000000.jsonl"]  # fmt: skip
-    assert all(map(rundir.names.is_launcher_file, ours))
-    alike = ["PLAN.JSON", "Logs/n1/0.log", "re\u017fult.json", "\u200cplan.json", ".Paceline-Key"]
-    assert all(map(rundir.names.is_launcher_file, alike))  # to the file systems of a Mac
+    assert all(map(rundir.names.is_launcher_file, launcher_files))
+    lookalikes = [
+        "PLAN.JSON",
+        "Logs/n1/0.log",
+        "re\u017fult.json",
+        "\u200cplan.json",
+        ".Paceline-Key",
+    ]
+    assert all(map(rundir.names.is_launcher_file, lookalikes))  # the same names on macOS
     assert not any(
         map(rundir.names.is_launcher_file, ["model/model.safetensors", "config.json", "x.log"])
     )
 
 
-def test_a_place_where_nothing_can_be() -> None:
+def test_path_that_cannot_be_created() -> None:
     with pytest.raises(NodeError, match="/proc/none"):
         RunDirectory(Path("/proc/none/run"))
 
@@ -349,11 +358,11 @@ def test_a_place_where_nothing_can_be() -> None:
     [("n1", "n1"), ("a/b", "a_b"), ("..", "_"), ("fe80::1%eth0", "fe80__1_eth0"), ("ü", "_"),
      (".x", "x"), ("", "_")],
 )  # fmt: skip
-def test_names_of_folders(name: str, folder: str) -> None:
+def test_safe_name(name: str, folder: str) -> None:
     assert safe_name(name) == folder
 
 
-def test_fresh_names(tmp_path: Path) -> None:
+def test_fresh_path_is_unique(tmp_path: Path) -> None:
     one = rundir.fresh_path(tmp_path, "my job")
     one.mkdir()
     two = rundir.fresh_path(tmp_path, "my job")
@@ -361,8 +370,8 @@ def test_fresh_names(tmp_path: Path) -> None:
     assert one != two
 
 
-def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
-    """The folder is taken before anything is written into it, and goes if nothing is."""
+def test_claimed_paths_are_unique_and_removed_if_empty(tmp_path: Path) -> None:
+    """The folder is created immediately, and removed if nothing is written into it."""
     parent = tmp_path / "runs"
     with rundir.claimed(parent, "job") as one:
         with rundir.claimed(parent, "job") as two, rundir.claimed(parent, "job") as three:
@@ -377,8 +386,8 @@ def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
         assert not only_a_name.exists()
 
 
-def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
-    """What an earlier run left in a log of the same folder is not this failure's."""
+def test_log_tail_excludes_previous_run(tmp_path: Path) -> None:
+    """Lines that an earlier run left in the same log do not belong to this run's failure."""
     for text in (b"of the first run\n", b"of the second run\n"):
         directory = RunDirectory(tmp_path)
         name = log_file("n1", 0)
@@ -387,8 +396,8 @@ def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
     assert log_tail(tmp_path / name, directory.start_offsets[name]) == "of the second run"
 
 
-def test_what_is_handed_over_is_what_was_written(tmp_path: Path) -> None:
-    """Nobody prints or keeps a secret that the files do not show."""
+def test_event_returns_redacted_record(tmp_path: Path) -> None:
+    """Callers print or keep the returned record, so it must not contain secrets either."""
     directory = RunDirectory(tmp_path / "run", ["hunter2-hunter2"])
     line = directory.event("hang", "n1", 0, text='in "hunter2-hunter2", line 3')
     assert line["text"] == 'in "[secret]", line 3'
@@ -398,7 +407,7 @@ def test_what_is_handed_over_is_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\u2028b"])
-def test_a_path_that_no_agent_accepts_is_refused_here(tmp_path: Path, name: str) -> None:
+def test_rejects_control_characters_in_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(SettingError, match="control characters"):
         rundir.require_usable(tmp_path / name / "runs/1")
     rundir.require_usable(tmp_path / "ü o'\u202e😀/runs/1")

@@ -1,4 +1,4 @@
-"""What is shown: whole labelled lines, secrets kept, and nobody held up."""
+"""Tests terminal output: complete labelled lines, no secrets, and no blocking."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from paceline.spec.job import Show
 
 @given(st.lists(st.binary(max_size=30).filter(lambda b: b"\n" not in b and b"\r" not in b)),
        st.lists(st.integers(0), max_size=8))  # fmt: skip
-def test_lines_however_they_arrive(wanted: list[bytes], cuts: list[int]) -> None:
-    stream = b"".join(line + b"\n" for line in wanted)
-    lines, found = LineSplitter(), []
+def test_splits_lines_across_chunks(expected: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(line + b"\n" for line in expected)
+    lines, split = LineSplitter(), []
     edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     for start, end in itertools.pairwise(edges):
-        found += lines.feed(stream[start:end], 0.0)
-    assert found + lines.flush() == wanted
+        split += lines.feed(stream[start:end], 0.0)
+    assert split + lines.flush() == expected
 
 
-def test_windows_ends_and_a_rest() -> None:
+def test_crlf_and_unterminated_line() -> None:
     lines = LineSplitter()
     assert lines.feed(b"a\r\nb", 0.0) == [b"a"]
     assert lines.flush() == [b"b"]
     assert lines.flush() == []
 
 
-def test_a_redrawn_line_is_shown_now_and_then_in_its_last_state() -> None:
+def test_redrawn_line_is_rate_limited() -> None:
     lines = LineSplitter()
     assert lines.feed(b"10%\r20%\r", 100.0) == [b"20%"]
     assert lines.feed(b"30%\r", 101.0) == []
@@ -49,12 +49,12 @@ def test_a_redrawn_line_is_shown_now_and_then_in_its_last_state() -> None:
     assert lines.feed(b"100%\n", 200.0) == [b"100%"]
 
 
-def test_a_line_without_end_is_not_kept_for_ever() -> None:
+def test_endless_line_is_flushed() -> None:
     lines = LineSplitter()
     assert sum(map(len, lines.feed(b"x" * 100_000, 0.0))) == 100_000
 
 
-def shown(show: Show) -> tuple[str, str]:
+def captured(show: Show) -> tuple[str, str]:
     out, err = io.StringIO(), io.StringIO()
     screen = Screen(show, out, err)
     screen.output("n1", 0, "out", b"one\npart")
@@ -65,18 +65,18 @@ def shown(show: Show) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def test_everything_is_labelled() -> None:
-    out, err = shown("all")
+def test_show_all_labels_lines() -> None:
+    out, err = captured("all")
     assert out == "[n1/0] one\nsaid\n[n1/0] part\n"
     assert err == "[n2/1] zwei ü \ufffd\nnoted\n"
 
 
-def test_only_rank_0_or_nobody() -> None:
-    assert shown("rank0") == ("[n1/0] one\nsaid\n[n1/0] part\n", "noted\n")
-    assert shown("none") == ("said\n", "noted\n")
+def test_show_rank0_or_none() -> None:
+    assert captured("rank0") == ("[n1/0] one\nsaid\n[n1/0] part\n", "noted\n")
+    assert captured("none") == ("said\n", "noted\n")
 
 
-def test_a_muted_rank_shows_no_more_errors() -> None:
+def test_mute_hides_stderr_of_rank() -> None:
     out, err = io.StringIO(), io.StringIO()
     screen = Screen("all", out, err)
     screen.mute("n1", 0)
@@ -86,22 +86,24 @@ def test_a_muted_rank_shows_no_more_errors() -> None:
     assert (out.getvalue(), err.getvalue()) == ("[n1/0] still\n", "")
 
 
-def test_frames_of_torchs_own_stack_stay_in_the_log() -> None:
+def test_hides_torch_stack_frames() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)
-    told = "[W1123 10:46:08.93 TCPStore.cpp:138] [c10d] recvValue failed: the peer may have crashed"
+    torch_warning = (
+        "[W1123 10:46:08.93 TCPStore.cpp:138] [c10d] recvValue failed: the peer may have crashed"
+    )
     frames = (
         "Exception raised from recvBytes at /pytorch/c10d/Utils.hpp:787 (most recent call first):",
         "frame #0: c10::Error::Error(std::string) + 0x9d (0x7fd4b291bb8d in /lib/libc10.so)",
         "frame #53: _start + 0x21 (0x55ba93aaa081 in python train.py [rank 1 of 3] n2)",
     )
-    mine = "frame #3: of the video is dark"
-    screen.output("n1", 0, "err", "\n".join([told, *frames, mine, ""]).encode())
+    user_line = "frame #3: of the video is dark"
+    screen.output("n1", 0, "err", "\n".join([torch_warning, *frames, user_line, ""]).encode())
     screen.close()
-    assert err.getvalue() == f"[n1/0] {told}\n[n1/0] {mine}\n"
+    assert err.getvalue() == f"[n1/0] {torch_warning}\n[n1/0] {user_line}\n"
 
 
-def test_lines_that_come_together_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_received_lines_in_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(BackgroundWriter, "write", lambda _, text: written.append(text))
     screen = Screen("all", io.StringIO(), io.StringIO())
@@ -112,7 +114,7 @@ def test_lines_that_come_together_are_written_together(monkeypatch: pytest.Monke
 def test_progress_in_plain_lines() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)
-    for step in range(3):  # not one a step
+    for step in range(3):  # fewer lines than steps
         screen.progress({"step": step, "steps": 3, "epoch": 1, "epochs": 2, "loss": 0.5})
     screen.close()
     assert err.getvalue() == "epoch 2/2  step 0/3  loss 0.5000\n"
@@ -134,7 +136,7 @@ def pipe() -> Iterator[tuple[int, io.TextIOWrapper]]:
             continue
 
 
-def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> None:
+def test_writer_does_not_block_on_unread_pipe(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, file = pipe
     writer = BackgroundWriter(file, limit=100_000)
     for number in range(10_000):
@@ -152,14 +154,14 @@ def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> No
     with contextlib.suppress(BlockingIOError):
         data += os.read(read, 1 << 20)
     text = data.decode()
-    kept = text.count("line ")
+    num_written = text.count("line ")
     assert text.startswith("line 0 ")
-    assert 0 < kept < 10_000
+    assert 0 < num_written < 10_000
     numbers = re.findall(r"([\d,]+) lines? left out", text)
-    assert sum(int(number.replace(",", "")) for number in numbers) == 10_000 - kept
+    assert sum(int(number.replace(",", "")) for number in numbers) == 10_000 - num_written
 
 
-def test_the_reader_went_away(pipe: tuple[int, io.TextIOWrapper]) -> None:
+def test_writer_survives_closed_reader(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, file = pipe
     writer = BackgroundWriter(file)
     os.close(read)
@@ -167,10 +169,10 @@ def test_the_reader_went_away(pipe: tuple[int, io.TextIOWrapper]) -> None:
     writer.close()
     writer.write("two\n")
     writer.close()
-    file.flush()  # as the interpreter does at its end
+    file.flush()  # like the interpreter at exit
 
 
-def test_characters_that_the_terminal_has_not(tmp_path: Path) -> None:
+def test_replaces_unencodable_characters(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         writer = BackgroundWriter(file)
         writer.write("ü \udc80\n")
@@ -178,7 +180,7 @@ def test_characters_that_the_terminal_has_not(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "? ?\n"
 
 
-def test_closed_twice_or_unused() -> None:
+def test_close_twice_without_writes() -> None:
     writer = BackgroundWriter(io.StringIO())
     writer.close()
     writer.close()
@@ -197,7 +199,7 @@ def terminal_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variables", "escapes"),
     [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
 )
-def test_colours_are_for_terminals_that_show_them(
+def test_colours_need_capable_terminal(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], escapes: bool
 ) -> None:
     for name, value in variables.items():
@@ -215,19 +217,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_jobs_own_lines_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_wraps_lines_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    said = "epoch 2  step 66/66  train: accuracy 0.9317, loss 0.2299  test: accuracy 0.94, loss 0.2"
+    message = (
+        "epoch 2  step 66/66  train: accuracy 0.9317, loss 0.2299  test: accuracy 0.94, loss 0.2"
+    )
     for out in (Terminal(), io.StringIO()):
         screen = Screen("all", out, out)
-        screen.print(said)
+        screen.print(message)
         screen.close()
-        broken = out.getvalue().replace("\n         ", " ").rstrip()
-        assert broken == said
+        unwrapped = out.getvalue().replace("\n         ", " ").rstrip()
+        assert unwrapped == message
         assert (max(map(len, out.getvalue().splitlines())) <= 80) == out.isatty()
 
 
-def test_the_start_is_one_line_that_goes_away() -> None:
+def test_start_progress_is_transient_line() -> None:
     out = Terminal()
     screen = Screen("all", out, out)
     screen.starting("connecting", 0, 3)
@@ -236,14 +240,14 @@ def test_the_start_is_one_line_that_goes_away() -> None:
     screen.started()
     screen.note("paceline: 3 ranks")
     screen.close()
-    shown = out.getvalue().replace("\r\x1b[2K", "|")
-    assert shown == (
+    captured = out.getvalue().replace("\r\x1b[2K", "|")
+    assert captured == (
         "|paceline: connecting 0/3 …|paceline: connecting 3/3 …"
         "|paceline: connecting 3/3 · importing torch 2/3 …|paceline: 3 ranks\n"
     )
 
 
-def test_without_a_terminal_only_a_long_part_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_progress_without_terminal_shows_slow_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen_module, "LOG_START_S", 0.02)
     err = io.StringIO()
 
@@ -260,7 +264,7 @@ def test_without_a_terminal_only_a_long_part_is_told_of(monkeypatch: pytest.Monk
     assert err.getvalue() == "paceline: importing torch (1 of 2 hosts so far)\n"
 
 
-def test_harmless_warnings_stay_in_the_log() -> None:
+def test_hides_harmless_warnings() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)
     screen.output("n1", 0, "err", b"[W1122 00:10:11.1 socket.cpp:207] [c10d] The hostname of the "
@@ -269,7 +273,7 @@ def test_harmless_warnings_stay_in_the_log() -> None:
     assert err.getvalue() == "[n1/0] real trouble\n"
 
 
-def test_an_error_of_ours_is_told_by_one_rank() -> None:
+def test_prints_paceline_error_of_single_rank() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)
     for rank in range(3):
@@ -282,7 +286,7 @@ def test_an_error_of_ours_is_told_by_one_rank() -> None:
     )
 
 
-def test_ranks_show_the_users_own_paths() -> None:
+def test_maps_shipped_paths_to_user_paths() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)
     screen.shipped_copies.append(("n2", "/root/.cache/paceline/trees/ab", "/home/me/project"))
@@ -296,19 +300,19 @@ def test_ranks_show_the_users_own_paths() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_ranks_cannot_steer_the_terminal(terminal: bool) -> None:
+def test_strips_terminal_control_sequences(terminal: bool) -> None:
     out = Terminal() if terminal else io.StringIO()
     screen = Screen("all", out, out)
     screen.output("n\x1b]0;x\x07", 0, "out", b"\x1b]52;c;eA==\x07a\x1b[31mred\x1b[2J\xe2\x80\xae\n")
     screen.note("agent \x1b]0;x\x07 says")
     screen.close()
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
-    assert {*text.splitlines()} == {"[n/0] ared\\u202e", "agent  says"}  # two writers
+    assert {*text.splitlines()} == {"[n/0] ared\\u202e", "agent  says"}  # in any order
     assert ("\x1b[31mred" in out.getvalue()) is terminal
     assert not terminal or "\\u202e\x1b[0m\n" in out.getvalue()
 
 
-def test_what_was_shown_a_moment_ago_is_not_repeated() -> None:
+def test_is_visible_for_recent_output() -> None:
     screen = Screen("all", io.StringIO(), io.StringIO())
     screen.output("n1", 0, "err", b"last words\n")
     assert screen.is_visible("n1", 0)
@@ -319,7 +323,7 @@ def test_what_was_shown_a_moment_ago_is_not_repeated() -> None:
     screen.close()
 
 
-def test_of_a_progress_bar_only_the_latest_state_is_kept() -> None:
+def test_progress_bar_keeps_only_latest_state() -> None:
     lines = LineSplitter()
     assert lines.feed(b"\rstep 0", 0.0) == [b"step 0"]
     for step in range(1, 20_000):

@@ -1,4 +1,4 @@
-"""The last line of a run."""
+"""Tests the last line that a run prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
 
 
-def said(*events: Event, ranks: int = 3) -> str:
+def summary_text(*events: Event, ranks: int = 3) -> str:
     text = report_success(RunOutcome(Path("/run"), Result(0), events, {}, 1.0, ranks=ranks))
     return text.removeprefix("paceline: finished: ").partition(", 1")[0]
 
@@ -25,29 +25,32 @@ def ended(*ranks: int, code: int = 0) -> list[Event]:
     return [Event("rank ended", f"n{rank + 1}", rank, fields={"code": code}) for rank in ranks]
 
 
-def test_it_counts_the_ranks_that_have_finished_and_says_who_was_missing() -> None:
-    assert said(*started(0, 1, 2), *ended(0, 1, 2)) == "3 ranks"
+def test_success_counts_finished_and_names_missing_ranks() -> None:
+    assert summary_text(*started(0, 1, 2), *ended(0, 1, 2)) == "3 ranks"
     lost = [*started(0, 1, 2), *ended(1, code=137)]
-    assert said(*lost, *started(1), *ended(0, 1, 2)) == "3 ranks"
-    assert said(*lost, *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
-    assert said(*lost, *started(1), *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
+    assert summary_text(*lost, *started(1), *ended(0, 1, 2)) == "3 ranks"
+    assert summary_text(*lost, *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
     assert (
-        said(*started(0, 1, 2), *ended(0))
+        summary_text(*lost, *started(1), *ended(0, 2))
+        == "2 ranks (rank 1 on n2 missing at the end)"
+    )
+    assert (
+        summary_text(*started(0, 1, 2), *ended(0))
         == "1 rank (rank 1 on n2, rank 2 on n3 missing at the end)"
     )
 
 
-def test_of_several_attempts_the_last_counts() -> None:
+def test_success_counts_final_attempt() -> None:
     first = [*started(0, 1, 2), *ended(0, 1, 2, code=1), Event("ended")]
-    assert said(*first, *started(0, 1), *ended(0, 1)) == "2 ranks"  # with fewer hosts than planned
+    assert summary_text(*first, *started(0, 1), *ended(0, 1)) == "2 ranks"  # fewer than planned
 
 
-def test_where_nothing_was_told_it_is_the_number_that_was_planned() -> None:
-    assert said() == "3 ranks"
+def test_success_without_events_uses_planned_ranks() -> None:
+    assert summary_text() == "3 ranks"
 
 
-def test_an_interrupted_run_says_from_where_it_can_go_on() -> None:
-    def last_words(*events: Event) -> list[str]:
+def test_interrupted_run_shows_resume_command() -> None:
+    def failure_text(*events: Event) -> list[str]:
         result = Result(130, interrupted=2)
         outcome = RunOutcome(
             Path("/run"), result, events, {}, 1.0, resumable=is_resumable(result, events),
@@ -55,18 +58,18 @@ def test_an_interrupted_run_says_from_where_it_can_go_on() -> None:
         )  # fmt: skip
         return report_failure(outcome).splitlines()[1:]
 
-    made = Event("checkpoint", "n1", 0, fields={"step": 1200})
+    checkpoint = Event("checkpoint", "n1", 0, fields={"step": 1200})
     resume = "to resume: paceline run --run-dir /run a.py"
-    assert last_words() == []
-    assert last_words(made, Event("stopped", "n1", 0, fields={"saved": 1230})) == [resume]
+    assert failure_text() == []
+    assert failure_text(checkpoint, Event("stopped", "n1", 0, fields={"saved": 1230})) == [resume]
     killed = "  it had no time to save: the last checkpoint is of step 1,200"
-    assert last_words(made) == [killed, resume]
-    assert not is_resumable(Result(1), [made])
+    assert failure_text(checkpoint) == [killed, resume]
+    assert not is_resumable(Result(1), [checkpoint])
     unrecorded = Failure("record", "this machine", None, headline="cannot write")
-    assert is_resumable(Result(1, failure=unrecorded), [made])
+    assert is_resumable(Result(1, failure=unrecorded), [checkpoint])
 
 
-def test_an_error_without_details_takes_one_line() -> None:
+def test_error_without_details_has_no_blank_line() -> None:
     failure = Failure("exception", "n1", 0, 1.0, headline="DataError: a.csv is empty", code=1)
     text = report_failure(
         RunOutcome(Path("/run"), Result(1, failure=failure), [], {}, 1.0, ranks=1)
@@ -74,38 +77,38 @@ def test_an_error_without_details_takes_one_line() -> None:
     assert "" not in text.splitlines()
 
 
-def test_a_failed_training_with_checkpoints_says_how_to_resume() -> None:
+def test_failed_run_with_checkpoint_shows_resume_command() -> None:
     lost = Failure("lost", "n1", None, headline="n1 does not answer")
-    made = Event("checkpoint", "n1", 0, fields={"step": 1200})
+    checkpoint = Event("checkpoint", "n1", 0, fields={"step": 1200})
 
-    def last_line(*events: Event) -> str:
+    def final_line(*events: Event) -> str:
         outcome = RunOutcome(Path("/run"), Result(1, failure=lost), events, {}, 1.0,
                              command=("paceline", "run", "a.py"))  # fmt: skip
         return report_failure(outcome).splitlines()[-1]
 
-    assert last_line(made) == "to resume: paceline run --run-dir /run a.py"
-    assert "to resume" not in last_line()
+    assert final_line(checkpoint) == "to resume: paceline run --run-dir /run a.py"
+    assert "to resume" not in final_line()
 
 
-def test_a_refused_setting_is_not_typed_again() -> None:
-    refused = Failure(
+def test_rejected_setting_shows_no_resume_command() -> None:
+    setting_error = Failure(
         "exception", "n1", 0, 1.0, headline="SettingError: --lora-rank differs", code=1
     )
     events = [Event("checkpoint", "n1", 0, fields={"step": 1200})]
-    outcome = RunOutcome(Path("/run"), Result(1, failure=refused), events, {}, 1.0)
+    outcome = RunOutcome(Path("/run"), Result(1, failure=setting_error), events, {}, 1.0)
     assert "to resume" not in report_failure(outcome)
 
 
-def test_what_ranks_saved_that_trained_apart_is_not_to_be_resumed_from(
+def test_diverged_replicas_show_no_resume_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(summary, "script_checkpoint", lambda run: "out/last.pt")
 
-    def last_words(*events: Event) -> str:
+    def failure_text(*events: Event) -> str:
         failure = Failure("early", "n1", 0, headline="ended too early")
         return report_failure(RunOutcome(Path("/run"), Result(1, failure), events, {}, 1.0))
 
-    assert "to resume, if" in last_words()
-    said = last_words(Event("replicas differ", fields={"text": "rank 0 differs"}))
-    assert "newest checkpoint of the script: out/last.pt" in said
-    assert "to resume" not in said
+    assert "to resume, if" in failure_text()
+    summary_text = failure_text(Event("replicas differ", fields={"text": "rank 0 differs"}))
+    assert "newest checkpoint of the script: out/last.pt" in summary_text
+    assert "to resume" not in summary_text

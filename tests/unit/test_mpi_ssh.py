@@ -20,9 +20,7 @@ exec "$SHELL" -c "$command"
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "csh", "fish"])
-def test_the_remote_command_gets_the_key_and_is_run_by_the_login_shell(
-    tmp_path: Path, shell: str
-) -> None:
+def test_remote_command_gets_key_and_login_shell(tmp_path: Path, shell: str) -> None:
     path = shutil.which(shell)
     if path is None:
         pytest.skip(f"no {shell}")

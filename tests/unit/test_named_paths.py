@@ -1,4 +1,4 @@
-"""Data and weights leave this machine only if this user's command named them."""
+"""Tests that data and weights are sent only if a command of this user named them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Runs a command up to the first connection; returns the job, or raises its error."""
+    """Returns a function that runs a command up to its first connection and returns the job."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     monkeypatch.chdir(tmp_path)
     started: list[Job] = []
@@ -47,7 +47,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
 
 
 def make_run(folder: Path, recipe: str = "image", **options: str) -> Path:
-    """A run directory as a hostile host or somebody else leaves it."""
+    """Writes a run directory as a hostile host could leave it."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     names = {"source": options.get("data", ""), "test": options.get("test_data", "")}
     (folder / "model" / "config.json").write_text(json.dumps({"task": recipe, "data": names}))
@@ -63,7 +63,7 @@ def secret(tmp_path: Path) -> Path:
     return key
 
 
-def test_what_a_run_names_is_not_sent(command: Command, tmp_path: Path, secret: Path) -> None:
+def test_does_not_send_data_named_by_run(command: Command, tmp_path: Path, secret: Path) -> None:
     for recipe, field, path in (
         ("image", "data", secret.parent),
         ("text", "data", secret),
@@ -80,14 +80,12 @@ def test_what_a_run_names_is_not_sent(command: Command, tmp_path: Path, secret: 
         with pytest.raises(SettingError, match=f"names {path}, which is not sent") as error:
             command("train", recipe, "--like", str(run), "-H", "n1,n2")
         assert f"{flag} {path}" in error.value.remedy
-        assert command("evaluate", str(run), "-p", "2")  # nothing leaves this machine
+        assert command("evaluate", str(run), "-p", "2")  # nothing is sent
         assert command("evaluate", str(run), "-H", "n1,n2", "--data", str(path))
         assert command("train", recipe, "--like", str(run), "-H", "n1,n2", flag, str(path))
 
 
-def test_weights_that_a_run_names_are_not_sent(
-    command: Command, tmp_path: Path, secret: Path
-) -> None:
+def test_does_not_send_weights_named_by_run(command: Command, tmp_path: Path, secret: Path) -> None:
     run = make_run(tmp_path / "run", weights=str(secret))
     with pytest.raises(SettingError, match="is not sent"):
         command("train", "image", f"--like={run}", "-H", "n1,n2")
@@ -97,7 +95,9 @@ def test_weights_that_a_run_names_are_not_sent(
         command("forecast", "image", "--like", str(run), "-H", "n1,n2")
 
 
-def test_what_a_command_named_is_sent_again(command: Command, tmp_path: Path, secret: Path) -> None:
+def test_sends_paths_named_by_earlier_command(
+    command: Command, tmp_path: Path, secret: Path
+) -> None:
     photos, weights = tmp_path / "photos", tmp_path / "old.safetensors"
     photos.mkdir()
     weights.touch()
@@ -105,16 +105,16 @@ def test_what_a_command_named_is_sent_again(command: Command, tmp_path: Path, se
     first = command("train", "image", "-H", "n1,n2", "--run-dir", "first", *options)
     run = make_run(tmp_path / "first", data=str(photos), weights=str(weights))
     assert command("evaluate", "first", "-H", "n1,n2").data == first.data
-    again = ("train", "image", "--like", "first", "-H", "n1,n2", "--run-dir", "second")
-    assert command(*again).inputs == first.inputs
+    second_argv = ("train", "image", "--like", "first", "-H", "n1,n2", "--run-dir", "second")
+    assert command(*second_argv).inputs == first.inputs
     assert named_paths.read(tmp_path / "second") == {str(photos), str(weights)}
-    make_run(run, data=str(secret.parent), weights=str(weights))  # by a host, at the run's end
-    for argv in (("evaluate", "first", "-H", "n1,n2"), again):
+    make_run(run, data=str(secret.parent), weights=str(weights))  # a host's change
+    for argv in (("evaluate", "first", "-H", "n1,n2"), second_argv):
         with pytest.raises(SettingError, match="is not sent"):
             command(*argv)
 
 
-def test_a_training_here_does_not_name_what_its_model_named(
+def test_local_training_does_not_record_named_paths(
     command: Command, tmp_path: Path, secret: Path
 ) -> None:
     make_run(tmp_path / "foreign", data=str(secret.parent))
@@ -124,7 +124,7 @@ def test_a_training_here_does_not_name_what_its_model_named(
         command("evaluate", "mine", "-H", "n1,n2")
 
 
-def test_a_record_counts_in_its_folder_only(
+def test_record_is_valid_only_in_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
@@ -138,7 +138,7 @@ def test_a_record_counts_in_its_folder_only(
     assert named_paths.read(run) == frozenset()
 
 
-def test_another_sealed_record_names_nothing(
+def test_ignores_sealed_record_of_different_kind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
@@ -150,7 +150,7 @@ def test_another_sealed_record_names_nothing(
     assert json.loads((tmp_path / NAMED_PATHS).read_text())["kind"] == "named"
 
 
-def test_no_record_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_record_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "settings").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     named_paths.record(tmp_path / "run", {"/a"})

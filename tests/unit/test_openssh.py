@@ -1,4 +1,4 @@
-"""ssh as it is called, and what its refusals mean (its words were recorded from OpenSSH 9.2)."""
+"""Tests ssh commands, and the meaning of error messages, which were recorded from OpenSSH 9.2."""
 
 from __future__ import annotations
 
@@ -146,60 +146,60 @@ RECORDED = [
 
 
 @each_case(("words", "cause", "remedy"), RECORDED)
-def test_what_refusals_mean(words: str, cause: str, remedy: str) -> None:
-    found = classify("debug1: noise Permission denied\n" + words, 255, HOST)
-    assert found.cause == cause
-    assert remedy in found.remedy
-    assert "{" not in found.remedy
-    assert "debug1" not in found.details
-    assert "@@@" not in found.details
-    assert found.is_transient == (cause == "dropped before the login")
+def test_classifies_recorded_ssh_errors(words: str, cause: str, remedy: str) -> None:
+    result = classify("debug1: noise Permission denied\n" + words, 255, HOST)
+    assert result.cause == cause
+    assert remedy in result.remedy
+    assert "{" not in result.remedy
+    assert "debug1" not in result.details
+    assert "@@@" not in result.details
+    assert result.is_transient == (cause == "dropped before the login")
 
 
-def test_both_fingerprints_can_be_told() -> None:
-    found = classify(CHANGED, 255, HOST)
-    assert "SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU" in found.details
-    assert openssh.offending_line(found.details) == ("/home/me/.ssh/known_hosts", 2)
+def test_changed_host_key_details() -> None:
+    result = classify(CHANGED, 255, HOST)
+    assert "SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU" in result.details
+    assert openssh.offending_line(result.details) == ("/home/me/.ssh/known_hosts", 2)
 
 
-def test_words_that_nobody_has_seen_before() -> None:
-    found = classify("something new\n", 255, HOST)
-    assert (found.cause, found.details) == ("ended without an answer", "something new")
-    assert "ssh -v" in found.remedy
+def test_classifies_unknown_error() -> None:
+    result = classify("something new\n", 255, HOST)
+    assert (result.cause, result.details) == ("ended without an answer", "something new")
+    assert "ssh -v" in result.remedy
     assert "status 255" in classify("", 255, HOST).details
 
 
-def test_fingerprints_are_those_of_openssh() -> None:
+def test_fingerprint_has_openssh_format() -> None:
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIDLlwDZUHU2fogldZ3MG1H75X9Smvu7ghfF9pVxwwQAB"
-    wanted = "ssh-ed25519 SHA256:"
+    expected = "ssh-ed25519 SHA256:"
     for line in (f"n1,10.0.0.1 ssh-ed25519 {key}", f"|1|a=|b= ssh-ed25519 {key} comment"):
-        found = openssh.fingerprint(line)
-        assert found is not None
-        assert found.startswith(wanted)
-        assert len(found) == len(wanted) + 43
+        result = openssh.fingerprint(line)
+        assert result is not None
+        assert result.startswith(expected)
+        assert len(result) == len(expected) + 43
     assert openssh.fingerprint("# nothing") is None
     assert openssh.fingerprint("n1 ssh-ed25519 !!!") is None
 
 
-def test_the_call() -> None:
+def test_ssh_command_options() -> None:
     argv = openssh.ssh_command(HOST, SshOptions(Path("/c")), ["a b", ";"])
     assert argv[0] == "ssh"
     assert argv[-3:] == ["--", "10.77.0.12", "'a b' ';'"]
     options = " ".join(argv)
-    for wanted in ("-F /c", "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no",
+    for expected in ("-F /c", "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no",
                    "-l me", "-p 2222", "ControlMaster=no", "RemoteCommand=none", "RequestTTY=no",
                    "LogLevel=INFO"):  # fmt: skip
-        assert wanted in options
+        assert expected in options
     accepting = openssh.ssh_command(HOST, SshOptions(None, True), [])
     assert "StrictHostKeyChecking=accept-new" in accepting
 
 
-def test_a_host_that_looks_like_an_option() -> None:
+def test_ssh_command_escapes_host_like_option() -> None:
     argv = openssh.ssh_command(Host("-oProxyCommand=evil"), SshOptions(), ["true"])
     assert argv[argv.index("--") + 1] == "-oProxyCommand=evil"
 
 
-def test_the_line_that_travels_suits_every_shell() -> None:
+def test_boot_line_is_safe_in_all_shells() -> None:
     (_, _, line, *_rest) = openssh.agent_command("/py")
     assert not set("'!\n") & set(line)
     assert "\n" not in line
@@ -209,72 +209,74 @@ def test_the_line_that_travels_suits_every_shell() -> None:
     ("words", "key"),
     [("debug1: Server host key: ssh-ed25519 SHA256:abc\n", "ssh-ed25519 SHA256:abc"), ("", None)],
 )
-def test_the_key_that_was_shown(words: str, key: str | None) -> None:
+def test_server_fingerprint(words: str, key: str | None) -> None:
     assert openssh.server_fingerprint(words) == key
 
 
-def test_an_agent_that_is_told_nothing_ends() -> None:
-    """A firewall may end its connection on the other side only; sshd keeps it for hours."""
+def test_agent_exits_without_input() -> None:
+    """A firewall may cut the connection on the other side only; sshd would keep it for hours."""
     command = [
         word.replace(f"[],{BOOT_TIMEOUT_S}", "[],0.1") for word in agent_command(sys.executable)
     ]
     assert command != agent_command(sys.executable)
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert child.wait(30) == 0
-    said = subprocess.run(command, input=b"exec('print(7)')\n", capture_output=True, timeout=30)
-    assert said.stdout == b"7\n"
+    reply = subprocess.run(command, input=b"exec('print(7)')\n", capture_output=True, timeout=30)
+    assert reply.stdout == b"7\n"
 
 
-def test_what_came_instead_of_the_agent_is_shown() -> None:
-    found = classify("", 0, HOST, "This host is for file transfer only\n")
-    assert "This host is for file transfer only" in found.details
-    assert "ForceCommand" in found.remedy
-    assert not found.is_transient
-    silent = classify("", 3, HOST)
-    assert "status 3" in silent.details
-    assert "exit" in silent.remedy
+def test_reports_output_instead_of_agent() -> None:
+    result = classify("", 0, HOST, "This host is for file transfer only\n")
+    assert "This host is for file transfer only" in result.details
+    assert "ForceCommand" in result.remedy
+    assert not result.is_transient
+    no_output = classify("", 3, HOST)
+    assert "status 3" in no_output.details
+    assert "exit" in no_output.remedy
     closed = classify("", 1, HOST, "This account is currently not available.\n")
     assert closed.cause == "login shell fails"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh", "dash", "ksh"])
-def test_a_shell_in_place_of_the_login_shell_runs_none_of_our_code(shell: str) -> None:
+def test_shell_started_by_profile_runs_no_agent_code(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    done = subprocess.run([shell], input=agent_code().first_line, capture_output=True, timeout=30)
-    assert done.stdout == b""
-    found = classify(done.stderr.decode(), done.returncode, HOST)
-    assert found.cause == "its start-up file starts another shell"
+    completed = subprocess.run(
+        [shell], input=agent_code().first_line, capture_output=True, timeout=30
+    )
+    assert completed.stdout == b""
+    result = classify(completed.stderr.decode(), completed.returncode, HOST)
+    assert result.cause == "its start-up file starts another shell"
 
 
-@pytest.mark.parametrize("eaten", [0, 1])
-def test_a_start_up_file_may_read_a_line(eaten: int) -> None:
+@pytest.mark.parametrize("num_consumed", [0, 1])
+def test_agent_starts_if_profile_reads_line(num_consumed: int) -> None:
     lines = [openssh.GUARD_LINE, b"exec('print(7)')\n"]
-    said = subprocess.run(
+    reply = subprocess.run(
         agent_command(sys.executable),
-        input=b"".join(lines[eaten:]),
+        input=b"".join(lines[num_consumed:]),
         capture_output=True,
         timeout=30,
     )
-    assert said.stdout == b"7\n"
+    assert reply.stdout == b"7\n"
 
 
-def test_code_of_which_the_beginning_was_read_is_not_run() -> None:
-    said = subprocess.run(
+def test_truncated_agent_code_is_not_run() -> None:
+    reply = subprocess.run(
         agent_command(sys.executable), input=b"print(7)\n", capture_output=True, timeout=30
     )
-    assert (said.stdout, said.stderr) == (b"", b"paceline-boot: input\n")
+    assert (reply.stdout, reply.stderr) == (b"", b"paceline-boot: input\n")
 
 
-def test_a_misspelled_lab_is_recognized() -> None:
-    said = "ssh: Could not resolve hostname labb: Name or service not known"
-    assert classify(said, 255, Host("labb")).remedy.endswith(
+def test_suggests_lab_for_misspelled_name() -> None:
+    reply = "ssh: Could not resolve hostname labb: Name or service not known"
+    assert classify(reply, 255, Host("labb")).remedy.endswith(
         "; for the virtual cluster, type -H lab"
     )
-    assert "virtual" not in classify(said, 255, Host("node1")).remedy
+    assert "virtual" not in classify(reply, 255, Host("node1")).remedy
 
 
-def test_the_key_is_to_be_copied_for_the_user_who_was_refused() -> None:
+def test_ssh_copy_id_remedy_names_rejected_user() -> None:
     text = "root@10.77.0.12: Permission denied (publickey).\n"
-    found = classify(text, 255, Host("n2"), config=Path("/my lab/config"))
-    assert "ssh-copy-id -F '/my lab/config' root@n2 (" in found.remedy
+    result = classify(text, 255, Host("n2"), config=Path("/my lab/config"))
+    assert "ssh-copy-id -F '/my lab/config' root@n2 (" in result.remedy

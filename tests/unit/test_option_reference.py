@@ -1,4 +1,4 @@
-"""The page of options shows what the commands and recipes take."""
+"""Tests that the reference page of options shows the options of all commands and recipes."""
 
 from __future__ import annotations
 

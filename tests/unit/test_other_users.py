@@ -1,4 +1,4 @@
-"""Other users of a machine: what they may write, and what they may have made before us."""
+"""Tests protection from other users of a machine: file modes, and paths created in advance."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from paceline.train import files
 
 @pytest.fixture(params=[0o000, 0o077])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
+    previous = os.umask(request.param)
     yield request.param
-    os.umask(before)
+    os.umask(previous)
 
 
 def modes(folder: Path) -> dict[str, int]:
-    found = {}
-    for above, folders, names in safe_paths.walk(str(folder)):
+    mode_by_path = {}
+    for relative, folders, names in safe_paths.walk(str(folder)):
         for name in (*folders, *names):
-            found[f"{above}/{name}"] = stat.S_IMODE((folder / above / name).lstat().st_mode)
-    return found
+            mode_by_path[f"{relative}/{name}"] = stat.S_IMODE(
+                (folder / relative / name).lstat().st_mode
+            )
+    return mode_by_path
 
 
-def test_nobody_else_writes_a_run_directory(tmp_path: Path, umask: int) -> None:
+def test_run_directory_is_private(tmp_path: Path, umask: int) -> None:
     directory = RunDirectory(tmp_path / "runs" / "one")
     assert directory.key
     directory.event("begin")
@@ -55,7 +57,7 @@ def test_nobody_else_writes_a_run_directory(tmp_path: Path, umask: int) -> None:
     directory.close()
 
 
-def test_the_program_makes_nothing_that_others_may_write(umask: int) -> None:
+def test_main_prevents_world_writable_files(umask: int) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert os.umask(umask) == umask | 0o002
@@ -65,73 +67,73 @@ def test_the_program_makes_nothing_that_others_may_write(umask: int) -> None:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temp_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
     return tmp_path
 
 
-def test_compiled_code_lies_in_a_folder_of_the_user(places: Path) -> None:
+def test_inductor_cache_is_private_folder(temp_and_cache: Path) -> None:
     for _ in range(2):
         env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
         folder = Path(env[INDUCTOR_CACHE])
-        assert folder.parent == places / "tmp"
+        assert folder.parent == temp_and_cache / "tmp"
         assert stat.S_IMODE(folder.lstat().st_mode) == 0o700
-    own = {"python": "python3", "env": {INDUCTOR_CACHE: "/scratch"}, "token": "t"}
-    assert job_environment({}, own)[INDUCTOR_CACHE] == "/scratch"
+    user_spec = {"python": "python3", "env": {INDUCTOR_CACHE: "/scratch"}, "token": "t"}
+    assert job_environment({}, user_spec)[INDUCTOR_CACHE] == "/scratch"
     unset = {"python": "python3", "env": {}, "token": "t", "unset": [INDUCTOR_CACHE]}
     assert INDUCTOR_CACHE not in job_environment({INDUCTOR_CACHE: "/x"}, unset)
 
 
-def test_a_folder_that_others_could_rename_is_not_used(places: Path) -> None:
+def test_inductor_cache_requires_sticky_parent(temp_and_cache: Path) -> None:
     for mode, is_used in ((0o1777, True), (0o777, False)):
-        (places / "tmp").chmod(mode)
+        (temp_and_cache / "tmp").chmod(mode)
         env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
-        assert (Path(env[INDUCTOR_CACHE]).parent == places / "tmp") == is_used
+        assert (Path(env[INDUCTOR_CACHE]).parent == temp_and_cache / "tmp") == is_used
 
 
-@pytest.mark.parametrize("made", ["link", "file", "open to others", "of another user"])
-def test_a_folder_that_somebody_else_made_is_not_used(
-    places: Path, made: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["link", "file", "open to others", "of another user"])
+def test_inductor_cache_avoids_planted_folder(
+    temp_and_cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = places / "tmp" / f"paceline-inductor-{os.getuid()}"
-    if made == "link":
-        taken.symlink_to(places)
-    elif made == "file":
-        taken.touch()
+    cache_folder = temp_and_cache / "tmp" / f"paceline-inductor-{os.getuid()}"
+    if kind == "link":
+        cache_folder.symlink_to(temp_and_cache)
+    elif kind == "file":
+        cache_folder.touch()
     else:
-        taken.mkdir(0o700)
-        taken.chmod(0o777 if made == "open to others" else 0o700)
-    if made == "of another user":
+        cache_folder.mkdir(0o700)
+        cache_folder.chmod(0o777 if kind == "open to others" else 0o700)
+    if kind == "of another user":
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
-        taken.rename(taken.with_name(f"paceline-inductor-{other}"))
+        cache_folder.rename(cache_folder.with_name(f"paceline-inductor-{other}"))
     env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
-    assert Path(env[INDUCTOR_CACHE]) == places / "cache" / "paceline" / "torchinductor"
+    assert Path(env[INDUCTOR_CACHE]) == temp_and_cache / "cache" / "paceline" / "torchinductor"
     assert stat.S_IMODE(Path(env[INDUCTOR_CACHE]).lstat().st_mode) == 0o700
 
 
-# --- names that somebody else made first
+# --- paths that another user created first
 
 
 @pytest.fixture
 def open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where everybody may make files, as /tmp is."""
+    """Creates a folder in which every user can create files, like /tmp."""
     tmp_path.chmod(0o1777)
     monkeypatch.chdir(tmp_path)
-    theirs, lstat = os.getuid() + 1, os.lstat
+    other_uid, lstat = os.getuid() + 1, os.lstat
 
     def planted(path: str) -> SimpleNamespace:
         status = lstat(path)
-        uid = theirs if path.endswith((".toml", "planted", "n1", "runs")) else status.st_uid
+        uid = other_uid if path.endswith((".toml", "planted", "n1", "runs")) else status.st_uid
         return SimpleNamespace(st_uid=uid, st_mode=status.st_mode)
 
     monkeypatch.setattr(os, "lstat", planted)
     return tmp_path
 
 
-def test_results_are_not_written_where_another_user_could_replace_them(open_folder: Path) -> None:
+def test_rejects_run_directory_of_different_user(open_folder: Path) -> None:
     (open_folder / "planted").mkdir()
     for name in ("planted", "planted/one"):
         with pytest.raises(SettingError, match="belongs to another user"):
@@ -139,16 +141,16 @@ def test_results_are_not_written_where_another_user_could_replace_them(open_fold
     require_usable(open_folder / "own")
     for name in ("planted", "runs"):
         (open_folder / name).mkdir(exist_ok=True)
-        (open_folder / name).chmod(0o770)  # of a team
+        (open_folder / name).chmod(0o770)  # writable for a team
     require_usable(open_folder / "planted/one")
     with pytest.raises(SettingError, match="belongs to another user"):
         require_usable(open_folder / "runs/one")
-    open_folder.chmod(0o775)  # of a team
+    open_folder.chmod(0o775)  # writable for a team
     require_usable(open_folder / "planted")
 
 
-def test_a_link_of_another_user_to_a_folder_of_a_team_is_refused(open_folder: Path) -> None:
-    """It would choose which folder of ours results go to."""
+def test_rejects_another_users_link_to_team_folder(open_folder: Path) -> None:
+    """Such a link could redirect results to another folder of this user."""
     (open_folder / "own").mkdir()
     (open_folder / "own").chmod(0o770)
     (open_folder / "planted").symlink_to("own")
@@ -157,7 +159,7 @@ def test_a_link_of_another_user_to_a_folder_of_a_team_is_refused(open_folder: Pa
             require_usable(open_folder / name)
 
 
-def test_settings_and_hosts_that_another_user_left_there_are_refused(open_folder: Path) -> None:
+def test_rejects_settings_and_hosts_of_different_user(open_folder: Path) -> None:
     (open_folder / "paceline.toml").write_text('[run]\nhosts = "elsewhere"\n')
     with pytest.raises(SettingError, match=r"paceline\.toml belongs to another user"):
         read_settings_file(open_folder)
@@ -169,21 +171,21 @@ def test_settings_and_hosts_that_another_user_left_there_are_refused(open_folder
         assert [host.name for host in cluster.hosts] == [name]
 
 
-# --- a folder that goes, a greeting that is long
+# --- a removed folder, a long greeting
 
 
-def test_a_folder_that_was_removed_is_noticed(tmp_path: Path) -> None:
+def test_removed_folder_is_not_owned(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert directory.is_owned
     safe_paths.remove_tree(str(directory.path))
     assert not directory.is_owned
-    other = RunDirectory(tmp_path / "run")  # of somebody else's run by now
+    other = RunDirectory(tmp_path / "run")  # by now the run of another user
     assert other.is_owned
     assert not directory.is_owned
     other.close()
 
 
-def test_a_greeting_is_short() -> None:
+def test_hello_size_is_limited() -> None:
     hello = encode({"event": "hello", "facts": [{}] * 1_000_000})
     decoder = Decoder(max_json=MAX_HELLO)
     assert not decoder.feed(hello)
@@ -193,7 +195,7 @@ def test_a_greeting_is_short() -> None:
         list(Reassembler(MAX_HELLO).add({"part": FILES, "more": 1}, hello))
 
 
-def test_tokens_of_a_check_are_neither_written_nor_read_through_what_others_made(
+def test_check_tokens_follow_no_links(
     tmp_path: Path,
 ) -> None:
     victim = tmp_path / "victim"
@@ -209,17 +211,17 @@ def test_tokens_of_a_check_are_neither_written_nor_read_through_what_others_made
     assert seen == {"token": "ours"}
 
 
-# --- what other processes than the command make
+# --- files created by processes other than the command
 
 
 @pytest.mark.parametrize("start", ["supervisor", "agent", "warm agent"])
-def test_processes_on_hosts_make_nothing_that_others_may_write(
+def test_processes_on_hosts_use_umask_of_command(
     start: str, umask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as ``~/.config`` and the folder of jobs, with a login's umask of 000."""
+    """Checks ``~/.config`` and the folder of jobs, with the login's umask 000."""
     folder = str(Path.cwd())
     if start == "supervisor":
-        with pytest.raises(KeyError):  # no folder
+        with pytest.raises(KeyError):  # without an argument for the folder
             supervise.main()
     elif start == "agent":
         monkeypatch.setattr(server.guard, "fork_agent", lambda package: sys.exit())

@@ -1,4 +1,4 @@
-"""Where files of a script may arrive in its project, and when a checkpoint is complete."""
+"""Tests where files of a script are stored in its project, and when a checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paceline.rundir.output_rules import (
     unit_of,
 )
 
-OWN = PathState(in_own_folder=True)
-USERS = PathState()
+OWN_FOLDER = PathState(in_own_folder=True)
+USER_FOLDER = PathState()
 
 
 @pytest.mark.parametrize("path", [
@@ -30,15 +30,15 @@ USERS = PathState()
     "out/README.md", "out/epoch=3-step=40.ckpt", "out/last_checkpoint", "out/checkpoint",
     "out/latest_checkpointed_iteration.txt", "out/model_best", "out/step=40",
 ])  # fmt: skip
-def test_results_arrive_in_a_folder_that_the_run_made(path: str) -> None:
-    assert kept_out_reason(path, OWN) == ""
+def test_accepts_results_in_own_folder(path: str) -> None:
+    assert kept_out_reason(path, OWN_FOLDER) == ""
 
 
 @pytest.mark.parametrize("path", [
     "model.pt", "results.json", "out/log.txt", "plots/loss.png", "out/last.ckpt", "out/.metadata",
 ])  # fmt: skip
-def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
-    assert kept_out_reason(path, USERS) == ""
+def test_accepts_data_files_in_user_folders(path: str) -> None:
+    assert kept_out_reason(path, USER_FOLDER) == ""
 
 
 @pytest.mark.parametrize("path", [
@@ -64,8 +64,8 @@ def test_data_files_arrive_in_folders_of_the_user(path: str) -> None:
     "CMakePresets.json", "jest.config.json", "out/mcp.json", "events.out.tfevents.1.n1.pkl",
     "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
 ])  # fmt: skip
-@pytest.mark.parametrize("state", [OWN, USERS])
-def test_code_settings_and_odd_names_never_arrive(path: str, state: PathState) -> None:
+@pytest.mark.parametrize("state", [OWN_FOLDER, USER_FOLDER])
+def test_rejects_code_settings_and_unsafe_names(path: str, state: PathState) -> None:
     assert kept_out_reason(path, state) != ""
 
 
@@ -73,8 +73,8 @@ def test_code_settings_and_odd_names_never_arrive(path: str, state: PathState) -
     "path",
     ["conf/db.yaml", "notes.md", "templates/a.jinja", "latest", "x.0", "checkpoint", "bin/model"],
 )
-def test_folders_of_the_user_take_only_data(path: str) -> None:
-    assert kept_out_reason(path, USERS) != ""
+def test_user_folders_accept_only_data(path: str) -> None:
+    assert kept_out_reason(path, USER_FOLDER) != ""
 
 
 @pytest.mark.parametrize(("state", "arrives"), [
@@ -85,7 +85,7 @@ def test_folders_of_the_user_take_only_data(path: str) -> None:
     (PathState(was_sent=True), False),  # the user has just removed it
     (PathState(was_sent=True, is_own_output=True, exists=True), False),
 ])  # fmt: skip
-def test_only_the_runs_own_files_are_replaced(state: PathState, arrives: bool) -> None:
+def test_replaces_only_own_output(state: PathState, arrives: bool) -> None:
     assert (kept_out_reason("out/ckpt.pt", state) == "") is arrives
 
 
@@ -97,7 +97,7 @@ def test_only_the_runs_own_files_are_replaced(state: PathState, arrives: bool) -
     ("out/ckpt_5.pt", None),
     ("exp2024/model.pt", None),
 ])  # fmt: skip
-def test_a_checkpoint_folder_is_one_unit(path: str, unit: str | None) -> None:
+def test_unit_of_checkpoint_folder(path: str, unit: str | None) -> None:
     assert unit_of(path) == (unit or path)
 
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_folder_is_one_unit(path: str, unit: str | None) -> None:
     ("checkpoint", True), ("model-40", True), ("last.ckpt", True),
     ("latest", False), ("last_checkpoint", False), ("Makefile", False), ("run", False),
 ])  # fmt: skip
-def test_a_checkpoint_may_have_no_suffix(name: str, expected: bool) -> None:
+def test_is_checkpoint_without_suffix(name: str, expected: bool) -> None:
     assert is_checkpoint(f"out/{name}", [f"out/{name}"]) is expected
 
 
@@ -113,13 +113,13 @@ def files(*ages: tuple[str, float], state: str = "unknown") -> list[WrittenFile]
     return [WrittenFile(path, 1, 1, age_s, state) for path, age_s in ages]
 
 
-def test_a_folder_of_shards_is_one_unit() -> None:
+def test_groups_shards_of_folder() -> None:
     groups = group_files(files(("out/a/__0_0.distcp", 0), ("out/a/.metadata", 0), ("out/b.pt", 0)))
     assert {unit: len(group) for unit, group in groups.items()} == {"out/a": 2, "out/b.pt": 1}
 
 
-def test_a_log_does_not_hold_up_what_lies_beside_it() -> None:
-    """If the folder only looks like a checkpoint; a vocabulary belongs to a real one."""
+def test_splits_growing_log_from_folder() -> None:
+    """A log delays other files only in a real checkpoint, of which a vocabulary is a part."""
 
     def split(*ages: tuple[str, float]) -> dict[str, int]:
         split = split_growing_logs(group_files(files(*ages)))
@@ -145,16 +145,14 @@ def test_a_log_does_not_hold_up_what_lies_beside_it() -> None:
     ("step_1", files(("step_1/a.pt", 1.0), ("step_1/trainer_state.json", 3.5)), False),
     ("d", files(("d/__0_0.distcp", 5.0), ("d/.metadata", 4.0)), True),
 ])  # fmt: skip
-def test_what_stops_changing_is_complete(
-    unit: str, group: list[WrittenFile], complete: bool
-) -> None:
+def test_unchanged_unit_is_complete(unit: str, group: list[WrittenFile], complete: bool) -> None:
     assert is_complete(unit, group) is complete
     has_last = any("trainer_state" in file.path or ".metadata" in file.path for file in group)
     assert is_complete(unit, group, has_ended=True) is (complete or has_last)
 
 
-def test_a_checkpoint_is_complete_once_the_next_one_has_begun() -> None:
-    """A script that crashes while it saves has not changed the one before for some seconds."""
+def test_superseded_checkpoint_is_complete() -> None:
+    """If a script crashes in a save, the previous checkpoint is complete despite recent changes."""
 
     def written(unit: str, *times: int) -> list[WrittenFile]:
         return [WrittenFile(f"{unit}/{time}.pt", 1, time, 1.0, "whole") for time in times]
@@ -174,7 +172,7 @@ def test_a_checkpoint_is_complete_once_the_next_one_has_begun() -> None:
     assert not is_complete("a/step_1", cut_off, has_ended=True, is_superseded=True)
 
 
-def test_the_newest_arrives_first_and_checkpoints_are_told_by_name() -> None:
+def test_arrival_order_and_checkpoint_names() -> None:
     groups = group_files([WrittenFile("a.pt", 1, 5), WrittenFile("b.pt", 1, 9)])
     assert order_of_arrival(groups) == ["b.pt", "a.pt"]
     assert is_checkpoint("a", ["a/model.SAFETENSORS"])

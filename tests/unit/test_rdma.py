@@ -1,4 +1,4 @@
-"""Which RDMA ports NCCL uses, from the files of the kernel to the variables of the ranks."""
+"""Tests the choice of RDMA ports for NCCL, from files of the kernel to variables of the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROCE = ("RoCE v1", "RoCE v2")
 
 def infiniband(folder: Path, name: str, sm_lid: str = "0x1", rate: int = 200,
                prefix: str = FE80, state: str = "4: ACTIVE") -> None:  # fmt: skip
-    """The files of a port, with the words of a ConnectX-6 on InfiniBand."""
+    """Creates the kernel's files of an InfiniBand port, with the values of a ConnectX-6."""
     port = write(folder, name, {
         "state": state, "rate": f"{rate} Gb/sec (4X HDR)", "link_layer": "InfiniBand",
         "sm_lid": sm_lid, "gids/0": f"{prefix}:a088:c203:00d2:aaf2",
@@ -31,7 +31,7 @@ def infiniband(folder: Path, name: str, sm_lid: str = "0x1", rate: int = 200,
 
 
 def roce(folder: Path, name: str, address: str, rate: int = 100, skip: int = 0) -> None:
-    """The files of a port on Ethernet: each address twice, for RoCE v1 and v2."""
+    """Creates the kernel's files of an Ethernet port: each address twice, for RoCE v1 and v2."""
     gid = ipaddress.IPv6Address(address if ":" in address else f"::ffff:{address}").exploded
     gids = [f"{FE80}:a288:c2ff:fe3b:506a"] * (2 + 2 * skip) + [gid] * 2
     files = {f"gids/{index}": gid for index, gid in enumerate(gids)}
@@ -55,51 +55,56 @@ def write(folder: Path, name: str, files: dict[str, str]) -> Path:
     return port
 
 
-def host(folder: Path, *addresses: str, **more: Any) -> dict[str, Any]:
-    """The facts of a host with a GPU, with the cards of a folder."""
+def host(folder: Path, *addresses: str, **extra_facts: Any) -> dict[str, Any]:
+    """Returns the facts of a host with a GPU and with the network cards described in a folder."""
     links = [{"addresses": [{"address": address, "prefix": 64 if ":" in address else 24}]}
              for address in addresses]  # fmt: skip
     gpus = [{"maker": "nvidia"}]
-    return {"rdma": rdma_facts(str(folder)), "interfaces": links, "devices": {"gpus": gpus}, **more}
+    return {
+        "rdma": rdma_facts(str(folder)),
+        "interfaces": links,
+        "devices": {"gpus": gpus},
+        **extra_facts,
+    }
 
 
-def of(choice: RdmaChoice, *names: str) -> list[str]:
+def hca_names(choice: RdmaChoice, *names: str) -> list[str]:
     return [choice.on(name).get("NCCL_IB_HCA", "") for name in names]
 
 
-def test_all_ports_of_one_fabric_are_used(tmp_path: Path) -> None:
+def test_uses_all_ports_of_fabric(tmp_path: Path) -> None:
     for name in ("a", "b"):
         infiniband(tmp_path / name, "mlx5_0")
         infiniband(tmp_path / name, "mlx5_1")
         infiniband(tmp_path / name, "mlx5_2", state="1: DOWN")
     choice = choose({name: host(tmp_path / name) for name in ("a", "b")})
-    assert of(choice, "a", "b") == ["=mlx5_0:1,mlx5_1:1"] * 2
+    assert hca_names(choice, "a", "b") == ["=mlx5_0:1,mlx5_1:1"] * 2
     assert "NCCL_IB_GID_INDEX" not in choice.on("a")
     assert "InfiniBand fe80:0000:0000:0000, subnet manager 0x1" in choice.reason
 
 
-def test_a_port_of_another_fabric_is_left_out(tmp_path: Path) -> None:
-    """Such as that of the storage, to which one host only is connected."""
+def test_excludes_port_of_different_fabric(tmp_path: Path) -> None:
+    """Example: a storage network that only one host is connected to."""
     infiniband(tmp_path / "a", "mlx5_0", prefix="fe80:0000:0000:0001")
     infiniband(tmp_path / "a", "mlx5_1", sm_lid="0x7")
     infiniband(tmp_path / "b", "mlx5_0", sm_lid="0x7")
     choice = choose({name: host(tmp_path / name) for name in ("a", "b")})
-    assert of(choice, "a", "b") == ["=mlx5_1:1", "=mlx5_0:1"]
+    assert hca_names(choice, "a", "b") == ["=mlx5_1:1", "=mlx5_0:1"]
 
 
-def test_rails_of_roce_with_the_index_of_their_addresses(tmp_path: Path) -> None:
+def test_roce_rails_with_common_gid_index(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", f"10.1.0.{number}")
         roce(tmp_path / name, "mlx5_1", f"10.2.0.{number}")
     facts = {"a": host(tmp_path / "a", "10.1.0.1", "10.2.0.1"),
              "b": host(tmp_path / "b", "10.1.0.2", "10.2.0.2")}  # fmt: skip
     choice = choose(facts)
-    assert of(choice, "a", "b") == ["=mlx5_0:1,mlx5_1:1"] * 2
+    assert hca_names(choice, "a", "b") == ["=mlx5_0:1,mlx5_1:1"] * 2
     assert choice.on("a")["NCCL_IB_GID_INDEX"] == "3"
     assert choice.reason == "on a network of all hosts: 10.1.0.0/24, 10.2.0.0/24"
 
 
-def test_different_indices_are_left_to_nccl(tmp_path: Path) -> None:
+def test_sets_no_gid_index_if_indices_differ(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", f"10.1.0.{number}")
         roce(tmp_path / name, "mlx5_1", f"10.1.0.{number + 10}", skip=1)
@@ -108,53 +113,53 @@ def test_different_indices_are_left_to_nccl(tmp_path: Path) -> None:
     assert choice.on("a") == {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}
 
 
-def test_the_slow_network_is_left_out_on_all_hosts(tmp_path: Path) -> None:
-    """Each host alone might choose another one."""
+def test_excludes_slow_network_on_all_hosts(tmp_path: Path) -> None:
+    """If each host chose by itself, the choices could differ."""
     for number, (name, rate) in enumerate((("a", 200), ("b", 100)), 1):
         infiniband(tmp_path / name, "mlx5_0", rate=rate)
         roce(tmp_path / name, "mlx5_1", f"10.1.0.{number}", rate=25)
     facts = {name: host(tmp_path / name, "10.1.0.1", "10.1.0.2") for name in ("a", "b")}
-    assert of(choose(facts), "a", "b") == ["=mlx5_0:1"] * 2
+    assert hca_names(choose(facts), "a", "b") == ["=mlx5_0:1"] * 2
 
 
 @pytest.mark.parametrize("rate", [25, 100, 200])
-def test_ports_of_one_kind_are_used(tmp_path: Path, rate: int) -> None:
-    """NCCL does not connect InfiniBand with Ethernet; four times 25 Gbit/s are more than 40."""
+def test_does_not_mix_infiniband_and_ethernet(tmp_path: Path, rate: int) -> None:
+    """NCCL does not connect InfiniBand with Ethernet; the sum of the rates decides: 4 × 25 > 40."""
     for number, name in enumerate(("a", "b"), 1):
         for card in range(4):
             infiniband(tmp_path / name, f"mlx5_{card}", rate=rate)
         roce(tmp_path / name, "mlx5_8", f"10.1.0.{number}", rate=40 if rate == 25 else 200)
     facts = {name: host(tmp_path / name, "10.1.0.1", "10.1.0.2") for name in ("a", "b")}
-    assert of(choose(facts), "a", "b") == ["=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1"] * 2
+    assert hca_names(choose(facts), "a", "b") == ["=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1"] * 2
 
 
-def test_ports_of_the_faster_kind_are_used(tmp_path: Path) -> None:
+def test_prefers_faster_link_layer(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b"), 1):
         infiniband(tmp_path / name, "mlx5_0", rate=100)
         roce(tmp_path / name, "mlx5_1", f"10.1.0.{number}", rate=200)
     facts = {name: host(tmp_path / name, "10.1.0.1", "10.1.0.2") for name in ("a", "b")}
-    assert of(choose(facts), "a", "b") == ["=mlx5_1:1"] * 2
+    assert hca_names(choose(facts), "a", "b") == ["=mlx5_1:1"] * 2
 
 
-def test_addresses_of_several_hosts_connect_none(tmp_path: Path) -> None:
-    """Such as those of a card to a storage, which is set up alike everywhere."""
+def test_ignores_address_that_hosts_share(tmp_path: Path) -> None:
+    """Example: cards for storage that have the same address on all hosts."""
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", "192.168.1.1")
         roce(tmp_path / name, "mlx5_1", f"10.1.0.{number}")
     facts = {name: host(tmp_path / name, "192.168.1.1", "10.1.0.1", "10.1.0.2")
              for name in ("a", "b")}  # fmt: skip
-    assert of(choose(facts), "a", "b") == ["=mlx5_1:1"] * 2
+    assert hca_names(choose(facts), "a", "b") == ["=mlx5_1:1"] * 2
     joining = choose_for_newcomer("b", facts, {"a": {"NCCL_IB_HCA": "=mlx5_1:1"}})
-    assert of(joining, "b") == ["=mlx5_1:1"]
-    for known in facts.values():
-        known["rdma"] = [port for port in known["rdma"] if port["name"] == "mlx5_0"]
+    assert hca_names(joining, "b") == ["=mlx5_1:1"]
+    for host_facts in facts.values():
+        host_facts["rdma"] = [port for port in host_facts["rdma"] if port["name"] == "mlx5_0"]
     assert choose(facts).on("a") == {"NCCL_NET": "Socket"}
     (finding,) = rdma.evaluate(Survey((Host("a"), Host("b")), facts=facts))
     assert finding.message == "a, b have no usable RDMA port, so all hosts use TCP"
 
 
-def test_ipv6_is_used_where_there_is_no_ipv4(tmp_path: Path) -> None:
-    """NCCL by itself would take the first entry: RoCE v1, with a link-local address."""
+def test_uses_ipv6_without_ipv4(tmp_path: Path) -> None:
+    """By default, NCCL would use the first entry: RoCE v1, with a link-local address."""
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", f"fd00:0:0:1::{number}")
         roce(tmp_path / name, "mlx5_1", f"fd00:0:0:1::{number}0", skip=number - 1)
@@ -166,8 +171,8 @@ def test_ipv6_is_used_where_there_is_no_ipv4(tmp_path: Path) -> None:
     assert choice.reason == "on a network of all hosts: fd00:0:0:1::/64"
 
 
-def test_a_card_without_its_device_is_not_used(tmp_path: Path) -> None:
-    """As in a container that was not given it."""
+def test_card_without_device_file_is_inactive(tmp_path: Path) -> None:
+    """Example: a container without access to the device."""
     infiniband(tmp_path / "cards", "mlx5_0")
     (tmp_path / "cards/mlx5_0/device/infiniband_verbs/uverbs0").mkdir(parents=True)
     devices = tmp_path / "dev"
@@ -177,7 +182,7 @@ def test_a_card_without_its_device_is_not_used(tmp_path: Path) -> None:
     assert rdma_facts(str(tmp_path / "cards"), str(devices))[0]["active"]
 
 
-def test_files_that_are_missing_or_unknown(tmp_path: Path) -> None:
+def test_missing_or_unknown_sysfs_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         infiniband(tmp_path / name, "mlx5_0")
         (tmp_path / name / "mlx5_0/ports/1/sm_lid").unlink()
@@ -190,7 +195,7 @@ def test_files_that_are_missing_or_unknown(tmp_path: Path) -> None:
     assert "left to NCCL" in choice.reason
 
 
-def test_routed_rails_are_not_given_up_for_a_common_front_end(tmp_path: Path) -> None:
+def test_delegates_possibly_routed_rails_to_nccl(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", f"10.{number}.0.1", rate=400)
         roce(tmp_path / name, "mlx5_bond_0", f"10.9.0.{number}", rate=100)
@@ -200,8 +205,8 @@ def test_routed_rails_are_not_given_up_for_a_common_front_end(tmp_path: Path) ->
     assert "maybe routed: left to NCCL" in choose(facts).reason
 
 
-def test_the_ports_of_a_network_count_together(tmp_path: Path) -> None:
-    """Eight rails for the job outweigh one faster port for the storage."""
+def test_compares_networks_by_total_rate(tmp_path: Path) -> None:
+    """Eight ports for the job have more bandwidth than one faster port for the storage."""
     for name in ("a", "b"):
         for number in range(8):
             infiniband(tmp_path / name, f"mlx5_{number}", rate=100)
@@ -210,7 +215,7 @@ def test_the_ports_of_a_network_count_together(tmp_path: Path) -> None:
     assert "mlx5_7:1" in chosen.on("a")["NCCL_IB_HCA"]
 
 
-def test_the_index_is_that_of_the_address_in_the_chosen_network(tmp_path: Path) -> None:
+def test_gid_index_matches_chosen_network(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b"), 1):
         roce(tmp_path / name, "mlx5_0", f"172.16.{number}.5")
         folder = tmp_path / name / "mlx5_0" / "ports" / "1"
@@ -223,15 +228,15 @@ def test_the_index_is_that_of_the_address_in_the_chosen_network(tmp_path: Path) 
     assert choose(facts).on("a")["NCCL_IB_GID_INDEX"] == "5"
 
 
-def test_one_host_without_a_card_means_tcp_for_all(tmp_path: Path) -> None:
+def test_host_without_card_forces_tcp(tmp_path: Path) -> None:
     infiniband(tmp_path / "a", "mlx5_0")
     choice = choose({"a": host(tmp_path / "a"), "b": host(tmp_path / "none")})
     assert choice.variables == {"a": {"NCCL_NET": "Socket"}, "b": {"NCCL_NET": "Socket"}}
     assert choice.reason == "b has no usable RDMA port, so all hosts use TCP"
 
 
-def test_what_is_not_understood_is_left_to_nccl(tmp_path: Path) -> None:
-    """EFA has a plugin of its own; RoCE may be routed between networks."""
+def test_delegates_unknown_hardware_to_nccl(tmp_path: Path) -> None:
+    """EFA has its own plug-in; RoCE may be routed between networks."""
     for name in ("a", "b"):
         efa(tmp_path / name, "rdmap0s6")
     choice = choose({name: host(tmp_path / name) for name in ("a", "b")})
@@ -242,34 +247,37 @@ def test_what_is_not_understood_is_left_to_nccl(tmp_path: Path) -> None:
     assert (choose(facts).variables, choose(facts).unknown) == ({}, True)
 
 
-@pytest.mark.parametrize("where", ["environment", "nccl_conf"])
-def test_a_setting_of_a_host_wins(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("source", ["environment", "nccl_conf"])
+def test_host_setting_disables_choice(tmp_path: Path, source: str) -> None:
     infiniband(tmp_path, "mlx5_0")
-    facts = {"a": host(tmp_path), "b": host(tmp_path, **{where: {"NCCL_IB_DISABLE": "1"}})}
+    facts = {"a": host(tmp_path), "b": host(tmp_path, **{source: {"NCCL_IB_DISABLE": "1"}})}
     choice = choose(facts)
     assert not choice.variables
     assert "b sets NCCL_IB_DISABLE=1" in choice.reason
 
 
-def test_nothing_is_chosen_for_one_host_or_without_gpus(tmp_path: Path) -> None:
+def test_no_choice_for_single_host_or_without_gpus(tmp_path: Path) -> None:
     infiniband(tmp_path, "mlx5_0")
     assert not choose({"a": host(tmp_path)}).variables
     facts = host(tmp_path, devices={"gpus": []})
     assert not choose({"a": facts, "b": facts}).variables
 
 
-def test_a_host_that_joins_uses_the_network_of_the_running_ones(tmp_path: Path) -> None:
+def test_newcomer_uses_network_of_running_hosts(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         infiniband(tmp_path / name, "mlx5_0")
     infiniband(tmp_path / "c", "mlx5_1", sm_lid="0x7")
     facts = {name: host(tmp_path / name) for name in ("a", "b", "c")}
     running = {name: {"NCCL_IB_HCA": "=mlx5_0:1"} for name in ("a", "b")}
     assert choose_for_newcomer("c", facts, running).on("c") == {"NCCL_IB_HCA": "=mlx5_0:1"}
-    alone = {"a": facts["a"], "c": facts["c"]}  # a job of one host, for which nothing was chosen
-    assert choose_for_newcomer("c", alone, {"a": {}}).on("c") == {"NCCL_IB_HCA": "=mlx5_0:1"}
+    single_host = {
+        "a": facts["a"],
+        "c": facts["c"],
+    }  # a job of one host: no ports were chosen for it
+    assert choose_for_newcomer("c", single_host, {"a": {}}).on("c") == {"NCCL_IB_HCA": "=mlx5_0:1"}
 
 
-def test_a_host_that_joins_ranks_on_tcp_uses_tcp(tmp_path: Path) -> None:
+def test_newcomer_uses_tcp_if_running_hosts_do(tmp_path: Path) -> None:
     for name in ("a", "b"):
         infiniband(tmp_path / name, "mlx5_0")
     facts = {name: host(tmp_path / name) for name in ("a", "b")}
@@ -280,38 +288,38 @@ def test_a_host_that_joins_ranks_on_tcp_uses_tcp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("card", ["none", "elsewhere"])
-def test_a_host_that_does_not_reach_the_running_cards_is_refused(tmp_path: Path, card: str) -> None:
+def test_rejects_newcomer_without_common_network(tmp_path: Path, card: str) -> None:
     infiniband(tmp_path / "a", "mlx5_0")
     infiniband(tmp_path / "elsewhere", "mlx5_0", sm_lid="0x7")
     facts = {"a": host(tmp_path / "a"), "b": host(tmp_path / card)}
-    with pytest.raises(NodeError, match="b has no RDMA port on the network") as refused:
+    with pytest.raises(NodeError, match="b has no RDMA port on the network") as excinfo:
         choose_for_newcomer("b", facts, {"a": {"NCCL_IB_HCA": "=mlx5_0:1"}})
-    assert refused.value.found == "NCCL uses these there: a mlx5_0"
+    assert excinfo.value.found == "NCCL uses these there: a mlx5_0"
     facts["b"] = host(tmp_path / card, environment={"NCCL_IB_DISABLE": "1"})
     assert not choose_for_newcomer("b", facts, {"a": {}}).variables
     facts["b"] = host(tmp_path / card, devices={"gpus": []})
     assert not choose_for_newcomer("b", facts, {"a": {}}).variables
 
 
-def test_a_host_that_joins_with_cards_of_unknown_networks_is_left_to_nccl(tmp_path: Path) -> None:
+def test_delegates_newcomer_with_unknown_networks_to_nccl(tmp_path: Path) -> None:
     for name in ("a", "b"):
         efa(tmp_path / name, "rdmap0s6")
     facts = {name: host(tmp_path / name) for name in ("a", "b")}
     assert not choose_for_newcomer("b", facts, {"a": {}}).variables
 
 
-def test_check_leaves_the_choice_to_a_setting_as_run_does(tmp_path: Path) -> None:
+def test_check_respects_user_settings(tmp_path: Path) -> None:
     for name in ("a", "b"):
         infiniband(tmp_path / name, "mlx5_0")
     facts = {name: host(tmp_path / name) for name in ("a", "b")}
 
-    def message(b: Host = Host("b"), **given: Any) -> str:  # noqa: B008
+    def message(b: Host = Host("b"), **settings: Any) -> str:  # noqa: B008
         (finding,) = rdma.evaluate(
-            Survey((Host("a"), b), facts=facts, requirements=Requirements(**given))
+            Survey((Host("a"), b), facts=facts, requirements=Requirements(**settings))
         )
         return finding.message
 
-    left = "NCCL_IB_HCA was given: left to NCCL"
-    assert message(job_variables=("NCCL_IB_HCA",)) == left
-    assert message(Host("b", env={"NCCL_IB_HCA": "mlx5_1"})) == left
-    assert "left to NCCL" not in message(settled=("NCCL_IB_HCA",))  # hidden: the ranks have none
+    expected = "NCCL_IB_HCA was given: left to NCCL"
+    assert message(job_variables=("NCCL_IB_HCA",)) == expected
+    assert message(Host("b", env={"NCCL_IB_HCA": "mlx5_1"})) == expected
+    assert "left to NCCL" not in message(settled=("NCCL_IB_HCA",))  # hidden: ranks do not get it

@@ -1,4 +1,4 @@
-"""The commands around recipes, without torch, and their reference."""
+"""Tests the commands for recipes, without torch, and their reference page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.spec.errors import DataError, SettingError
 from paceline.spec.job import Input
 
 
-def test_listing() -> None:
-    found = json.loads(CliRunner().invoke(listing, ["--json"]).output)
-    assert {one["name"] for one in found if one["kind"] == "recipes"} == set(RECIPES)
-    shown = CliRunner().invoke(listing, ["models", "--recipe", "image"]).output
-    assert shown.splitlines()[0] == "models:"
-    own, weights = shown.split("pretrained:\n")
-    assert [line.split()[0] for line in own.splitlines()[1:]] == [
+def test_list_command() -> None:
+    entries = json.loads(CliRunner().invoke(listing, ["--json"]).output)
+    assert {entry["name"] for entry in entries if entry["kind"] == "recipes"} == set(RECIPES)
+    listing_text = CliRunner().invoke(listing, ["models", "--recipe", "image"]).output
+    assert listing_text.splitlines()[0] == "models:"
+    builtin_text, weights = listing_text.split("pretrained:\n")
+    assert [line.split()[0] for line in builtin_text.splitlines()[1:]] == [
         "cnn",
         "resnet18",
         "resnet34",
@@ -36,15 +36,15 @@ def test_listing() -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "forecast"])
-def test_options_before_the_recipe_are_put_behind_it(verb: str) -> None:
+def test_error_moves_options_behind_recipe(verb: str) -> None:
     argv = [sys.executable, "-m", "paceline", verb, "--epochs", "3", "image", "--shard"]
-    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "--epochs precedes the name of the recipe" in done.stderr
-    assert f"paceline {verb} image --epochs 3 --shard" in done.stderr
+    completed = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+    assert completed.returncode != 0
+    assert "--epochs precedes the name of the recipe" in completed.stderr
+    assert f"paceline {verb} image --epochs 3 --shard" in completed.stderr
 
 
-def test_a_listing_is_broken_between_words(
+def test_list_wraps_lines_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -55,18 +55,18 @@ def test_a_listing_is_broken_between_words(
     assert any(line.startswith(" " * 34) and "CIFAR-10" in line for line in lines)
 
 
-def test_copying(tmp_path: Path) -> None:
+def test_recipe_copy(tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
     copied = CliRunner().invoke(recipe_verb.command, ["copy", "text", str(target)])
     assert copied.exit_code == 0
     assert target.read_text() == recipe_verb.script("text") != recipe_verb.script("text", True)
-    whole = CliRunner().invoke(
+    full_copy = CliRunner().invoke(
         recipe_verb.command, ["copy", "--full", "text", str(target), "--force"]
     )
-    assert whole.exit_code == 0
+    assert full_copy.exit_code == 0
     assert "train_text(options: TextOptions)" in target.read_text()
-    again = CliRunner().invoke(recipe_verb.command, ["copy", "text", str(target)])
-    assert isinstance(again.exception, SettingError)
+    second_copy = CliRunner().invoke(recipe_verb.command, ["copy", "text", str(target)])
+    assert isinstance(second_copy.exception, SettingError)
     with pytest.raises(SettingError, match="Did you mean translation"):
         recipe_verb.script("translatoin")
     with pytest.raises(SettingError, match="no short script of the recipe sft"):
@@ -75,11 +75,11 @@ def test_copying(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_reference_has_sentences(name: str) -> None:
-    assert all(one.text.endswith(".") for one in list_options(RECIPES[name].options))
+def test_reference_texts_are_sentences(name: str) -> None:
+    assert all(entry.text.endswith(".") for entry in list_options(RECIPES[name].options))
 
 
-def test_flags_of_a_table() -> None:
+def test_table_to_flags() -> None:
     table = {"augment": ["flip", "crop"], "freeze": False, "global_batch": 8, "lr": 0.5}
     options = parse_options("image", table_to_flags("image", table))
     assert (options.global_batch, options.lr) == (8, 0.5)
@@ -92,7 +92,7 @@ def test_unknown_task() -> None:
         load_use_module("speech")
 
 
-def test_no_torch_is_needed() -> None:
+def test_recipe_commands_need_no_torch() -> None:
     code = (
         "import sys; from paceline.recipes import parse_options, RECIPES\n"
         "import paceline.cli.verbs.recipe, paceline.cli.verbs.use\n"
@@ -104,7 +104,7 @@ def test_no_torch_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_hosts_need_of_a_base_model(tmp_path: Path) -> None:
+def test_path_input(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     file.touch()
     assert path_input(str(file)) == (
@@ -115,15 +115,15 @@ def test_what_hosts_need_of_a_base_model(tmp_path: Path) -> None:
     assert path_input("USER/NAME") == ("USER/NAME", ())
 
 
-def test_what_hosts_need_of_starting_weights(tmp_path: Path) -> None:
+def test_weights_input(tmp_path: Path) -> None:
     run, file = tmp_path / "run", tmp_path / "w.safetensors"
     for step in (5, 10):
         (run / "checkpoints" / str(step)).mkdir(parents=True)
         (run / "checkpoints" / str(step) / "manifest.json").write_text("{}")
     (run / "checkpoints" / "best.json").write_text('{"step": 5}')
     file.write_bytes(b"")
-    needed = Input(str(run), ("model", "checkpoints/5", "checkpoints/best.json"))
-    assert weights_input(str(run)) == (str(run), (needed,))
+    expected = Input(str(run), ("model", "checkpoints/5", "checkpoints/best.json"))
+    assert weights_input(str(run)) == (str(run), (expected,))
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
     assert weights_input(str(run))[1] == (Input(str(run), ("model",)),)
@@ -132,9 +132,9 @@ def test_what_hosts_need_of_starting_weights(tmp_path: Path) -> None:
     assert weights_input("") == ("", ())
 
 
-def test_a_run_of_another_recipe_is_left_as_it_is(tmp_path: Path) -> None:
+def test_rejects_run_directory_of_different_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"recipe": "image"}')
-    check_same_recipe("text", tmp_path)  # it has no checkpoint that would be resumed
+    check_same_recipe("text", tmp_path)  # there is no checkpoint to resume from
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     (tmp_path / "checkpoints" / "2" / "manifest.json").touch()
     check_same_recipe("image", tmp_path)
@@ -143,9 +143,9 @@ def test_a_run_of_another_recipe_is_left_as_it_is(tmp_path: Path) -> None:
     assert caught.value.found == "image then, text now"
 
 
-def test_missing_data_are_refused_before_the_start(tmp_path: Path) -> None:
+def test_rejects_missing_data_before_start(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "paceline", "train", "text", "--data", "nofile.csv"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "--data nofile.csv: no such file or folder" in done.stderr
+    completed = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert "--data nofile.csv: no such file or folder" in completed.stderr
     assert [*tmp_path.iterdir()] == []

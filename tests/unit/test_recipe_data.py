@@ -1,4 +1,4 @@
-"""Readers of image data sets, on files made here in the original formats."""
+"""Tests the readers of image data sets, on files created here in the original formats."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def write_folder(folder: Path, classes: dict[str, int], size: int = 10) -> None:
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
 
 
-def read(source: Path | str, data_dir: Path | str = "", **wanted: Any) -> ImageData:
-    return load(ImageOptions(data=str(source), data_dir=str(data_dir), **wanted))
+def read(source: Path | str, data_dir: Path | str = "", **overrides: Any) -> ImageData:
+    return load(ImageOptions(data=str(source), data_dir=str(data_dir), **overrides))
 
 
 def test_bundled_digits() -> None:
@@ -85,9 +85,9 @@ def test_bundled_digits() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("place", ["", "mnist", "MNIST/raw"])
-def test_idx_files(tmp_path: Path, packed: bool, place: str) -> None:
-    write_idx(tmp_path / place, packed=packed)
+@pytest.mark.parametrize("subfolder", ["", "mnist", "MNIST/raw"])
+def test_idx_files(tmp_path: Path, packed: bool, subfolder: str) -> None:
+    write_idx(tmp_path / subfolder, packed=packed)
     data = read("mnist", tmp_path)
     assert data.shape == (1, 9, 8)
     assert data.splits["train"].pixels(np.array([5, 0])).shape == (2, 1, 9, 8)
@@ -108,7 +108,7 @@ def test_cifar_files(tmp_path: Path, binary: bool) -> None:
     assert data.classes[3] == "cat"
 
 
-def test_the_hundred_classes_of_cifar(tmp_path: Path) -> None:
+def test_cifar100_files(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()
     names = [f"class {number}".encode() for number in range(100)]
@@ -128,13 +128,13 @@ def test_the_hundred_classes_of_cifar(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_both_cifar_versions_are_one_data_set(tmp_path: Path) -> None:
+def test_cifar_versions_have_equal_fingerprint(tmp_path: Path) -> None:
     write_cifar(tmp_path / "a", binary=True)
     write_cifar(tmp_path / "b", binary=False)
     assert read(tmp_path / "a").fingerprint == read(tmp_path / "b").fingerprint
 
 
-def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
+def test_hostile_pickle_runs_no_code(tmp_path: Path) -> None:
     write_cifar(tmp_path, binary=False)
     target = tmp_path / "ran"
 
@@ -148,8 +148,8 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-class Described:
-    """Pickles as an array whose state says something else than it holds."""
+class CraftedArray:
+    """An object that is pickled as an array whose state does not match its content."""
 
     def __init__(self, *state: Any) -> None:
         self.state = state
@@ -165,11 +165,11 @@ U1 = np.dtype("u1")
 @pytest.mark.parametrize(
     ("data", "labels"),
     [
-        (Described(1, (2, 3072), np.dtype("O"), False, b"\1" * 2 * 3072 * 8), [3, 9]),
-        (Described(1, (2, 3072), U1, False, b"short"), [3, 9]),
-        (Described(1, (2**62, 3072), U1, False, b""), [3, 9]),
-        (Described(1, (2, 3072), U1, True, b"\1" * 6144), [3, 9]),
-        (Described(1, (2, 3071), U1, False, b"\1" * 6142), [3, 9]),
+        (CraftedArray(1, (2, 3072), np.dtype("O"), False, b"\1" * 2 * 3072 * 8), [3, 9]),
+        (CraftedArray(1, (2, 3072), U1, False, b"short"), [3, 9]),
+        (CraftedArray(1, (2**62, 3072), U1, False, b""), [3, 9]),
+        (CraftedArray(1, (2, 3072), U1, True, b"\1" * 6144), [3, 9]),
+        (CraftedArray(1, (2, 3071), U1, False, b"\1" * 6142), [3, 9]),
         (np.zeros((2, 3072), np.float64), [3, 9]),
         ([[1]], [3, 9]),
         (np.zeros((2, 3072), np.uint8), [3, [9]]),
@@ -177,8 +177,8 @@ U1 = np.dtype("u1")
         (np.zeros((2, 3072), np.uint8), np.array([3, 9])),
     ],
 )
-def test_a_crafted_batch_is_refused(tmp_path: Path, data: Any, labels: Any) -> None:
-    """What the file says of its arrays is checked before numpy sees it."""
+def test_rejects_crafted_batch(tmp_path: Path, data: Any, labels: Any) -> None:
+    """The description of arrays in a file is checked before numpy uses it."""
     write_cifar(tmp_path, binary=False)
     crafted = pickle.dumps({b"data": data, b"labels": labels}, protocol=2)
     (tmp_path / "data_batch_2").write_bytes(crafted)
@@ -186,8 +186,8 @@ def test_a_crafted_batch_is_refused(tmp_path: Path, data: Any, labels: Any) -> N
         read(tmp_path)
 
 
-def test_numpy_is_not_called_by_a_file(tmp_path: Path) -> None:
-    """ndarray(shape, dtype("O"), bytes) would make pointers of the bytes."""
+def test_pickle_cannot_call_numpy(tmp_path: Path) -> None:
+    """``ndarray(shape, dtype("O"), bytes)`` would interpret the bytes as pointers."""
     write_cifar(tmp_path, binary=False)
 
     class Pointers:
@@ -201,7 +201,7 @@ def test_numpy_is_not_called_by_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_every_form_of_a_batch_is_read(tmp_path: Path, protocol: int) -> None:
+def test_reads_batches_of_all_pickle_protocols(tmp_path: Path, protocol: int) -> None:
     write_cifar(tmp_path, binary=False)
     expected = read(tmp_path).fingerprint
     for file in tmp_path.iterdir():
@@ -209,31 +209,29 @@ def test_every_form_of_a_batch_is_read(tmp_path: Path, protocol: int) -> None:
     assert read(tmp_path).fingerprint == expected
 
 
-def test_a_small_file_may_not_fill_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_oversized_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, {"a": 5, "b": 5})
     Image.new("L", (8000, 5000)).save(tmp_path / "a/0.png")
     with pytest.raises(DataError, match="8000 × 5000 pixels, more than the 32 million") as caught:
         read(tmp_path)
     assert "0.png" in caught.value.render()
-    kept = read(tmp_path, skip_damaged=True).splits.values()
-    assert sum(len(split.labels) for split in kept) == 9
+    remaining = read(tmp_path, skip_damaged=True).splits.values()
+    assert sum(len(split.labels) for split in remaining) == 9
     (tmp_path / "a/0.png").unlink()
     Image.new("RGB", (800, 600)).save(tmp_path / "a/0.jpg")
     monkeypatch.setattr(decoding, "MAX_PIXELS", 200_000)
-    read_all(read(tmp_path))  # a JPEG is decoded at a part of its size
+    read_all(read(tmp_path))  # a JPEG is decoded at reduced size
 
 
-def test_a_data_set_of_images_may_not_fill_the_memory(
+def test_rejects_oversized_image_in_hub_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Hugging Face: its rows are decoded by us, not by its library."""
+    """Covers a Hugging Face data set, whose rows Paceline decodes instead of the library."""
     import datasets
 
     for name in ("HF_HUB_DISABLE_TELEMETRY", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # it is a thread
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # tqdm would start a thread
 
     def packed(side: int) -> dict[str, Any]:
         file = io.BytesIO()
@@ -242,15 +240,17 @@ def test_a_data_set_of_images_may_not_fill_the_memory(
 
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
     rows = {"image": [packed(4)] * 9 + [packed(6000)], "label": [0, 1] * 5}
-    made = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
-    made.save_to_disk(str(tmp_path / "d"))
+    built = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    built.save_to_disk(str(tmp_path / "d"))
     with pytest.raises(DataError, match="row 9") as caught:
         read_all(read(tmp_path / "d"))
     assert "6000 × 6000 pixels, more than the 32 million" in caught.value.render()
 
 
-def test_an_image_file_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PostScript under another name would be drawn by Ghostscript."""
+def test_postscript_image_starts_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow would pass PostScript with another file name to Ghostscript."""
     write_folder(tmp_path, {"a": 5, "b": 5})
     (tmp_path / "a/0.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"
                                        b"%%EndComments\nshowpage\n")  # fmt: skip
@@ -261,26 +261,26 @@ def test_an_image_file_starts_no_program(tmp_path: Path, monkeypatch: pytest.Mon
     assert started == []
 
 
-@pytest.mark.parametrize(("depth", "why"), [(2, "another shape"), (40, "share too many parts")])
-def test_a_batch_whose_shape_would_fill_a_page(tmp_path: Path, depth: int, why: str) -> None:
-    """A list that holds itself twice over, thirty times, is small; its text is not."""
+@pytest.mark.parametrize(("depth", "reason"), [(2, "another shape"), (40, "share too many parts")])
+def test_rejects_nested_shape_quickly(tmp_path: Path, depth: int, reason: str) -> None:
+    """A list that contains itself twice, nested 30 times, is small, but its text is not."""
     write_cifar(tmp_path, binary=False)
     bomb: list[Any] = []
     for _ in range(depth):
         bomb = [bomb, bomb]
     path = tmp_path / "data_batch_1"
-    raw = pickle.dumps(bomb, protocol=2)[2:-1]  # without its beginning and end
-    made = b"\x80\x02}(C\x04datac" + b"numpy\nndarray\n)R(K\x01(" + raw
-    made += b"K\x01tcnumpy\ndtype\n(U\x02u1tR\x89C\x00tbC\x06labels](K\x01eu."
-    path.write_bytes(made)
-    began = time.process_time()
+    raw = pickle.dumps(bomb, protocol=2)[2:-1]  # without header and end
+    built = b"\x80\x02}(C\x04datac" + b"numpy\nndarray\n)R(K\x01(" + raw
+    built += b"K\x01tcnumpy\ndtype\n(U\x02u1tR\x89C\x00tbC\x06labels](K\x01eu."
+    path.write_bytes(built)
+    start = time.process_time()
     with pytest.raises(DataError, match="truncated, damaged") as caught:
         read(tmp_path)
-    assert why in caught.value.render()
-    assert time.process_time() - began < 5
+    assert reason in caught.value.render()
+    assert time.process_time() - start < 5
 
 
-def test_a_packed_file_unpacks_to_what_its_header_says(tmp_path: Path) -> None:
+def test_gzip_is_read_only_up_to_declared_size(tmp_path: Path) -> None:
     write_idx(tmp_path)
     labels = next(tmp_path.glob("train-labels*"))
     header = bytes((0, 0, 8, 1)) + (6).to_bytes(4, "big")
@@ -291,7 +291,7 @@ def test_a_packed_file_unpacks_to_what_its_header_says(tmp_path: Path) -> None:
         read("mnist", tmp_path)
 
 
-def test_folders_with_parts(tmp_path: Path) -> None:
+def test_folders_with_splits(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", {"cat": 3, "dog": 2})
     write_folder(tmp_path / "valid", {"cat": 1, "dog": 1})
     data = read(tmp_path, image_size=16)
@@ -300,16 +300,16 @@ def test_folders_with_parts(tmp_path: Path) -> None:
     assert data.splits["val"].pixels(np.array([1])).shape == (1, 3, 16, 16)
 
 
-def test_folders_without_parts(tmp_path: Path) -> None:
+def test_folders_without_splits(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 10, "b": 5, "c": 1})
-    first, again = read(tmp_path, seed=3), read(tmp_path, seed=3)
-    assert first.fingerprint == again.fingerprint
+    first, repeated = read(tmp_path, seed=3), read(tmp_path, seed=3)
+    assert first.fingerprint == repeated.fingerprint
     assert read(tmp_path, seed=4).fingerprint != first.fingerprint
     assert np.bincount(first.splits["train"].labels).tolist() == [8, 4, 1]
     assert np.bincount(first.splits["test"].labels).tolist() == [2, 1]
 
 
-def test_validation_part_is_taken_out_of_training() -> None:
+def test_val_fraction_splits_training_data() -> None:
     data = read("digits", val_fraction=0.1, seed=1)
     sizes = {name: len(split.labels) for name, split in data.splits.items()}
     assert sizes["train"] + sizes["val"] == 1347
@@ -320,7 +320,7 @@ def test_validation_part_is_taken_out_of_training() -> None:
     assert data.fingerprint != read("digits", val_fraction=0.1, seed=2).fingerprint
 
 
-def test_validation_part_of_folders(tmp_path: Path) -> None:
+def test_val_fraction_splits_folders(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 20, "b": 10})
     data = read(tmp_path, val_fraction=0.25)
     counts = {name: np.bincount(split.labels).tolist() for name, split in data.splits.items()}
@@ -331,19 +331,19 @@ def test_validation_part_of_folders(tmp_path: Path) -> None:
 def test_normalisation_is_measured() -> None:
     data = read("digits")
     images = data.splits["train"].pixels(np.arange(1347)) / 255
-    found = normalisation(data.splits["train"], 1)
-    assert found.mean[0] == pytest.approx(images.mean(), abs=1e-12)
-    assert found.deviation[0] == pytest.approx(images.std(), abs=1e-9)
+    measured = normalisation(data.splits["train"], 1)
+    assert measured.mean[0] == pytest.approx(images.mean(), abs=1e-12)
+    assert measured.deviation[0] == pytest.approx(images.std(), abs=1e-9)
 
 
-def cut(path: Path, by: int) -> None:
+def truncate(path: Path, by: int) -> None:
     content = gzip.decompress(path.read_bytes())
     path.write_bytes(gzip.compress(content[:-by]))
 
 
 def test_truncated_idx_names_bytes(tmp_path: Path) -> None:
     write_idx(tmp_path)
-    cut(tmp_path / "train-images-idx3-ubyte.gz", 10)
+    truncate(tmp_path / "train-images-idx3-ubyte.gz", 10)
     with pytest.raises(DataError, match="expected 448 bytes of content, found 438"):
         read(tmp_path)
 
@@ -414,12 +414,12 @@ def foreign_class(folder: Path) -> None:
     write_folder(folder / "test", {"a": 2, "z": 2})
 
 
-def nothing_held_out(folder: Path) -> None:
+def no_held_out(folder: Path) -> None:
     write_folder(folder / "train", {"a": 2, "b": 2})
 
 
-def test_the_folder_of_runs_is_no_class(tmp_path: Path) -> None:
-    """Who trains in the data's folder has made it there."""
+def test_runs_folder_is_no_class(tmp_path: Path) -> None:
+    """A training that was started in the data folder has created it there."""
     write_folder(tmp_path, {"cat": 10, "dog": 10})
     (tmp_path / "runs/image-1").mkdir(parents=True)
     (tmp_path / "runs/image-1/plan.json").write_text("{}")
@@ -427,7 +427,7 @@ def test_the_folder_of_runs_is_no_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "told"),
+    ("make", "name", "message"),
     [
         (bad_label, "mnist", "label 40 of image 1; there are 10 classes"),
         (no_labels, "mnist", "no train-labels-idx1-ubyte"),
@@ -442,18 +442,18 @@ def test_the_folder_of_runs_is_no_class(tmp_path: Path) -> None:
         (torn_image, "", "1.png is not a readable image"),
         (named_pipe, "", "it is not a regular file"),
         (foreign_class, "", "test/z is not a class of the training folder"),
-        (nothing_held_out, "", "nothing held out"),
+        (no_held_out, "", "nothing held out"),
     ],
 )
-def test_unfit_data(tmp_path: Path, make: Any, name: str, told: str) -> None:
+def test_rejects_invalid_data(tmp_path: Path, make: Any, name: str, message: str) -> None:
     make(tmp_path)
     with pytest.raises(DataError) as caught:
         read(name or tmp_path, tmp_path if name else "")
-    assert told in caught.value.render()
+    assert message in caught.value.render()
     assert str(tmp_path) in caught.value.render()
 
 
-def test_torn_pixels_are_named_when_read(tmp_path: Path) -> None:
+def test_truncated_image_error_names_file(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 5, "b": 5})
     path = tmp_path / "a" / "0.png"
     path.write_bytes(path.read_bytes()[:200])
@@ -474,20 +474,20 @@ def read_all(data: ImageData) -> None:
         split.pixels(np.arange(len(split.labels)))
 
 
-def test_a_file_is_told_by_the_name_that_was_typed(tmp_path: Path) -> None:
+def test_find_data_prefers_original_path_of_same_file(tmp_path: Path) -> None:
     (tmp_path / "sent").mkdir()
-    typed, sent = tmp_path / "a.csv", tmp_path / "sent/a.csv"
-    typed.write_text("x")
-    sent.symlink_to(typed)
-    assert find_data(str(typed), str(sent.parent)) == typed
+    original, sent = tmp_path / "a.csv", tmp_path / "sent/a.csv"
+    original.write_text("x")
+    sent.symlink_to(original)
+    assert find_data(str(original), str(sent.parent)) == original
     sent.unlink()
-    sent.write_text("y")  # on a host that has another file at that path
-    assert find_data(str(typed), str(sent.parent)) == sent
+    sent.write_text("y")  # as on a host with another file at that path
+    assert find_data(str(original), str(sent.parent)) == sent
     assert find_data(str(tmp_path / "b.csv"), str(sent.parent)) == tmp_path / "b.csv"
 
 
-def test_a_folder_that_one_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named by its whole path on the launching machine; a rank says which host has no such."""
+def test_missing_folder_error_names_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the whole path on the launching machine and the host that lacks the folder."""
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "imgs", {"a": 2, "b": 2})
     (tmp_path / "digits").mkdir()

@@ -1,7 +1,7 @@
-"""Twenty steps of each recipe in float64, against recorded losses.
+"""Compares twenty steps of each recipe in float64 with recorded losses.
 
-``python tests/unit/test_recipe_golden.py`` records them anew; a change of these files says that
-trainings give other results than before, and belongs into the notes of a release.
+``python tests/unit/test_recipe_golden.py`` records them again. If these files change, trainings
+give other results than before, and the release notes must say so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from recipe_tools import hub_variables, one_thread, records  # noqa: F401 - fixtures
 
-from overriding import overridden
+from command_lines import overridden
 from paceline.recipes import RECIPES
 
 GOLDEN = Path(__file__).parents[1] / "golden/recipes"
@@ -36,52 +36,52 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step."""
-    return [float(one["loss"]) for one in records(folder, "train")]
+    """Returns the loss of every step."""
+    return [float(record["loss"]) for record in records(folder, "train")]
 
 
-def run(recipe: str, folder: Path, *more: str) -> list[float]:
-    """Trains in this process; the loss of every step."""
+def run(recipe: str, folder: Path, *extra_flags: str) -> list[float]:
+    """Trains in this process, and returns the loss of every step."""
     module = importlib.import_module(RECIPES[recipe].module)
-    usual = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=never"]
-    assert module.main(overridden(usual, more)) == 0
+    default_flags = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=never"]
+    assert module.main(overridden(default_flags, extra_flags)) == 0
     return losses(folder)
 
 
 @pytest.mark.parametrize("recipe", FLAGS)
-def test_losses_are_the_recorded_ones(recipe: str, tmp_path: Path) -> None:
-    found = run(recipe, tmp_path)
-    assert len(found) == 20
+def test_losses_match_recorded_values(recipe: str, tmp_path: Path) -> None:
+    measured = run(recipe, tmp_path)
+    assert len(measured) == 20
     expected = json.loads((GOLDEN / f"{recipe}.json").read_text())["losses"]
-    assert found == pytest.approx(expected, rel=1e-8)
+    assert measured == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize("recipe", FLAGS)
-def test_evaluations_in_mid_epoch_change_nothing(recipe: str, tmp_path: Path) -> None:
-    found = run(recipe, tmp_path, "--evaluate-every=7")
+def test_mid_epoch_evaluations_do_not_change_losses(recipe: str, tmp_path: Path) -> None:
+    measured = run(recipe, tmp_path, "--evaluate-every=7")
     expected = json.loads((GOLDEN / f"{recipe}.json").read_text())["losses"]
-    assert found == pytest.approx(expected, rel=1e-8)
-    held_out = [one["step"] for one in records(tmp_path, "test") + records(tmp_path, "val")]
+    assert measured == pytest.approx(expected, rel=1e-8)
+    held_out = [record["step"] for record in records(tmp_path, "test") + records(tmp_path, "val")]
     assert held_out == sorted(set(held_out))
     assert {7, 14, 20} <= set(held_out)
 
 
-@pytest.mark.parametrize("every", [("--evaluate-every=5",), ()])
-def test_ends_as_soon_as_it_is_good_enough(
-    every: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("evaluation_flags", [("--evaluate-every=5",), ()])
+def test_stop_at_ends_training_early(
+    evaluation_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.recipes.common.MIN_EVALUATION_STEPS", 5)
-    run("image", tmp_path, *every, "--stop-at=0.2", "--steps=200", "--dtype=float32")
-    *before, last = records(tmp_path, "test")
-    assert all(one["accuracy"] < 0.2 for one in before)
-    assert last["accuracy"] >= 0.2
-    assert last["step"] < 200
-    assert last["step"] % 5 == 0
+    run("image", tmp_path, *evaluation_flags, "--stop-at=0.2", "--steps=200", "--dtype=float32")
+    *earlier, final = records(tmp_path, "test")
+    assert all(record["accuracy"] < 0.2 for record in earlier)
+    assert final["accuracy"] >= 0.2
+    assert final["step"] < 200
+    assert final["step"] % 5 == 0
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FLAGS:
         flags = [flag.replace(f"{REPOSITORY}/", "") for flag in FLAGS[name]]
         with tempfile.TemporaryDirectory() as temporary:
-            made = {"flags": flags, "losses": run(name, Path(temporary))}
-        (GOLDEN / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+            golden = {"flags": flags, "losses": run(name, Path(temporary))}
+        (GOLDEN / f"{name}.json").write_text(json.dumps(golden, indent=1) + "\n")

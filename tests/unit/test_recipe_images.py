@@ -1,4 +1,4 @@
-"""The image recipe beyond its defaults: other networks, fine-tuning, sources, presets, refusals."""
+"""Tests the image recipe with other networks, fine-tuning, data sources, presets and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtu
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from overriding import overridden
+from command_lines import overridden
 from paceline.recipes import image, parse_options, pretrained, pretrained_list
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.common import cpu_flags
@@ -41,7 +41,7 @@ def train(folder: Path, *flags: str) -> int:
 
 
 def class_folders(folder: Path, count: int = 12) -> Path:
-    """Dark and light images, wider than high."""
+    """Creates two folders of dark and light images that are wider than high."""
     draw = np.random.default_rng(0)
     for name, shade in (("dark", 0), ("light", 130)):
         (folder / name).mkdir(parents=True)
@@ -57,9 +57,9 @@ def class_folders(folder: Path, count: int = 12) -> Path:
 @pytest.mark.parametrize(
     ("name", "millions"), [("resnet18", 11.69), ("resnet34", 21.80), ("resnet50", 25.56)]
 )
-def test_resnets_have_the_published_size_and_names(name: str, millions: float) -> None:
+def test_resnets_match_published_size_and_names(name: str, millions: float) -> None:
     network = MODELS[name]((3, 224, 224), 1000)
-    assert sum(one.numel() for one in network.parameters()) / 1e6 == pytest.approx(
+    assert sum(item.numel() for item in network.parameters()) / 1e6 == pytest.approx(
         millions, abs=0.01
     )
     names = set(network.state_dict())
@@ -68,12 +68,12 @@ def test_resnets_have_the_published_size_and_names(name: str, millions: float) -
 
 
 @pytest.mark.parametrize("size", [8, 28, 33, 65])
-def test_resnets_take_images_of_any_size(size: int) -> None:
+def test_resnets_accept_any_image_size(size: int) -> None:
     network = MODELS["resnet18"]((1, size, size), 4).eval()
     assert network(torch.zeros(1, 1, size, size)).shape == (1, 4)
 
 
-def test_bf16_is_found_out(tmp_path: Path) -> None:
+def test_cpu_flags(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu avx512_bf16\n")
     assert "avx512_bf16" in cpu_flags(tmp_path / "cpuinfo")
     assert cpu_flags(tmp_path / "none") == frozenset()
@@ -83,37 +83,41 @@ def test_bf16_is_found_out(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("image") / "run"
     assert train(folder, "--epochs=4") == 0
     return folder
 
 
-def test_frozen_weights_reach_the_accuracy_in_fewer_steps(trained: Path, tmp_path: Path) -> None:
-    few = ["--steps=15", "--seed=9"]
-    assert train(tmp_path / "tuned", f"--weights={trained}", "--freeze", *few) == 0
-    assert train(tmp_path / "scratch", *few) == 0
+def test_frozen_weights_train_in_fewer_steps(trained_run: Path, tmp_path: Path) -> None:
+    short_flags = ["--steps=15", "--seed=9"]
+    assert train(tmp_path / "tuned", f"--weights={trained_run}", "--freeze", *short_flags) == 0
+    assert train(tmp_path / "scratch", *short_flags) == 0
     runs = [config(tmp_path / name)["metrics"]["test"]["accuracy"] for name in ("tuned", "scratch")]
-    assert runs[0] > config(trained)["metrics"]["test"]["accuracy"] - 0.02 > runs[1]
-    old, new = (load_file(run / "model/model.safetensors") for run in (trained, tmp_path / "tuned"))
+    assert runs[0] > config(trained_run)["metrics"]["test"]["accuracy"] - 0.02 > runs[1]
+    old, new = (
+        load_file(run / "model/model.safetensors") for run in (trained_run, tmp_path / "tuned")
+    )
     moved = {name for name in old if not torch.equal(old[name], new[name])}
     last = max({name.split(".")[0] for name in old}, key=int)
     assert moved == {f"{last}.weight", f"{last}.bias"}
 
 
-def test_other_classes_get_a_new_head_on_a_frozen_backbone(
+def test_different_classes_replace_head_and_freeze_backbone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From colour photos of two classes to grey digits; batch statistics are frozen, too."""
-    first, tuned, whole = (tmp_path / name for name in ("first", "tuned", "whole"))
+    """From colour photos of two classes to grey digits; batch normalisation is frozen, too."""
+    first, tuned, unfrozen = (tmp_path / name for name in ("first", "tuned", "whole"))
     flags = ["--model=resnet18", "--steps=2", "--global-batch=8"]
     photos = f"--data={class_folders(tmp_path / 'photos')}"
     assert train(first, photos, "--image-size=8", *flags) == 0
     assert train(tuned, f"--weights={first}", "--add-layers", "24", "16", *flags) == 0
     assert "a new head; the backbone is frozen" in capsys.readouterr().out
-    assert train(whole, f"--weights={first}", "--no-freeze", *flags) == 0
+    assert train(unfrozen, f"--weights={first}", "--no-freeze", *flags) == 0
     assert "a new head; all of it is trained" in capsys.readouterr().out
-    old, new, moved = (load_file(one / "model/model.safetensors") for one in (first, tuned, whole))
+    old, new, moved = (
+        load_file(item / "model/model.safetensors") for item in (first, tuned, unfrozen)
+    )
     backbone = {name for name in old if not name.startswith("fc.")}
     assert {"bn1.running_mean", "layer4.1.bn2.num_batches_tracked"} <= backbone
     assert all(torch.equal(old[name], new[name]) for name in backbone)
@@ -131,7 +135,7 @@ def test_other_classes_get_a_new_head_on_a_frozen_backbone(
     assert "would keep" in capsys.readouterr().err
 
 
-def test_what_is_frozen_unless_said_otherwise() -> None:
+def test_default_freezing() -> None:
     for origin, wanted in (
         (Origin(), False),  # from scratch
         (Origin("run"), True),
@@ -144,13 +148,13 @@ def test_what_is_frozen_unless_said_otherwise() -> None:
         Origin("run", missing=("conv1.weight",)).is_frozen(True)
 
 
-def test_nothing_frozen_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither gradients nor batch statistics, until a stage is let go."""
+def test_frozen_layers_are_not_communicated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither gradients nor batch statistics are exchanged until a stage is unfrozen."""
     sent: list[int] = []
     shared: list[tuple[int, ...]] = []
 
     def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
-        shared.extend(tuple(one.shape) for one in bucket.parameters())
+        shared.extend(tuple(item.shape) for item in bucket.parameters())
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -167,39 +171,39 @@ def test_nothing_frozen_travels(monkeypatch: pytest.MonkeyPatch) -> None:
         release(network.layer4)
         network.layer4.train()
         model(torch.zeros(2, 1, 8, 8))
-        assert sent == []  # a training pass only writes them
+        assert sent == []  # a training pass only updates them
         network.layer4.eval()
         model(torch.zeros(2, 1, 8, 8))
-        assert sent == [15]  # three of each of its five batch normalisations
+        assert sent == [15]  # three buffers for each of the five batch normalisations
     finally:
         dist.destroy_process_group()
 
 
-def test_weights_that_do_not_fit(trained: Path, tmp_path: Path) -> None:
-    assert train(tmp_path / "x", f"--weights={trained}", "--model=resnet18", "--steps=1") == 1
+def test_rejects_incompatible_weights(trained_run: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "x", f"--weights={trained_run}", "--model=resnet18", "--steps=1") == 1
     (tmp_path / "w.safetensors").write_bytes(b"no weights")
     assert train(tmp_path / "x", f"--weights={tmp_path}/w.safetensors", "--steps=1") == 1
 
 
-def test_torchvision_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file as torchvision publishes it, in torch's cache; it is fetched where it is not there."""
+def test_torchvision_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers a file in torch's cache in torchvision's format, and its download if it is missing."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(DataError, match="--offline forbids"):
         pretrained.ensure_torch_file(RESNET_FILES["resnet18"], offline=True)
-    asked: list[str] = []
+    urls: list[str] = []
 
     def fetch(url: str, path: str, *_: object, **__: object) -> None:
-        asked.append(url)
+        urls.append(url)
         torch.save(MODELS["resnet18"]((3, 224, 224), 1000).state_dict(), path)
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
     photos = f"--data={class_folders(tmp_path / 'photos')}"
     flags = ["--model=resnet18", "--weights=imagenet", "--steps=1", "--global-batch=4"]
     assert train(tmp_path / "run", photos, *flags) == 0
-    assert asked == ["https://download.pytorch.org/models/resnet18-f37072fd.pth"]
-    found = config(tmp_path / "run")
-    assert found["shape"] == [3, 224, 224]
-    assert found["normalisation"]["mean"] == [0.485, 0.456, 0.406]
+    assert urls == ["https://download.pytorch.org/models/resnet18-f37072fd.pth"]
+    result = config(tmp_path / "run")
+    assert result["shape"] == [3, 224, 224]
+    assert result["normalisation"]["mean"] == [0.485, 0.456, 0.406]
     old = torch.load(torch_file(RESNET_FILES["resnet18"]), weights_only=True)
     new = load_file(tmp_path / "run/model/model.safetensors")
     assert {n for n in old if not torch.equal(old[n], new[n])} == {"fc.weight", "fc.bias"}
@@ -208,7 +212,7 @@ def test_torchvision_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pretrained_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on this disk, what would be downloaded, and what was trained here."""
+    """The list has local models, models to download, and models trained here."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
@@ -223,25 +227,25 @@ def test_pretrained_models_are_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     (run / "model/config.json").write_text(
         json.dumps({"task": "image", "model": "cnn", "shape": [1, 28, 28]})
     )
-    found = {
-        one.flags: one for one in pretrained_list.list_pretrained(read_object, tmp_path / "runs")
+    result = {
+        item.flags: item for item in pretrained_list.list_pretrained(read_object, tmp_path / "runs")
     }
-    assert found["--model microsoft/resnet-50"].state == "on this disk"
-    assert found["--model microsoft/resnet-18"].state == "47 MB to be downloaded"
-    assert found["--model resnet50 --weights imagenet"].state == "102 MB to be downloaded"
-    assert found["--model me/mine"].recipe == "image"
-    assert "--model x/y" not in found
-    assert found[f"--model cnn --weights {run}"].image_size == 28
-    for one in pretrained_list.POPULAR:
-        parse_options(one.recipe, one.flags.split())
-        assert one.line().startswith(f"{one.parameters:g} million parameters")
+    assert result["--model microsoft/resnet-50"].state == "on this disk"
+    assert result["--model microsoft/resnet-18"].state == "47 MB to be downloaded"
+    assert result["--model resnet50 --weights imagenet"].state == "102 MB to be downloaded"
+    assert result["--model me/mine"].recipe == "image"
+    assert "--model x/y" not in result
+    assert result[f"--model cnn --weights {run}"].image_size == 28
+    for item in pretrained_list.POPULAR:
+        parse_options(item.recipe, item.flags.split())
+        assert item.line().startswith(f"{item.parameters:g} million parameters")
 
 
 # -- Hugging Face --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [vit, convnext])
-def test_pretrained_network_of_a_folder(make, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_pretrained_network_from_folder(make, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     folder = make(tmp_path / "model")
     flags = [f"--model={folder}", "--steps=3", "--global-batch=16", "--add-layers=8"]
     wanted = pretrained.HubModel("image", str(folder))
@@ -252,39 +256,39 @@ def test_pretrained_network_of_a_folder(make, tmp_path: Path, capsys) -> None:  
     same = {n for n in before if torch.equal(before[n], after.get(f"model.{n}", torch.zeros(0)))}
     assert set(before) - same == {"classifier.weight", "classifier.bias"}
     assert after["model.classifier.2.weight"].shape == (2, 8)
-    found = config(tmp_path / "run")
-    assert found["classes"] == ["dark", "light"]
-    assert found["shape"] == [3, 16, 16] if make is vit else [3, 64, 64]
-    (tmp_path / "model/config.json").unlink()  # the run stands on its own
+    result = config(tmp_path / "run")
+    assert result["classes"] == ["dark", "light"]
+    assert result["shape"] == [3, 16, 16] if make is vit else [3, 64, 64]
+    (tmp_path / "model/config.json").unlink()  # the run does not need it
     capsys.readouterr()
     assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
-    assert f"accuracy {found['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
+    assert f"accuracy {result['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
 
 
-def test_grey_digits_go_into_a_colour_network(tmp_path: Path) -> None:
+def test_grayscale_images_in_color_network(tmp_path: Path) -> None:
     assert train(tmp_path / "run", f"--model={vit(tmp_path / 'm')}", "--steps=2") == 0
-    found = config(tmp_path / "run")
-    assert (found["decoded"], found["shape"]) == ([1, 8, 8], [1, 16, 16])
-    wants = input_format(ImageOptions(model=str(tmp_path / "m")))
-    grey = wants.normalise(1)
+    result = config(tmp_path / "run")
+    assert (result["decoded"], result["shape"]) == ([1, 8, 8], [1, 16, 16])
+    input_spec = input_format(ImageOptions(model=str(tmp_path / "m")))
+    grey = input_spec.normalise(1)
     assert grey is not None
     assert grey.mean == (0.5,)
 
 
-def test_small_images_are_enlarged_when_asked(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_image_size_enlarges_images(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     flags = ["--image-size=12", "--steps=2", "--augment", "flip"]
     assert train(tmp_path / "run", *flags) == 0
-    found = config(tmp_path / "run")
-    assert found["shape"] == [1, 12, 12]
+    result = config(tmp_path / "run")
+    assert result["shape"] == [1, 12, 12]
     capsys.readouterr()
     assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
-    assert f"accuracy {found['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
+    assert f"accuracy {result['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
 
 
-def test_preprocessing_of_timm() -> None:
+def test_timm_preprocessing() -> None:
     carried = {"input_size": [3, 160, 160], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
-    found = pretrained.timm_preprocessing({"architecture": "resnet18", "pretrained_cfg": carried})
-    assert found == {
+    result = pretrained.timm_preprocessing({"architecture": "resnet18", "pretrained_cfg": carried})
+    assert result == {
         "size": 160,
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.2, 0.2, 0.2],
@@ -292,15 +296,13 @@ def test_preprocessing_of_timm() -> None:
     assert pretrained.timm_preprocessing({"model_type": "vit"}) == {}
 
 
-def test_offline_says_that_it_is_not_there(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_offline_error_for_missing_model(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     assert train(tmp_path / "run", "--model=nobody/nothing", "--offline") == 1
     assert "nobody/nothing could not be loaded" in capsys.readouterr().err
 
 
-def test_a_hub_that_nobody_reaches_is_not_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was tried, what is in the cache, and what to type; --offline is not blamed."""
+def test_unreachable_hub_is_not_queried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what failed, what is in the cache and what to type, not --offline."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.setenv(name, "")
     for name in ("HF_HUB_DISABLE_TELEMETRY", "TOKENIZERS_PARALLELISM"):
@@ -320,16 +322,16 @@ def test_a_hub_that_nobody_reaches_is_not_asked(
         def get() -> None:
             raise OSError("offline")
 
-        waited: list[float] = []
+        delays: list[float] = []
         with pytest.raises(DataError) as caught:
-            fetch("--model a/b", get, waited.append)
-        told = caught.value.render()
-        assert "--model a/b is not in the cache, and the hub cannot be reached" in told
-        assert "tried 127.0.0.1: Connection refused; the cache" in told
-        assert "holds somebody/other" in told
-        assert "HTTPS_PROXY=" in told
-        assert "--offline" not in told
-        assert not waited
+            fetch("--model a/b", get, delays.append)
+        message = caught.value.render()
+        assert "--model a/b is not in the cache, and the hub cannot be reached" in message
+        assert "tried 127.0.0.1: Connection refused; the cache" in message
+        assert "holds somebody/other" in message
+        assert "HTTPS_PROXY=" in message
+        assert "--offline" not in message
+        assert not delays
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
         hub.connection_error.cache_clear()
         assert hub.connection_error().startswith("127.0.0.1: ")
@@ -337,14 +339,14 @@ def test_a_hub_that_nobody_reaches_is_not_asked(
         hub.connection_error.cache_clear()
 
 
-def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot be written"):
         hub.fetch("x", lambda: None)
 
 
-def test_without_torchvision_its_models_are_refused(
+def test_rejects_torchvision_models_without_torchvision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -355,7 +357,7 @@ def test_without_torchvision_its_models_are_refused(
 # -- data ----------------------------------------------------------------------------------
 
 
-def test_damaged_images_are_named_and_skipped_when_asked(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_images_are_named_or_skipped(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     folder = class_folders(tmp_path / "d")
     broken = folder / "dark/0.png"
     broken.write_bytes(broken.read_bytes()[:200])
@@ -374,31 +376,35 @@ def test_random_resized_crops(tmp_path: Path, capsys) -> None:  # type: ignore[n
     assert "--workers 1: processes have nothing to do" in capsys.readouterr().err
     flags += ["--augment", "resized-crop"]
     assert train(tmp_path / "run", *flags) == 0
-    found = config(tmp_path / "run")
-    assert (found["shape"], found["decoded"], found["crop"]) == ([3, 28, 28], [3, 32, 32], True)
+    result = config(tmp_path / "run")
+    assert (result["shape"], result["decoded"], result["crop"]) == ([3, 28, 28], [3, 32, 32], True)
     assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
     capsys.readouterr()
     assert predict.main([f"--run={tmp_path / 'run'}", "--json", str(folder / "dark")]) == 0
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 12
 
 
-def test_upside_down_is_half_of_the_images_and_the_whole_of_each() -> None:
+def test_vflip_flips_half_of_images() -> None:
     ramp = torch.arange(8, dtype=torch.float64)[:, None].expand(40, 1, 8, 8)
-    made = augmented(ramp, ["vflip"], Draws(0, 0, np.arange(40)))
-    turned = [torch.allclose(one, ramp[0].flip(1)) for one in made]
+    transformed = augmented(ramp, ["vflip"], Draws(0, 0, np.arange(40)))
+    turned = [torch.allclose(item, ramp[0].flip(1)) for item in transformed]
     assert 10 < sum(turned) < 30
-    assert all(torch.allclose(one, ramp[0]) for one, up in zip(made, turned, strict=True) if not up)
+    assert all(
+        torch.allclose(item, ramp[0])
+        for item, up in zip(transformed, turned, strict=True)
+        if not up
+    )
 
 
-def test_a_crop_shows_a_part_of_the_image() -> None:
+def test_resized_crop_shows_part_of_image() -> None:
     ramp = torch.arange(32, dtype=torch.float64).expand(50, 1, 32, 32)
-    made = augmented(ramp, ["resized-crop"], Draws(0, 0, np.arange(50)), 28)
-    assert made.shape == (50, 1, 28, 28)
-    steps = made.diff(dim=3)[:, 0, 5, 5:-5]  # inner pixels: outside of them is padding
+    transformed = augmented(ramp, ["resized-crop"], Draws(0, 0, np.arange(50)), 28)
+    assert transformed.shape == (50, 1, 28, 28)
+    steps = transformed.diff(dim=3)[:, 0, 5, 5:-5]  # only inner pixels, without padding
     assert bool((steps > 0).all())
     assert float(steps.min()) < 0.5 < float(steps.max()) <= 32 / 28 + 1e-9
     same = augmented(ramp[7:8], ["resized-crop"], Draws(0, 0, np.array([7])), 28)
-    assert torch.equal(same[0], made[7])
+    assert torch.equal(same[0], transformed[7])
 
 
 def test_dummy_data(tmp_path: Path) -> None:
@@ -414,19 +420,19 @@ def test_dummy_data(tmp_path: Path) -> None:
 DUMMY = "--data=dummy"
 
 
-def test_typed_flags_win_over_the_preset() -> None:
+def test_flags_override_preset() -> None:
     options = parse_options("image", ["--epochs=2", "--preset=imagenet", "--lr", "0.5", DUMMY])
     assert isinstance(options, ImageOptions)
     assert (options.epochs, options.lr, options.model) == (2, 0.5, "resnet50")
     assert options.augment == ("resized-crop", "flip")
-    plain = parse_options(
+    explicit_options = parse_options(
         "image", overridden(IMAGE_PRESETS["imagenet"], ["--epochs=2", "--lr=0.5", DUMMY])
     )
-    assert options == plain
+    assert options == explicit_options
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "expected_error"),
     [
         (["--model=resnet51"], "did you mean --model resnet5"),
         (["--preset=imagnet"], "did you mean --preset imagenet"),
@@ -434,14 +440,14 @@ def test_typed_flags_win_over_the_preset() -> None:
         (["--freeze"], "would keep random weights"),
     ],
 )
-def test_refused_settings(flags: list[str], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
+def test_rejects_invalid_settings(flags: list[str], expected_error: str) -> None:
+    with pytest.raises(SettingError, match=expected_error):
         parse_options("image", flags)
 
 
-def test_everything_with_a_name_is_listed() -> None:
-    found = {(one.kind, one.recipe, one.name) for one in catalogue()}
-    assert ("models", "image", "resnet50") in found
-    assert ("data", "translation", "numbers") in found
-    assert len(found) == len(catalogue())
-    assert all(one.summary for one in catalogue())
+def test_catalogue_lists_named_items() -> None:
+    result = {(item.kind, item.recipe, item.name) for item in catalogue()}
+    assert ("models", "image", "resnet50") in result
+    assert ("data", "translation", "numbers") in result
+    assert len(result) == len(catalogue())
+    assert all(item.summary for item in catalogue())

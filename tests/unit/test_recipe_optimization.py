@@ -1,4 +1,4 @@
-"""Batch, optimizer and learning rate, as the options say."""
+"""Tests that options for batch, optimizer and learning rate have their effect."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from paceline.train.data.loader import Loader, Progress
 from paceline.train.data.order import Order
 
 
-def test_the_global_batch_stays() -> None:
+def test_global_batch_is_independent_of_ranks() -> None:
     for ranks in (1, 2, 3, 16):
-        chosen = compute_batching(ranks, Options(global_batch=64, lr=0.1))
-        assert (chosen.global_batch, chosen.lr) == (64, 0.1)
+        batching = compute_batching(ranks, Options(global_batch=64, lr=0.1))
+        assert (batching.global_batch, batching.lr) == (64, 0.1)
     assert compute_batching(3, Options(global_batch=64, lr=0.1)).describe() == (
         "batch 64 = 3 processes × at most 22, learning rate 0.1"
     )
 
 
-def test_memory_asks_for_pieces() -> None:
-    chosen = compute_batching(2, Options(global_batch=64, lr=0.1, micro_batch="10"))
-    assert (chosen.share, chosen.pieces) == (32, 4)
-    assert "2 processes × 32 in 4 pieces" in chosen.describe()
+def test_micro_batch_splits_share() -> None:
+    batching = compute_batching(2, Options(global_batch=64, lr=0.1, micro_batch="10"))
+    assert (batching.share, batching.pieces) == (32, 4)
+    assert "2 processes × 32 in 4 pieces" in batching.describe()
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 2), ("sqrt", math.sqrt(2))])
-def test_the_learning_rate_may_follow(rule: str, factor: float) -> None:
+def test_scale_lr_rules(rule: str, factor: float) -> None:
     options = Options(global_batch=64, lr=0.1, batch_per_process=32, scale_lr=rule)
-    chosen = compute_batching(4, options)
-    assert chosen.global_batch == 128
-    assert chosen.lr == pytest.approx(0.1 * factor)
-    assert ("scaled" in chosen.describe()) == (rule != "none")
+    batching = compute_batching(4, options)
+    assert batching.global_batch == 128
+    assert batching.lr == pytest.approx(0.1 * factor)
+    assert ("scaled" in batching.describe()) == (rule != "none")
 
 
 @given(
@@ -65,7 +65,7 @@ def test_curves_stay_between_zero_and_one(name: str, steps: int, warm_up: float)
         assert factors[-1] == pytest.approx(0, abs=1e-12)
 
 
-def test_plateau_divides_when_nothing_gets_better() -> None:
+def test_plateau_reduces_rate_without_improvement() -> None:
     curve = Curve("plateau", 100, 0.0, patience=2)
     for loss in (1.0, 0.5, 0.6, 0.6):
         curve.report(loss)
@@ -73,8 +73,8 @@ def test_plateau_divides_when_nothing_gets_better() -> None:
 
 
 @pytest.mark.parametrize("batch", [5, 10, 25])
-def test_the_curve_follows_the_epochs_after_a_resume_with_another_batch(batch: int) -> None:
-    """Position and length are those of a training that had this batch from the start."""
+def test_schedule_follows_epochs_after_batch_size_change(batch: int) -> None:
+    """Position and length are the same as in a training with this batch size from the start."""
     progress = Progress(step=15, epoch=1, offset=50)  # 100 samples in batches of 10
     fetch = Fetch(TensorDataset(torch.zeros(100)), torch.device("cpu"))
     loader = Loader(fetch, Order(100, 0), lambda: (0, 1), batch, 0, progress)
@@ -91,26 +91,26 @@ def test_the_curve_follows_the_epochs_after_a_resume_with_another_batch(batch: i
     assert curve(15 + loader.steps_left(4)) == 0
     assert [factor(15) for factor in delayed] == [curve(15), curve(15), 0]  # in the second epoch
 
-    curve.step_offset, options = 0, Options(steps=40)  # given in steps: by the global step
+    curve.step_offset, options = 0, Options(steps=40)  # with --steps, the global step counts
     assert [*common.epochs(session, loader, options, curve, schedule)] == [1]
     assert curve.step_offset == 0
 
 
-def test_a_schedule_goes_on_from_its_state() -> None:
-    def made() -> tuple[Curve, LambdaLR]:
+def test_schedule_state_round_trip() -> None:
+    def built() -> tuple[Curve, LambdaLR]:
         module = nn.Linear(1, 1)
         curve = Curve("plateau", 100, 0.1)
         return curve, LambdaLR(make_optimizer(Options(optimizer="sgd"), module, 0.1), curve)
 
-    curve, schedule = made()
+    curve, schedule = built()
     curve.scale, curve.best = 0.01, 0.3
-    other, again = made()
-    again.load_state_dict(schedule.state_dict())
+    other, restored = built()
+    restored.load_state_dict(schedule.state_dict())
     assert (other.scale, other.best) == (0.01, 0.3)
 
 
-def test_a_longer_training_has_a_longer_warm_up() -> None:
-    """Only what the losses have decided is resumed, not the settings."""
+def test_warm_up_length_is_not_restored() -> None:
+    """Resuming restores only decisions that depend on losses, not settings."""
     first, longer = (
         LambdaLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), Curve("cosine", steps, 0.1))
         for steps in (100, 200)
@@ -120,22 +120,22 @@ def test_a_longer_training_has_a_longer_warm_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
-def test_frozen_parameters_stay_out(name: str) -> None:
+def test_optimizer_excludes_frozen_parameters(name: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     module[0].requires_grad_(False)
-    made = make_optimizer(Options(optimizer=name, weight_decay=0.1), module, 0.1)
-    assert sum(len(group["params"]) for group in made.param_groups) == 2
+    built = make_optimizer(Options(optimizer=name, weight_decay=0.1), module, 0.1)
+    assert sum(len(group["params"]) for group in built.param_groups) == 2
 
 
-def test_steps_fall_at_their_milestones() -> None:
+def test_step_schedule_drops_at_milestones() -> None:
     curve = Curve("step", 90, 0.0, milestones=(1 / 3, 2 / 3))
-    falls = [step for step in range(1, 90) if curve(step) < curve(step - 1)]
-    assert falls == [30, 60]
+    drops = [step for step in range(1, 90) if curve(step) < curve(step - 1)]
+    assert drops == [30, 60]
     assert curve(89) == pytest.approx(0.01)
 
 
-def test_what_a_search_for_a_rate_leaves_idle_is_named() -> None:
+def test_unused_flags_of_searches() -> None:
     flags = ["--patience=3", "--epochs=2", "--micro-batch=8", "--steps=9"]
-    searching = [parse_options("image", [*flags, one]) for one in ("--find-lr", "--find-batch")]
+    searching = [parse_options("image", [*flags, flag]) for flag in ("--find-lr", "--find-batch")]
     assert unused_flags(searching[0]) == ["--epochs", "--patience"]
     assert unused_flags(searching[1]) == ["--epochs", "--patience", "--steps", "--micro-batch"]

@@ -1,4 +1,4 @@
-"""Options: flags there and back, and refusals before anything starts."""
+"""Tests the conversion between options and flags, and errors that are found before the start."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from paceline.spec.errors import PacelineError, SettingError
         dtype=st.sampled_from(["float32", "bf16"]),
     )
 )
-def test_options_survive_the_command_line(options: ImageOptions) -> None:
+def test_options_round_trip_through_argv(options: ImageOptions) -> None:
     assert parse_options("image", to_argv(options)) == options
 
 
-def test_nearest_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggests_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my-images").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match="did you mean --data my-images"):
@@ -93,34 +93,34 @@ def test_defaults_need_no_flags() -> None:
         (["--overlap", "late"], "--overlap auto"),
     ],
 )
-def test_refusals(argv: list[str], told: str) -> None:
+def test_rejects_invalid_options(argv: list[str], told: str) -> None:
     with pytest.raises(SettingError) as caught:
         parse_options("image", argv)
     assert told in caught.value.render()
     assert caught.value.exit_code == 2
 
 
-def test_what_stands_without_a_flag_may_stand_anywhere() -> None:
-    words = ["--run", "r", "a.png", "--top-k", "2", "-5 b_c", "--json"]
-    found = parse(PredictOptions, words, "paceline predict")
-    assert found == PredictOptions(("a.png", "-5 b_c"), "r", 2, True)
+def test_positional_arguments_may_be_anywhere() -> None:
+    arguments = ["--run", "r", "a.png", "--top-k", "2", "-5 b_c", "--json"]
+    parsed = parse(PredictOptions, arguments, "paceline predict")
+    assert parsed == PredictOptions(("a.png", "-5 b_c"), "r", 2, True)
     assert parse(PredictOptions, [], "paceline predict") == PredictOptions()
 
 
-def test_underscores_are_dashes_in_flags_only() -> None:
-    found = parse_options("image", ["--global_batch=8", "--run_dir", "a_b", "--no_fast"])
-    assert set(to_argv(found)) == {"--no-fast", "--global-batch=8", "--run-dir=a_b"}
+def test_underscores_in_flags_become_dashes() -> None:
+    parsed = parse_options("image", ["--global_batch=8", "--run_dir", "a_b", "--no_fast"])
+    assert set(to_argv(parsed)) == {"--no-fast", "--global-batch=8", "--run-dir=a_b"}
 
 
-def test_an_earlier_run_can_be_repeated(tmp_path: Path) -> None:
+def test_like_repeats_earlier_run(tmp_path: Path) -> None:
     first = parse_options("image", ["--augment", "flip", "--lr", "0.1", "--run-dir", "x"])
     (tmp_path / "config.json").write_text(json.dumps({"options": dataclasses.asdict(first)}))
-    again = parse_options("image", ["--epochs", "2", "--like", str(tmp_path)])
-    assert again == dataclasses.replace(first, epochs=2, run_dir="")
+    repeated = parse_options("image", ["--epochs", "2", "--like", str(tmp_path)])
+    assert repeated == dataclasses.replace(first, epochs=2, run_dir="")
     assert parse_options("image", [f"--like={tmp_path}/config.json"]).lr == 0.1
 
 
-def test_a_record_of_another_recipe_is_refused(tmp_path: Path) -> None:
+def test_rejects_record_of_different_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"options": {"beam": 3}}')
     with pytest.raises(SettingError, match="unknown options: beam"):
         parse_options("image", ["--like", str(tmp_path)])
@@ -133,14 +133,14 @@ def test_unknown_recipe() -> None:
         recipe("imgae")
 
 
-def test_registry_names_what_exists() -> None:
-    for one in RECIPES.values():
-        needed = dict.fromkeys(one.options.required, "a/b")
-        assert one.options(**needed).validate() is None
-        assert one.summary
+def test_registered_recipes_are_valid() -> None:
+    for item in RECIPES.values():
+        required_values = dict.fromkeys(item.options.required, "a/b")
+        assert item.options(**required_values).validate() is None
+        assert item.summary
 
 
-def test_torch_free_names_match_the_models() -> None:
+def test_model_names_match_networks() -> None:
     from paceline.recipes.networks import MODELS as BUILT
 
     assert list(BUILT) == list(IMAGE_MODELS)
@@ -154,27 +154,29 @@ def test_options_need_neither_torch_nor_numpy() -> None:
         "print([name for name in ('torch', 'numpy', 'PIL') if name in sys.modules])"
     )
     source = Path(__file__).parents[2] / "src"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(source)},
         capture_output=True,
         text=True,
     )
-    assert done.stdout.strip() == "[]", done.stderr
+    assert completed.stdout.strip() == "[]", completed.stderr
 
 
-def test_error_is_handled() -> None:
+def test_setting_error_is_paceline_error() -> None:
     assert issubclass(SettingError, PacelineError)
 
 
-def test_options_of_recipes_have_other_names_than_those_of_the_launcher() -> None:
-    """Both may be typed in any order, after the recipe's name."""
+def test_recipe_and_launcher_options_do_not_overlap() -> None:
+    """Options of both kinds can be typed in any order after the name of the recipe."""
     command = program.get_command(click.Context(program), "train")
     assert command is not None
-    launching = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
-    for one in RECIPES.values():
-        names = {f"--{name}" for name in option_names(one.options)}
-        assert names & launching <= {"--backend", "--run-dir", "--keep"}, one.name
+    launcher_names = {
+        name for item in command.params for name in (*item.opts, *item.secondary_opts)
+    }
+    for item in RECIPES.values():
+        names = {f"--{name}" for name in option_names(item.options)}
+        assert names & launcher_names <= {"--backend", "--run-dir", "--keep"}, item.name
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_options_of_recipes_have_other_names_than_those_of_the_launcher() -> Non
         ("--epoch", "--epochs"),
     ],
 )
-def test_options_of_other_trainers_lead_to_those_here(flag: str, hint: str) -> None:
+def test_suggests_option_for_names_of_other_trainers(flag: str, hint: str) -> None:
     with pytest.raises(SettingError) as caught:
         parse_options("image", [flag, "1"])
     assert caught.value.remedy == f"did you mean {hint}?"

@@ -1,4 +1,4 @@
-"""Photos: cut out of the whole file, by numbers alone, in whatever process."""
+"""Tests that crops of photos come from the full file and depend only on random numbers."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from paceline.train import Draws, write_shards
 from paceline.train.data.fetch import BatchRequest, Fetch
 
 
-def test_photos_are_cut_out_of_the_whole_file(tmp_path: Path) -> None:
-    """Not out of a smaller copy; the numbers alone say what, whoever makes the batch."""
+def test_random_crops_use_full_resolution(tmp_path: Path) -> None:
+    """Crops do not come from a smaller copy, and are equal in every process that makes them."""
     y, x = np.mgrid[0:400, 0:500]
     ramp = np.stack([x / 2, y / 2, (x % 2) * 255], axis=2).astype(np.uint8)
     Image.fromarray(ramp).save(tmp_path / "photo.png")
     files = folder.FolderSplit([tmp_path / "photo.png"] * 9, np.zeros(9, dtype=np.int64), 64)
     numbers = Draws(0, 0, np.arange(9)).uniform(decoding.CROP_RANDOMS)
-    made = files.random_crops(np.arange(9), numbers, 64)
-    for pixels, drawn in zip(made.astype(float), numbers, strict=True):
+    produced = files.random_crops(np.arange(9), numbers, 64)
+    for pixels, drawn in zip(produced.astype(float), numbers, strict=True):
         left, top, right, bottom = decoding.crop_box(500, 400, drawn)
         middle = (left + right) / 4, (top + bottom) / 4
         assert abs(pixels[0].mean() - middle[0]) < 1
         assert abs(pixels[1].mean() - middle[1]) < 1
-        if right - left < 80:  # one pixel of the file is one of the cut
+        if right - left < 80:  # the crop is not enlarged: one pixel of the file is one pixel of it
             assert pixels[2].std() > 60
     parts = np.concatenate(
         [files.random_crops(np.array([i]), numbers[i : i + 1], 64) for i in range(9)]
     )
-    assert np.array_equal(made, parts)
+    assert np.array_equal(produced, parts)
 
 
-def test_windows_are_those_of_a_random_resized_crop() -> None:
+def test_crop_box_distribution() -> None:
     drawn = np.random.default_rng(0).random((2000, decoding.CROP_RANDOMS))
-    boxes = np.array([decoding.crop_box(500, 400, one) for one in drawn])
+    boxes = np.array([decoding.crop_box(500, 400, item) for item in drawn])
     wide, tall = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert (boxes.min(0) >= 0).all()
     assert (boxes.max(0) <= [500, 400, 500, 400]).all()
@@ -61,10 +61,10 @@ def test_windows_are_those_of_a_random_resized_crop() -> None:
     assert decoding.crop_box(900, 100, np.full(decoding.CROP_RANDOMS, 0.99)) == (383, 0, 516, 100)
 
 
-def test_large_jpegs_are_decoded_at_a_part_of_their_size(
+def test_large_jpegs_are_decoded_at_reduced_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a small result; nobody sees it. A file that is too large otherwise is not refused."""
+    """A reduced size is enough for small crops; a file above the limit is then accepted, too."""
     y, x = np.mgrid[0:800, 0:1000]
     photo = Image.fromarray(np.stack([x / 4, y / 4, x * 0], axis=2).astype(np.uint8))
     photo.save(tmp_path / "a.png")
@@ -72,18 +72,18 @@ def test_large_jpegs_are_decoded_at_a_part_of_their_size(
     loaded: list[tuple[int, int]] = []
     convert = Image.Image.convert
     monkeypatch.setattr(
-        Image.Image, "convert", lambda one, mode: loaded.append(one.size) or convert(one, mode)
+        Image.Image, "convert", lambda item, mode: loaded.append(item.size) or convert(item, mode)
     )
     numbers = np.zeros(decoding.CROP_RANDOMS)
-    numbers[:4] = 0.9, 0.89, 0.5, 0.5  # 952 × 762 of the 1000 × 800
+    numbers[:4] = 0.9, 0.89, 0.5, 0.5  # a crop of 952 × 762 from the 1000 × 800
     for limit in (32_000_000, 60_000):
         monkeypatch.setattr(decoding, "MAX_PIXELS", limit)
-        whole = decoding.decode_resized(tmp_path / "a.jpg", 3, (64, 64), crop=True)
+        resized = decoding.decode_resized(tmp_path / "a.jpg", 3, (64, 64), crop=True)
         cut = decoding.random_crop(tmp_path / "a.jpg", numbers, 64)
         if limit > 1e6:
             exact = decoding.decode_resized(tmp_path / "a.png", 3, (64, 64), crop=True)
             part = decoding.random_crop(tmp_path / "a.png", numbers, 64)
-        assert np.abs(whole.astype(int) - exact).mean() < 2
+        assert np.abs(resized.astype(int) - exact).mean() < 2
         assert np.abs(cut.astype(int) - part).mean() < 2
     assert loaded == [(250, 200), (250, 200), (1000, 800), (1000, 800), (250, 200), (250, 200)]
     with pytest.raises(ValueError, match="1000 × 800 pixels, more than"):
@@ -91,7 +91,7 @@ def test_large_jpegs_are_decoded_at_a_part_of_their_size(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> None:
+def test_workers_produce_identical_photo_batches(tmp_path: Path, workers: int) -> None:
     draw = np.random.default_rng(0)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -108,14 +108,14 @@ def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> Non
         for i in range(0, 16, 4)
     ]
     fetch = Fetch(pictures, torch.device("cpu"), workers)
-    made = [images for _, (images, _) in fetch(orders)]
+    produced = [images for _, (images, _) in fetch(orders)]
     fetch.close()
-    for one, images in zip(orders, made, strict=True):
-        alone = pictures.on_device(pictures.batch(one.ids, one.draws), one.draws)[0]
-        assert torch.equal(images, alone)
-    assert made[0].shape == (4, 3, 32, 32)
-    plain = pictures.on_device(pictures.batch(orders[0].ids, None), None)[0]
-    assert not torch.equal(made[0], plain)
+    for item, images in zip(orders, produced, strict=True):
+        reference = pictures.on_device(pictures.batch(item.ids, item.draws), item.draws)[0]
+        assert torch.equal(images, reference)
+    assert produced[0].shape == (4, 3, 32, 32)
+    unaugmented = pictures.on_device(pictures.batch(orders[0].ids, None), None)[0]
+    assert not torch.equal(produced[0], unaugmented)
 
 
 # -- in shards ---------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def samples(count: int) -> Iterator[dict[str, Any]]:
     return ({"png": png(number), "cls": number % 2} for number in range(count))
 
 
-def read(folder: Path, **more: Any) -> Any:
-    return load(ImageOptions(data=str(folder), image_size=16, augment=("resized-crop",), **more))
+def read(folder: Path, **extra: Any) -> Any:
+    return load(ImageOptions(data=str(folder), image_size=16, augment=("resized-crop",), **extra))
 
 
 def test_photos_in_shards(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_photos_in_shards(tmp_path: Path) -> None:
     }
     train = data.splits["train"]
     (tmp_path / "one.png").write_bytes(png(int(train._ids[5])))
-    alone = decoding.decode_resized(tmp_path / "one.png", 3, (16, 16), crop=True)
-    assert np.array_equal(train.pixels(np.array([5]))[0], alone)
+    reference = decoding.decode_resized(tmp_path / "one.png", 3, (16, 16), crop=True)
+    assert np.array_equal(train.pixels(np.array([5]))[0], reference)
     assert data.fingerprint == read(tmp_path).fingerprint != read(tmp_path, seed=1).fingerprint
     part = read(tmp_path, val_fraction=0.25).splits["train"]
     order = ImageTensors(part, Normalisation((0.5,) * 3, (0.2,) * 3), torch.float32).visiting_order(
@@ -158,7 +158,7 @@ def test_photos_in_shards(tmp_path: Path) -> None:
     assert len(order.shard_sizes) == len([*tmp_path.glob("*.tar")]) > 3
 
 
-def test_parts_of_shards_by_their_names(tmp_path: Path) -> None:
+def test_shard_names_define_splits(tmp_path: Path) -> None:
     write_shards(tmp_path / "a/train", samples(8))
     write_shards(tmp_path / "a/val", samples(4))
     for number, name in enumerate(("train-0", "test_0", "eval-0")):
@@ -171,7 +171,7 @@ def test_parts_of_shards_by_their_names(tmp_path: Path) -> None:
     assert not tars.matches(tmp_path)
 
 
-def test_shards_of_photos_that_are_unfit(tmp_path: Path) -> None:
+def test_rejects_invalid_photo_shards(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", [*samples(6), {"png": png(1)}])
     with pytest.raises(DataError, match=r"00000\.tar: 000000006 has no class\n.*1 of 7 samples"):
         read(tmp_path / "a")
@@ -190,14 +190,14 @@ def test_shards_of_photos_that_are_unfit(tmp_path: Path) -> None:
         read(tmp_path / "b")
 
 
-def test_the_recipe_trains_on_shards(tmp_path: Path) -> None:
+def test_recipe_trains_on_shards(tmp_path: Path) -> None:
     write_shards(tmp_path / "d", samples(24), size=20_000)
     flags = [f"--data={tmp_path / 'd'}", "--image-size=16", "--augment", "resized-crop", "flip"]
-    more = ["--device=cpu", "--checkpoint-every=never", "--steps=3", "--global-batch=8"]
-    assert image.main([f"--run-dir={tmp_path / 'run'}", *flags, *more]) == 0
+    extra = ["--device=cpu", "--checkpoint-every=never", "--steps=3", "--global-batch=8"]
+    assert image.main([f"--run-dir={tmp_path / 'run'}", *flags, *extra]) == 0
     found = json.loads((tmp_path / "run/model/config.json").read_text())
     assert found["data"]["sizes"] == {"train": 20, "test": 4}
-    gc.collect()  # the index's open file
+    gc.collect()  # closes the open file of the index
 
 
 def test_texts_in_shards(tmp_path: Path) -> None:
@@ -238,34 +238,34 @@ print(json.dumps({
 """
 
 
-def test_parquet_whose_columns_are_named_as_in_tars(tmp_path: Path) -> None:
-    """What ``ShardedDataset`` reads of such folders, the recipes read as well."""
-    why = "not run: pyarrow is not installed"
-    arrow = pytest.importorskip("pyarrow", reason=why)
-    parquet = pytest.importorskip("pyarrow.parquet", reason=why)
+def test_parquet_with_tar_column_names(tmp_path: Path) -> None:
+    """The recipes read such folders, like ``ShardedDataset``."""
+    skip_reason = "not run: pyarrow is not installed"
+    arrow = pytest.importorskip("pyarrow", reason=skip_reason)
+    parquet = pytest.importorskip("pyarrow.parquet", reason=skip_reason)
     packed, folders = [*samples(20)], [tmp_path / "photos", tmp_path / "texts"]
     texts = {"txt": [f"text {number}" for number in range(9)], "cls": [0, 1, 2] * 3}
-    photo = {name: [one[name] for one in packed] for name in ("png", "cls")}
-    for place, columns in zip(folders, (photo, texts), strict=True):
-        place.mkdir()
-        parquet.write_table(arrow.table(columns), place / "00000.parquet")
-    # the library keeps threads and variables, so in a process of its own
-    words = [sys.executable, "-c", READ, *map(str, folders)]
+    photo = {name: [item[name] for item in packed] for name in ("png", "cls")}
+    for target_folder, columns in zip(folders, (photo, texts), strict=True):
+        target_folder.mkdir()
+        parquet.write_table(arrow.table(columns), target_folder / "00000.parquet")
+    # in another process, as the library leaves threads and variables behind
+    argv = [sys.executable, "-c", READ, *map(str, folders)]
     env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["classes"], said["labels"]) == (["0", "1"], ["0", "1", "2"])
-    one = packed[said["id"]]
-    (tmp_path / "one.png").write_bytes(one["png"])
-    wanted = decoding.decode_resized(tmp_path / "one.png", 3, (16, 16), crop=True)
-    assert np.array_equal(np.array(said["pixels"])[0], wanted)
-    assert said["label"] == one["cls"]
-    assert "--skip-damaged has no effect" in said["skipped"]
-    assert "png (bytes) and cls (a number)" in said["unfit"]
+    completed = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout)
+    assert (result["classes"], result["labels"]) == (["0", "1"], ["0", "1", "2"])
+    item = packed[result["id"]]
+    (tmp_path / "one.png").write_bytes(item["png"])
+    expected = decoding.decode_resized(tmp_path / "one.png", 3, (16, 16), crop=True)
+    assert np.array_equal(np.array(result["pixels"])[0], expected)
+    assert result["label"] == item["cls"]
+    assert "--skip-damaged has no effect" in result["skipped"]
+    assert "png (bytes) and cls (a number)" in result["unfit"]
 
 
-def test_what_operating_systems_leave_is_no_class_and_no_image(tmp_path: Path) -> None:
+def test_ignores_operating_system_files(tmp_path: Path) -> None:
     for name, red in (("cat", 200), ("dog", 20)):
         for number in range(6):
             path = tmp_path / name / f"{number}.png"

@@ -1,4 +1,4 @@
-"""The text recipe: readers, figures, and whole trainings on tiny models."""
+"""Tests the text recipe: readers of data, metrics, and whole trainings of tiny models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from paceline.spec.errors import DataError, SettingError
 ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", "yes")]
 
 
-def read(name: Path | str, labels: tuple[str, ...] = (), **wanted: Any) -> TextData:
-    return load_texts(TextOptions(data=str(name), **wanted), labels)
+def read(name: Path | str, labels: tuple[str, ...] = (), **overrides: Any) -> TextData:
+    return load_texts(TextOptions(data=str(name), **overrides), labels)
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[object]], delimiter: str = ",") -> Path:
@@ -42,22 +42,22 @@ def write_csv(path: Path, rows: Sequence[Sequence[object]], delimiter: str = ","
 # -- data ----------------------------------------------------------------------------------
 
 
-def test_every_form_is_the_same_data(tmp_path: Path) -> None:
+def test_formats_have_equal_fingerprint(tmp_path: Path) -> None:
     named = [("id", "sentence", "label"), *((n, t, c) for n, (c, t) in enumerate(ROWS))]
-    odd = [("topic id", "body"), *ROWS]
+    custom_header = [("topic id", "body"), *ROWS]
     named_columns = {"label_column": "topic id", "text_column": "body"}
     lines = (json.dumps({"text": t, "label": c}) for c, t in ROWS)
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
-    found = [
+    data_sets = [
         read(write_csv(tmp_path / "a.csv", ROWS)),
         read(write_csv(tmp_path / "b.csv", named)),
-        read(write_csv(tmp_path / "c.csv", odd, ";"), delimiter=";", **named_columns),
+        read(write_csv(tmp_path / "c.csv", custom_header, ";"), delimiter=";", **named_columns),
         read(tmp_path / "d.jsonl"),
         read(write_csv(tmp_path / "e.tsv", ROWS, "\t")),
     ]
-    assert len({one.fingerprint for one in found}) == 1
-    assert found[0].classes == ("no", "yes")
-    assert {name: len(labels) for name, (_, labels) in found[0].splits.items()} == {
+    assert len({item.fingerprint for item in data_sets}) == 1
+    assert data_sets[0].classes == ("no", "yes")
+    assert {name: len(labels) for name, (_, labels) in data_sets[0].splits.items()} == {
         "train": 36,
         "test": 4,
     }
@@ -67,7 +67,7 @@ def test_only_line_feeds_end_a_row(tmp_path: Path) -> None:
     rows = [(label, f"a\u2028b\x85c\x0b {n}") for n in range(20) for label in ("no", "yes")]
     (tmp_path / "a.csv").write_text("".join(f"{label},{text}\n" for label, text in rows))
     objects = [{"label": label, "text": text} for label, text in rows]
-    lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in objects)
+    lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in objects)
     (tmp_path / "a.jsonl").write_text("".join(lines))
     for name in ("a.csv", "a.jsonl"):
         splits = read(tmp_path / name).splits
@@ -76,12 +76,12 @@ def test_only_line_feeds_end_a_row(tmp_path: Path) -> None:
         )
 
 
-def test_two_dashes_make_no_number(tmp_path: Path) -> None:
+def test_label_with_two_dashes_is_no_number(tmp_path: Path) -> None:
     rows = [(label, f"text {n}") for n in range(20) for label in ("--5", "3")]
     assert read(write_csv(tmp_path / "a.csv", rows)).classes == ("--5", "3")
 
 
-def test_half_a_surrogate_pair_is_named_with_its_line(tmp_path: Path) -> None:
+def test_lone_surrogate_error_names_line(tmp_path: Path) -> None:
     whole, half = ({"label": "a", "text": text} for text in ("\U0001f6b4", "\ud83d"))
     (tmp_path / "d.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(half)}\n")
     with pytest.raises(DataError, match=r"d\.jsonl line 2 is not valid JSON"):
@@ -100,7 +100,7 @@ def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("rows", "wanted", "words"),
+    ("rows", "overrides", "message"),
     [
         ([], {}, "is empty"),
         ([("label", "text", "text"), (1, "a", "b")], {}, "line 1 names two columns text"),
@@ -113,17 +113,17 @@ def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> No
         (ROWS, {"labels": ("no", "perhaps")}, "label 'yes' of t"),
     ],
 )
-def test_unfit_csv_is_named(
-    tmp_path: Path, rows: list[Any], wanted: dict[str, Any], words: str
+def test_invalid_csv_error_names_file(
+    tmp_path: Path, rows: list[Any], overrides: dict[str, Any], message: str
 ) -> None:
     path = write_csv(tmp_path / "d.csv", rows)
-    with pytest.raises(DataError, match=words) as error:
-        read(path, **wanted)
+    with pytest.raises(DataError, match=message) as error:
+        read(path, **overrides)
     assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--model=smal"], "did you mean --model small"),
         (["--freeze"], "would keep random weights"),
@@ -132,12 +132,12 @@ def test_unfit_csv_is_named(
         (["--delimiter=ab"], "one character"),
     ],
 )
-def test_refused_settings(flags: list[str], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
+def test_rejects_invalid_settings(flags: list[str], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
         parse_options("text", flags)
 
 
-def test_macro_f1_by_hand() -> None:
+def test_macro_f1() -> None:
     confusion = torch.tensor([[3.0, 1.0, 0.0], [1.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     assert macro_f1(confusion) == pytest.approx((6 / 8 + 10 / 12) / 2)
 
@@ -150,7 +150,7 @@ def train(folder: Path, *flags: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text") / "run"
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -159,39 +159,41 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_word_order_is_learned_where_words_alone_say_nothing(trained: Path, tmp_path: Path) -> None:
-    assert config(trained)["metrics"]["test"]["accuracy"] >= 0.9
+def test_model_learns_word_order(trained_run: Path, tmp_path: Path) -> None:
+    assert config(trained_run)["metrics"]["test"]["accuracy"] >= 0.9
     assert train(tmp_path / "words", "--epochs=2", "--model=words") == 0
     assert config(tmp_path / "words")["metrics"]["test"]["accuracy"] < 0.65
 
 
-def test_use(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_and_predict(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "report.json"
-    assert evaluate.main([f"--run={trained}", f"--figures={report}"]) == 0
-    recorded = config(trained)["metrics"]["test"]
+    assert evaluate.main([f"--run={trained_run}", f"--figures={report}"]) == 0
+    recorded = config(trained_run)["metrics"]["test"]
     assert json.loads(report.read_text()) == {"split": "test", **recorded}
     capsys.readouterr()
     rows = [("id", "text"), (1, "the food was awful and the music was great")]
     path = write_csv(tmp_path / "in.csv", rows)
     said = "the music was awful and the food was great"
-    assert predict.main([f"--run={trained}", "--json", said, str(path)]) == 0
+    assert predict.main([f"--run={trained_run}", "--json", said, str(path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["class"] for line in lines] == ["praised", "blamed"]
     assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
 
 
-def test_other_data_without_parts_are_evaluated_in_part_and_say_so(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_evaluates_drawn_test_split_of_different_data(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = ("the food was great and the music was awful", "praised")
     path = write_csv(tmp_path / "d.csv", [("text", "label"), *[good] * 9, (good[0], "blamed")])
-    assert evaluate.main([f"--run={trained}", f"--data={path}"]) == 0
+    assert evaluate.main([f"--run={trained_run}", f"--data={path}"]) == 0
     assert "a test part was drawn from it and is evaluated; --split train" in (
         capsys.readouterr().out
     )
 
 
-def test_rows_without_a_label_or_a_text_are_left_out_and_counted(
+def test_skips_and_counts_incomplete_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [("label", "text"), *ROWS, ("", "no label"), ("yes", " "), ("", "")]
@@ -202,30 +204,34 @@ def test_rows_without_a_label_or_a_text_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("header", "more", "remedy"),
+    ("header", "extra_flags", "remedy"),
     [
         ("Ergebnis,Bewertung Text", [], "--label-column Ergebnis --text-column 'Bewertung Text'"),
         ("ID;Text;Ergebnis", ["--label-column=Ergebnis"], "--delimiter ';'"),
         ("Ergebnis,Text", ["--label-column=ergebnis"], "--label-column Ergebnis"),
     ],
 )
-def test_a_header_that_is_not_understood(
-    header: str, more: list[str], remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_unknown_header_suggests_options(
+    header: str,
+    extra_flags: list[str],
+    remedy: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "d.csv"
     path.write_text("\n".join([header, *["gut,toll", "mies,schlecht"] * 9]))
-    assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}", *more]) == 1
+    assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}", *extra_flags]) == 1
     assert remedy in capsys.readouterr().err
 
 
-def test_predict_reads_tables_as_the_training_did(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_predict_uses_training_table_format(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(trained / "model", run / "model")
-    described = config(run)
-    described["data"] |= {"delimiter": ";", "source": "train.csv", "columns": ["label", "words"]}
-    (run / "model/config.json").write_text(json.dumps(described))
+    shutil.copytree(trained_run / "model", run / "model")
+    run_config = config(run)
+    run_config["data"] |= {"delimiter": ";", "source": "train.csv", "columns": ["label", "words"]}
+    (run / "model/config.json").write_text(json.dumps(run_config))
     (tmp_path / "in.csv").write_text("id;words\n1;the food was awful, the music great\n")
     assert predict.main([f"--run={run}", "--json", str(tmp_path / "in.csv")]) == 0
     assert json.loads(capsys.readouterr().out)["input"] == "the food was awful, the music great"
@@ -233,24 +239,26 @@ def test_predict_reads_tables_as_the_training_did(
     assert "there is no file missing.csv" in capsys.readouterr().err
 
 
-def test_other_data_with_unknown_labels_are_refused(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_rejects_data_with_unknown_labels(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_csv(tmp_path / "d.csv", ROWS)
-    assert evaluate.main([f"--run={trained}", f"--data={path}"]) == 1
+    assert evaluate.main([f"--run={trained_run}", f"--data={path}"]) == 1
     assert "is not among the training labels" in capsys.readouterr().err
 
 
-def test_fine_tuning_keeps_the_frozen_backbone(trained: Path, tmp_path: Path) -> None:
-    flags = ["--steps=10", f"--weights={trained}", "--freeze", "--seed=3", "--vocab-size=25"]
+def test_fine_tuning_keeps_frozen_backbone(trained_run: Path, tmp_path: Path) -> None:
+    flags = ["--steps=10", f"--weights={trained_run}", "--freeze", "--seed=3", "--vocab-size=25"]
     assert train(tmp_path / "run", *flags) == 0
-    old, new = (load_file(run / "model/model.safetensors") for run in (trained, tmp_path / "run"))
+    old, new = (
+        load_file(run / "model/model.safetensors") for run in (trained_run, tmp_path / "run")
+    )
     same = {name for name in old if torch.equal(old[name], new[name])}
     assert {name for name in old if name.startswith("backbone.")} == same
     assert config(tmp_path / "run")["metrics"]["test"]["accuracy"] >= 0.9
 
 
-def test_pretrained_model_of_a_folder(tmp_path: Path) -> None:
+def test_pretrained_model_from_folder(tmp_path: Path) -> None:
     folder = bert(tmp_path / "bert")
     flags = [f"--model={folder}", "--freeze", "--unfreeze-every=1", "--lr=1e-3", "--steps=120"]
     assert train(tmp_path / "run", *flags) == 0
@@ -259,14 +267,14 @@ def test_pretrained_model_of_a_folder(tmp_path: Path) -> None:
     before = transformers.BertForSequenceClassification.from_pretrained(folder).state_dict()
     after = load_file(tmp_path / "run/model/model.safetensors")
     moved = {n for n in before if not torch.equal(before[n], after[f"model.{n}"])}
-    # 113 steps are an epoch: after it the last stage with parameters, the pooler, trains too.
+    # An epoch has 113 steps; after it, the pooler, the last stage with parameters, is trained too.
     assert {name.split(".")[0] for name in moved} == {"bert", "classifier"}
     assert {name.split(".")[1] for name in moved if name.startswith("bert")} == {"pooler"}
     assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
 
 
-def test_a_part_that_the_weights_lack_is_not_frozen(tmp_path: Path) -> None:
-    """A language model's weights have no pooler and no head."""
+def test_missing_weights_are_not_frozen(tmp_path: Path) -> None:
+    """The weights of a language model have no pooler and no head."""
     folder = bert(tmp_path / "bert")
     path = folder / "model.safetensors"
     state = {n: t for n, t in load_file(path).items() if "pooler" not in n and "class" not in n}
@@ -281,11 +289,9 @@ def test_a_part_that_the_weights_lack_is_not_frozen(tmp_path: Path) -> None:
     assert not same[1].head_is_reset
 
 
-def test_code_that_comes_with_a_model_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if standard input answers the question of transformers with yes."""
-    sign, folder = tmp_path / "it ran", tmp_path / "model"
+def test_does_not_run_code_of_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds even if standard input answers yes to the question of transformers."""
+    marker, folder = tmp_path / "it ran", tmp_path / "model"
     monkeypatch.setattr("builtins.input", lambda _: "yes")
     folder.mkdir()
     classes = {
@@ -293,7 +299,7 @@ def test_code_that_comes_with_a_model_does_not_run(
         for name in ("AutoConfig", "AutoTokenizer", "AutoModelForSequenceClassification")
     }
     (folder / "cfg.py").write_text(
-        f"open({str(sign)!r}, 'w')\n" + "".join(f"class {name}: pass\n" for name in classes)
+        f"open({str(marker)!r}, 'w')\n" + "".join(f"class {name}: pass\n" for name in classes)
     )
     classes["AutoTokenizer"] = ["cfg.AutoTokenizer", None]  # type: ignore[assignment]
     description = json.dumps({"model_type": "evil", "auto_map": classes})
@@ -308,9 +314,9 @@ def test_code_that_comes_with_a_model_does_not_run(
     ):
         with pytest.raises(DataError, match="code that comes with it, which Paceline does not run"):
             load()
-    known = {"model_type": "bert", "auto_map": classes, "hidden_size": 12}
-    assert pretrained.build_from_description("text", known)
-    assert not sign.exists()
+    bert_description = {"model_type": "bert", "auto_map": classes, "hidden_size": 12}
+    assert pretrained.build_from_description("text", bert_description)
+    assert not marker.exists()
 
 
 def test_stages_of_a_list_of_layers() -> None:
@@ -319,7 +325,7 @@ def test_stages_of_a_list_of_layers() -> None:
     assert stages_of([backbone]) == [backbone["first"], *layers]
 
 
-def test_unknown_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_model_folder_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "run", f"--model={tmp_path}/none") == 1
     said = capsys.readouterr().err
     assert f"--model {tmp_path}/none could not be loaded" in said
@@ -329,14 +335,14 @@ def test_unknown_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("table", "column", "expected"),
     [
-        ("id,review,sentiment\n1,good,pos\n", "", ["good"]),  # as train reads it
+        ("id,review,sentiment\n1,good,pos\n", "", ["good"]),  # as in the training data
         ("Review,id\ngood,1\n", "", ["good"]),
         ("a,b\n1,2\n", "a", ["1"]),
         ("pos,good\nneg,bad\n", "", ["good", "bad"]),
         ("good\nbad\n", "", ["good", "bad"]),
     ],
 )
-def test_texts_to_predict_are_found_by_their_column(
+def test_predict_selects_text_column(
     tmp_path: Path, table: str, column: str, expected: list[str]
 ) -> None:
     (tmp_path / "t.csv").write_text(table)
@@ -344,7 +350,7 @@ def test_texts_to_predict_are_found_by_their_column(
     assert [*use_text._texts([str(tmp_path / "t.csv")], trained_on)] == expected
 
 
-def test_a_table_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_wrong_encoding_error_names_line(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_bytes(b"label,text\n1,good\n0,caf\xe9\n")
     with pytest.raises(DataError) as caught:

@@ -1,4 +1,4 @@
-"""The translation recipe's parts: data, tokenizers, network, search, scores."""
+"""Tests the parts of the translation recipe: data, tokenizers, network, search, scores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read(name: Path | str, languages: tuple[str, str] = ("", ""), target: str = 
 # -- data ----------------------------------------------------------------------------------
 
 
-def test_tsv_jsonl_and_two_files_are_the_same_corpus(tmp_path: Path) -> None:
+def test_formats_have_equal_fingerprint(tmp_path: Path) -> None:
     pairs = [(f"eins {n}", f"one {n}") for n in range(20)]
     (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\tmore\r\n" for a, b in pairs))
     (tmp_path / "a.de").write_text("".join(f"{a}\n" for a, _ in pairs))
@@ -60,7 +60,7 @@ def test_tsv_jsonl_and_two_files_are_the_same_corpus(tmp_path: Path) -> None:
     assert len(found[0].splits["val"]) == 2
 
 
-def test_rows_without_a_side_are_left_out(tmp_path: Path) -> None:
+def test_skips_incomplete_rows(tmp_path: Path) -> None:
     rows = [{"de": f"eins {n}", "en": f"one {n}"} for n in range(4)]
     rows += [{"de": "zwei"}, {"translation": "three", "de": "drei", "en": "three"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,7 +68,7 @@ def test_rows_without_a_side_are_left_out(tmp_path: Path) -> None:
     assert (sum(map(len, data.splits.values())), data.skipped) == (5, 1)
 
 
-def test_folder_with_parts(tmp_path: Path) -> None:
+def test_folder_with_splits(tmp_path: Path) -> None:
     for name in ("train", "valid", "test"):
         (tmp_path / f"{name}.de").write_text("ja\n\nnein\n")
         (tmp_path / f"{name}.en").write_text("yes\nmaybe\nno\n")
@@ -82,14 +82,14 @@ def test_folder_with_parts(tmp_path: Path) -> None:
     ("content", "words"),
     [("", "is empty"), ("a\tb\nno tab here\n", "line 2 has no tab"), ("a\t\n", "no pairs")],
 )
-def test_unfit_tsv_is_named(tmp_path: Path, content: str, words: str) -> None:
+def test_invalid_tsv_error_names_file(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "p.tsv").write_text(content)
     with pytest.raises(DataError, match=words) as error:
         read(tmp_path / "p.tsv")
     assert str(tmp_path / "p.tsv") in str(error.value)
 
 
-def test_files_of_different_length_are_refused(tmp_path: Path) -> None:
+def test_rejects_files_of_different_length(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1\n2\n")
     (tmp_path / "b").write_text("1\n")
     with pytest.raises(DataError, match="lines: 2 and 1"):
@@ -118,7 +118,7 @@ def test_generated_corpora() -> None:
         (["--beam=0"], "--beam 0 must be at least 1"),
     ],
 )
-def test_refused_settings(flags: list[str], words: str) -> None:
+def test_rejects_invalid_settings(flags: list[str], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         parse_options("translation", flags)
 
@@ -128,7 +128,7 @@ def test_refused_settings(flags: list[str], words: str) -> None:
 
 @pytest.mark.parametrize("kind", ["word", "bpe", "char"])
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=8))
-def test_known_text_comes_back(kind: tokens.Kind, words: list[str]) -> None:
+def test_tokenizer_round_trip(kind: tokens.Kind, words: list[str]) -> None:
     text = " ".join(words)
     tokenizer = _tokenizer(kind)
     rows = tokenizer.encode([text])
@@ -136,13 +136,13 @@ def test_known_text_comes_back(kind: tokens.Kind, words: list[str]) -> None:
     assert tokens.from_json(tokenizer.to_json()).encode([text]) == rows
 
 
-_made: dict[str, tokens.Tokenizer] = {}
+_tokenizers: dict[str, tokens.Tokenizer] = {}
 
 
 def _tokenizer(kind: tokens.Kind) -> tokens.Tokenizer:
-    if kind not in _made:
-        _made[kind] = tokens.train_tokenizer(kind, [" ".join(WORDS), *WORDS], min_frequency=1)
-    return _made[kind]
+    if kind not in _tokenizers:
+        _tokenizers[kind] = tokens.train_tokenizer(kind, [" ".join(WORDS), *WORDS], min_frequency=1)
+    return _tokenizers[kind]
 
 
 def test_rare_words_are_unknown() -> None:
@@ -177,7 +177,7 @@ def test_grouped_order_is_a_permutation(size: int, batch: int, epoch: int) -> No
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 5))
-def test_spread_covers_everything(lengths: list[int], ranks: int) -> None:
+def test_balanced_order_is_permutation(lengths: list[int], ranks: int) -> None:
     assert sorted(balanced_order(lengths, ranks)) == list(range(len(lengths)))
 
 
@@ -195,42 +195,46 @@ SEARCH = Search(start=2, end=3, limit=12)
 
 
 @torch.no_grad()
-def test_cached_steps_equal_the_whole(network: Transformer) -> None:
+def test_cached_decoding_equals_full_pass(network: Transformer) -> None:
     target = torch.randint(4, 23, (3, 6), generator=torch.Generator().manual_seed(2))
     whole = network(SOURCE, target)
     memory, mask = network.encode(SOURCE)
     cache = Cache()
-    for place in range(6):
-        step = network.step(target[:, place], memory, mask, cache)
-        assert torch.allclose(step, whole[:, place], atol=1e-12)
+    for position in range(6):
+        step = network.step(target[:, position], memory, mask, cache)
+        assert torch.allclose(step, whole[:, position], atol=1e-12)
 
 
 @torch.no_grad()
-def test_padding_changes_nothing(network: Transformer) -> None:
+def test_padding_does_not_change_output(network: Transformer) -> None:
     target = torch.tensor([[2, 5, 6]])
-    alone = network(SOURCE[1:2, :2], target)
-    assert torch.allclose(network(SOURCE[1:2], target), alone, atol=1e-12)
+    unpadded = network(SOURCE[1:2, :2], target)
+    assert torch.allclose(network(SOURCE[1:2], target), unpadded, atol=1e-12)
     assert decode(network, SOURCE[1:2, :2], SEARCH) == decode(network, SOURCE, SEARCH)[1:2]
 
 
 @torch.no_grad()
-def test_one_beam_is_greedy_and_more_beams_are_likelier(network: Transformer) -> None:
+def test_beam_search_equals_or_beats_greedy(network: Transformer) -> None:
     one = beam_search(network, SOURCE, SEARCH)
     assert [row[: row.index(3)] if 3 in row else row for row in one.tolist()] == [
         row[: row.index(3)] if 3 in row else row for row in greedy(network, SOURCE, SEARCH).tolist()
     ]
-    plain = [_chance(network, beam_search(network, SOURCE, _search(k)), SOURCE) for k in (1, 8)]
-    assert bool((plain[1] >= plain[0] - 1e-9).all())
+    log_likelihoods = [
+        _log_likelihood(network, beam_search(network, SOURCE, _search(k)), SOURCE) for k in (1, 8)
+    ]
+    assert bool((log_likelihoods[1] >= log_likelihoods[0] - 1e-9).all())
 
 
 def _search(beam: int) -> Search:
     return Search(2, 3, 4, beam, length_penalty=0.0)
 
 
-def _chance(network: Transformer, found: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _log_likelihood(
+    network: Transformer, found: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
     given = torch.cat((torch.full((len(found), 1), 2), found[:, :-1]), 1)
-    chances = network(source, given).log_softmax(2).gather(2, found[:, :, None])[:, :, 0]
-    return (chances * (found != PAD)).sum(1)
+    log_probs = network(source, given).log_softmax(2).gather(2, found[:, :, None])[:, :, 0]
+    return (log_probs * (found != PAD)).sum(1)
 
 
 def test_post_norm_trains() -> None:
@@ -242,14 +246,14 @@ def test_post_norm_trains() -> None:
 # -- scores --------------------------------------------------------------------------------
 
 
-def test_edit_distance_equals_the_table() -> None:
+def test_edit_distance_matches_dynamic_programming() -> None:
     draw = random.Random(0)
     for _ in range(500):
         a, b = ("".join(draw.choices("abc", k=draw.randrange(12))) for _ in range(2))
-        assert edit_distance(a, b) == _table(a, b)
+        assert edit_distance(a, b) == _reference_distance(a, b)
 
 
-def _table(a: str, b: str) -> int:
+def _reference_distance(a: str, b: str) -> int:
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         new = [i]
@@ -259,7 +263,7 @@ def _table(a: str, b: str) -> int:
     return row[-1]
 
 
-def test_rates_by_hand() -> None:
+def test_error_rate_and_translation_scores() -> None:
     assert error_rate(["kitten"], ["sitting"]) == 3 / 7
     found = translation_scores(["a b c d", "e f g h"], ["a b c d", "e f g i"])
     assert found["wer"] == 1 / 8

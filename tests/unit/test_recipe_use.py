@@ -1,4 +1,4 @@
-"""Exporting, measuring and quantizing trained models; translating with them."""
+"""Tests how trained models are exported, measured, quantized, and used for translation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from paceline.spec.errors import DataError, SettingError
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("--device=cpu", "--checkpoint-every=never", "--dropout=0")
+COMMON_FLAGS = ("--device=cpu", "--checkpoint-every=never", "--dropout=0")
 
 
 @pytest.fixture(scope="module")
 def reverser(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A translation model that reverses two or three letters."""
+    """Trains a translation model that reverses two or three letters."""
     folder = tmp_path_factory.mktemp("reverse")
     letters = "abcdefgh"
     rows = [[a, b, c] for a in letters for b in letters for c in [*letters, ""]]
@@ -41,7 +41,10 @@ def reverser(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     run, data = folder / "run", f"--data={folder / 'pairs.tsv'}"
-    assert translation.main([f"--run-dir={run}", data, *QUICK, *flags, "--global-batch=16"]) == 0
+    assert (
+        translation.main([f"--run-dir={run}", data, *COMMON_FLAGS, *flags, "--global-batch=16"])
+        == 0
+    )
     torch.set_num_threads(before)
     return run
 
@@ -49,13 +52,13 @@ def reverser(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("digits") / "run"
-    assert image.main([f"--run-dir={run}", *QUICK[:2], "--epochs=3"]) == 0
+    assert image.main([f"--run-dir={run}", *COMMON_FLAGS[:2], "--epochs=3"]) == 0
     return run
 
 
 @pytest.fixture(scope="module")
 def exported(reverser: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as an ONNX file, which takes seconds to be made."""
+    """Exports the reversing model as ONNX, once for all tests, as this takes seconds."""
     folder = tmp_path_factory.mktemp("exported")
     assert export.main([f"--run={reverser}", f"--to={folder}"]) == 0
     return folder / "model.onnx"
@@ -64,12 +67,14 @@ def exported(reverser: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- translating ---------------------------------------------------------------------------
 
 
-def test_translations_and_nothing_else(reverser: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_translate_prints_only_translations(
+    reverser: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert translate.main([f"--run={reverser}", "a b c", "h g"]) == 0
     assert capsys.readouterr().out == "c b a\ng h\n"
 
 
-def test_translating_lines(
+def test_translate_reads_stdin_lines(
     reverser: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a b c\n\nd e f\n"))
@@ -77,27 +82,27 @@ def test_translating_lines(
     assert capsys.readouterr().out == "c b a\n\nf e d\n"
 
 
-def test_outputs_are_kept_and_score_the_same(reverser: Path, tmp_path: Path) -> None:
+def test_saved_translations_reproduce_scores(reverser: Path, tmp_path: Path) -> None:
     import sacrebleu
 
     rows = [json.loads(line) for line in (reverser / "translations.jsonl").read_text().splitlines()]
-    both = [[row[name] for row in rows] for name in ("translated", "expected")]
+    texts = [[row[name] for row in rows] for name in ("translated", "expected")]
     recorded = json.loads((reverser / "model/config.json").read_text())["metrics"]["val"]
     assert recorded["samples"] == len(rows)
-    assert recorded["bleu"] == sacrebleu.corpus_bleu(both[0], [both[1]]).score
+    assert recorded["bleu"] == sacrebleu.corpus_bleu(texts[0], [texts[1]]).score
     assert recorded["exact"] >= 0.9
     assert evaluate.main([f"--run={reverser}", f"--figures={tmp_path / 'r.json'}"]) == 0
     assert json.loads((tmp_path / "r.json").read_text()) == {"split": "val", **recorded}
 
 
-def test_attention_is_drawn(reverser: Path, tmp_path: Path) -> None:
+def test_draws_attention(reverser: Path, tmp_path: Path) -> None:
     path = tmp_path / "maps.png"
     assert translate.main([f"--run={reverser}", f"--attention={path}", "a b c"]) == 0
     with Image.open(path) as picture:
         assert picture.size[0] > 200
 
 
-def test_class_names_do_not_command_the_terminal() -> None:
+def test_class_names_cannot_control_terminal() -> None:
     name = "cat\x1b]52;c;cm0gLXJm\x07\x9b2J"
     prediction = predict.Prediction("a.png", torch.tensor([0.9, 0.1]), (name, "dog"))
     assert prediction.line(1) == "a.png: cat 0.9000"
@@ -105,14 +110,14 @@ def test_class_names_do_not_command_the_terminal() -> None:
     assert json.loads(prediction.to_json(1))["class"] == name
 
 
-def test_predicting_translations_names_the_right_command(
+def test_predict_error_names_translate_command(
     reverser: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert predict.main([f"--run={reverser}", "a b"]) == 2
     assert "paceline translate" in capsys.readouterr().err
 
 
-def test_long_sentences_are_cut_with_a_word(
+def test_long_sentences_are_truncated_with_message(
     reverser: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert translate.main([f"--run={reverser}", "a b " * 200]) == 0
@@ -122,17 +127,17 @@ def test_long_sentences_are_cut_with_a_word(
 # -- exporting -----------------------------------------------------------------------------
 
 
-def test_onnx_gives_the_network_s_scores_at_other_lengths(reverser: Path, exported: Path) -> None:
+def test_onnx_matches_network_at_different_lengths(reverser: Path, exported: Path) -> None:
     model = load_use_module("translation").portable(str(reverser))
     other = OnnxNetwork(exported, model.names)
-    given = torch.tensor([[4, 5, 6, 3, 0]] * 3), torch.tensor([[2, 6, 5]] * 3)
+    inputs = torch.tensor([[4, 5, 6, 3, 0]] * 3), torch.tensor([[2, 6, 5]] * 3)
     with torch.no_grad():
-        assert torch.allclose(other(*given), model.network(*given), atol=1e-4)
+        assert torch.allclose(other(*inputs), model.network(*inputs), atol=1e-4)
     assert (exported.parent / "tokenizer-source.json").is_file()
 
 
 @pytest.mark.parametrize("link", ["run/export", "run/export/torch", "run/export/torch/model.pt2"])
-def test_links_of_a_run_directory_are_not_written_through(tmp_path: Path, link: str) -> None:
+def test_does_not_write_through_links_in_run_directory(tmp_path: Path, link: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     assert export.output_path(run, "export/torch", "") == run / "export/torch"
@@ -143,7 +148,7 @@ def test_links_of_a_run_directory_are_not_written_through(tmp_path: Path, link: 
     assert export.output_path(run, "export/torch", str(run / "other")) == run / "other"
 
 
-def test_a_linked_tokenizer_is_not_exported(digits: Path, tmp_path: Path) -> None:
+def test_linked_tokenizer_is_not_exported(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits / "model", tmp_path / "run/model")
     (tmp_path / "key").write_text("PRIVATE")
     (tmp_path / "run/model/a-token.json").symlink_to(tmp_path / "key")
@@ -152,7 +157,7 @@ def test_a_linked_tokenizer_is_not_exported(digits: Path, tmp_path: Path) -> Non
     assert names == {"config.json", "model.pt2"}
 
 
-def test_torch_program_gives_the_network_s_scores(digits: Path, tmp_path: Path) -> None:
+def test_torch_program_matches_network(digits: Path, tmp_path: Path) -> None:
     assert export.main([f"--run={digits}", f"--to={tmp_path}", "--format=torch"]) == 0
     program = torch.export.load(str(tmp_path / "model.pt2")).module()
     model = load_use_module("image").portable(str(digits))
@@ -160,11 +165,11 @@ def test_torch_program_gives_the_network_s_scores(digits: Path, tmp_path: Path) 
     assert torch.allclose(program(images), model.network(images), atol=1e-5)
 
 
-def test_transformers_loads_its_own_models_again(
+def test_transformers_loads_exported_model(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, folder = tmp_path / "run", tmp_path / "out"
-    flags = [f"--model={vit(tmp_path / 'model')}", "--steps=2", "--no-fast", *QUICK[:2]]
+    flags = [f"--model={vit(tmp_path / 'model')}", "--steps=2", "--no-fast", *COMMON_FLAGS[:2]]
     assert image.main([f"--run-dir={run}", *flags]) == 0
     assert export.main([f"--run={run}", f"--to={folder}", "--format=transformers"]) == 0
     import transformers
@@ -187,31 +192,39 @@ def test_benchmark(digits: Path, reverser: Path, capsys: pytest.CaptureFixture[s
         capsys.readouterr()
         flags = ["--batch", "1", "64", "--iterations=3", "--warm-up=1", "--json"]
         assert benchmark.main([f"--run={run}", *flags]) == 0
-        found = json.loads(capsys.readouterr().out)["results"]
-        assert [one["batch"] for one in found] == [1, 64]
-        for one in found:  # whether larger batches are faster depends on what else a CPU does
-            seconds = one["median_ms"] / 1e3
-            assert one["samples_per_s"] == pytest.approx(one["batch"] / seconds, rel=1e-3)
-        assert all(one["p90_ms"] >= one["median_ms"] > 0 for one in found)
+        measurements = json.loads(capsys.readouterr().out)["results"]
+        assert [measurement["batch"] for measurement in measurements] == [1, 64]
+        for (
+            measurement
+        ) in measurements:  # no comparison of batch sizes: it depends on the load of the CPU
+            seconds = measurement["median_ms"] / 1e3
+            assert measurement["samples_per_s"] == pytest.approx(
+                measurement["batch"] / seconds, rel=1e-3
+            )
+        assert all(
+            measurement["p90_ms"] >= measurement["median_ms"] > 0 for measurement in measurements
+        )
 
 
-def test_quantized_model_is_smaller_and_as_good(
+def test_quantized_model_is_smaller_and_accurate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, path = tmp_path / "run", tmp_path / "small.onnx"
-    assert text.main([f"--run-dir={run}", *QUICK, "--epochs=2"]) == 0
+    assert text.main([f"--run-dir={run}", *COMMON_FLAGS, "--epochs=2"]) == 0
     capsys.readouterr()
     assert quantize.main([f"--run={run}", f"--to={path}"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert path.stat().st_size < 0.5 * (run / "model/model.safetensors").stat().st_size
-    before, after = (float(word) for word in said.split("accuracy ")[1].split(" (")[0].split(" → "))
+    before, after = (
+        float(word) for word in printed.split("accuracy ")[1].split(" (")[0].split(" → ")
+    )
     assert before - after <= 0.01
-    given = np.ones((3, 7), dtype=np.int64), np.ones((3, 7), dtype=bool)
+    inputs = np.ones((3, 7), dtype=np.int64), np.ones((3, 7), dtype=bool)
     network = OnnxNetwork(path, ("ids", "mask"))
-    assert network(*map(torch.from_numpy, given)).shape == (3, 2)
+    assert network(*map(torch.from_numpy, inputs)).shape == (3, 2)
 
 
-def test_a_quantized_translator_translates(
+def test_quantized_translation_model(
     reverser: Path,
     exported: Path,
     tmp_path: Path,
@@ -219,23 +232,23 @@ def test_a_quantized_translator_translates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "small.onnx"
-    monkeypatch.setattr(quantize, "to_onnx", lambda _, whole: shutil.copy(exported, whole))
+    monkeypatch.setattr(quantize, "to_onnx", lambda _, target: shutil.copy(exported, target))
     flags = [f"--run={reverser}", f"--to={path}", "--samples=20", "--max-drop=.1"]
     assert quantize.main(flags) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"bleu \d+\.\d+ → \d+\.\d+ \(20 samples\)", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"bleu \d+\.\d+ → \d+\.\d+ \(20 samples\)", printed)
     assert path.stat().st_size < 0.5 * (reverser / "model/model.safetensors").stat().st_size
     assert translate.main([f"--run={reverser}", f"--onnx={path}", "a b c", "h g"]) == 0
     assert capsys.readouterr().out == "c b a\ng h\n"
     flags = [f"--run={reverser}", f"--onnx={path}", "--batch=2", "--iterations=2", "--json"]
     assert benchmark.main(flags) == 0
     assert json.loads(capsys.readouterr().out)["onnx"] == str(path)
-    for verb, more in ((translate, ["--beam=3", "a b"]), (benchmark, ["--dtype=bf16"])):
-        assert verb.main([f"--run={reverser}", f"--onnx={path}", *more]) == 2
+    for verb, extra_flags in ((translate, ["--beam=3", "a b"]), (benchmark, ["--dtype=bf16"])):
+        assert verb.main([f"--run={reverser}", f"--onnx={path}", *extra_flags]) == 2
         assert "cannot be combined with --onnx" in capsys.readouterr().err
 
 
-def test_a_file_of_another_model_is_refused(
+def test_rejects_onnx_file_of_different_model(
     reverser: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -246,7 +259,7 @@ def test_a_file_of_another_model_is_refused(
     assert "not made from the model that the run has now" in capsys.readouterr().err
 
 
-def test_a_quantized_image_model_has_measured_ranges(
+def test_quantized_image_model_uses_calibration(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, digit = tmp_path / "small.onnx", tmp_path / "3.png"
@@ -256,17 +269,17 @@ def test_a_quantized_image_model_has_measured_ranges(
     picture = load(ImageOptions()).splits["test"].pixels(np.arange(1))[0, 0]
     Image.fromarray(picture).save(digit)
     capsys.readouterr()
-    said = []
-    for more in ([], [f"--onnx={path}"]):
-        assert predict.main([f"--run={digits}", "--json", str(digit), *more]) == 0
-        said.append(json.loads(capsys.readouterr().out)["class"])
-    assert said[0] == said[1]
+    printed = []
+    for extra_flags in ([], [f"--onnx={path}"]):
+        assert predict.main([f"--run={digits}", "--json", str(digit), *extra_flags]) == 0
+        printed.append(json.loads(capsys.readouterr().out)["class"])
+    assert printed[0] == printed[1]
     path.write_bytes(b"nothing")
     assert predict.main([f"--run={digits}", f"--onnx={path}", str(digit)]) == 1
     assert "cannot be run" in capsys.readouterr().err
 
 
-def test_loss_of_accuracy_is_refused() -> None:
+def test_rejects_accuracy_drop() -> None:
     check_drop("accuracy", 0.95, 0.945, 0.01)
     with pytest.raises(DataError, match=r"accuracy 0\.9500 before, 0\.9300 after"):
         check_drop("accuracy", 0.95, 0.93, 0.01)
@@ -275,6 +288,6 @@ def test_loss_of_accuracy_is_refused() -> None:
         check_drop("bleu", 31.0, 29.9, 0.01, 100)
 
 
-def test_samples_are_spread() -> None:
+def test_spread_ids() -> None:
     assert spread_ids(10, 4).tolist() == [0, 2, 5, 7]
     assert spread_ids(3, 0).tolist() == spread_ids(3, 9).tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The same command typed on each node: what a token is, where it comes from, what a name is not."""
+"""Tests the token of a rendezvous of commands typed on each node: its sources, its secrecy."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def endpoint(file: Path | None = None, place: int = 0, name: str | None = None) 
     return endpoints.endpoint("10.0.0.1:2", name, file, place, 2, 1.0)
 
 
-def test_a_name_is_no_key() -> None:
-    """Two first nodes with one name have nothing in common."""
-    one, other = endpoint(name="456"), endpoint(name="456")
-    assert one.key != other.key
-    assert "456" not in one.token
-    assert endpoints.derive_key(one.token) == one.key
-    assert re.fullmatch(r"([0-9a-f]{4}-){7}[0-9a-f]{4}", one.token)
+def test_key_does_not_depend_on_name() -> None:
+    """Two rendezvous with the same name have different keys."""
+    first_endpoint, second_endpoint = endpoint(name="456"), endpoint(name="456")
+    assert first_endpoint.key != second_endpoint.key
+    assert "456" not in first_endpoint.token
+    assert endpoints.derive_key(first_endpoint.token) == first_endpoint.key
+    assert re.fullmatch(r"([0-9a-f]{4}-){7}[0-9a-f]{4}", first_endpoint.token)
 
 
-def test_a_key_is_shown_by_nothing_else() -> None:
-    made = endpoint()
-    assert made.token not in repr(made)
-    assert made.key.hex() not in repr(made)
+def test_repr_hides_key() -> None:
+    created = endpoint()
+    assert created.token not in repr(created)
+    assert created.key.hex() not in repr(created)
 
 
-def test_a_key_from_the_environment_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removes_key_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_RDZV_KEY", KEY)
-    made = endpoint(place=1)
-    assert made.key == endpoints.derive_key(KEY)
-    assert made.token == ""
+    created = endpoint(place=1)
+    assert created.key == endpoints.derive_key(KEY)
+    assert created.token == ""
     assert "PACELINE_RDZV_KEY" not in os.environ
 
 
-def test_a_key_from_a_file(tmp_path: Path) -> None:
+def test_reads_key_from_private_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(endpoints.format_token(KEY).upper() + "\n")
     file.chmod(0o600)
@@ -64,12 +64,12 @@ def test_a_key_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["456", "", KEY[:-1], "g" * 32, "0" * 257, "replace this by a key"]
 )
-def test_what_could_be_guessed_is_no_key(text: str) -> None:
+def test_rejects_weak_key(text: str) -> None:
     with pytest.raises(SettingError, match="not a key for a rendezvous"):
         endpoints.derive_key(text)
 
 
-def test_another_node_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_node_requires_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(SettingError) as caught:
         endpoint(place=1)
@@ -77,7 +77,7 @@ def test_another_node_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_it_is_asked_for_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_for_key_at_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal:
         def isatty(self) -> bool:
             return True
@@ -95,88 +95,92 @@ class Writer:
         self.said += data
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Has nothing to close."""
 
 
-def comes(peers: Peers, **about: Any) -> str:
+def admission_reply(peers: Peers, **overrides: Any) -> str:
     writer = Writer()
     base = {"stream": "frames", "nodes": 2, "command": "c", "rendezvous": "a", "name": "n2"}
-    peers.admit(Connection({**base, **about}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
+    peers.admit(Connection({**base, **overrides}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
     return writer.said.decode()
 
 
-def test_who_may_come() -> None:
+def test_admission_checks() -> None:
     peers = Peers(CommandAdmission(2, "a", "c"))
-    assert "is called 'a'" in comes(peers, rendezvous="b")
-    assert "waits for 2 nodes" in comes(peers, nodes=None)
-    assert "another script" in comes(peers, command="d")
-    assert "--encrypt was given to this node" in comes(peers, encrypt=True)
-    assert '"ok"' in comes(peers)
+    assert "is called 'a'" in admission_reply(peers, rendezvous="b")
+    assert "waits for 2 nodes" in admission_reply(peers, nodes=None)
+    assert "another script" in admission_reply(peers, command="d")
+    assert "--encrypt was given to this node" in admission_reply(peers, encrypt=True)
+    assert '"ok"' in admission_reply(peers)
 
 
-def test_nodes_agree_whether_the_job_is_encrypted() -> None:
-    """Otherwise the job would run in clear although one node asks for encryption."""
+def test_nodes_must_agree_on_encryption() -> None:
+    """Otherwise the job would run without encryption although one node asks for it."""
     peers = Peers(CommandAdmission(2, "a", "c", encrypts=True))
-    assert "--encrypt was given to the first node" in comes(peers)
-    assert "--encrypt was given to the first node" in comes(peers, encrypt="yes")
-    assert '"ok"' in comes(peers, encrypt=True)
+    assert "--encrypt was given to the first node" in admission_reply(peers)
+    assert "--encrypt was given to the first node" in admission_reply(peers, encrypt="yes")
+    assert '"ok"' in admission_reply(peers, encrypt=True)
     error = manual.rendezvous_error(endpoint(place=0), "--encrypt was given to this node")
     assert "on each node" in error.remedy
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc", "", "a\nb", None, 7, "x" * 200, "\x1b[2J"])
-def test_a_node_cannot_choose_a_path_for_a_name(name: object) -> None:
+def test_node_name_cannot_be_path(name: object) -> None:
     peers = Peers(CommandAdmission(2, "a", "c"))
-    assert '"ok"' in comes(peers, name=name)
+    assert '"ok"' in admission_reply(peers, name=name)
     assert peers.by_place[1].host.name in ("node1", "7")
 
 
 @pytest.mark.parametrize("place", [[1], {}, "1", 9, -1, 1.5])
-def test_a_place_that_is_none_breaks_nothing(place: object) -> None:
+def test_rejects_invalid_place(place: object) -> None:
     peers = Peers(CommandAdmission(2, "a", "c"))
-    comes(peers)
-    assert '"error"' in comes(peers, place=place)
+    admission_reply(peers)
+    assert '"error"' in admission_reply(peers, place=place)
 
 
-def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a pod that is still to come: each try asks for it anew."""
-    asked: list[object] = []
+def test_dials_unresolved_name_of_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Example: the name of a pod that does not exist yet; each try resolves the name again."""
+    dialed: list[object] = []
 
     def dial(addresses: list[tuple[str, int]], *_: object) -> None:
-        asked.extend(addresses)
+        dialed.extend(addresses)
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(manual.caller, "dial", dial)
     monkeypatch.setattr(manual, "resolve", lambda host: [])
     monkeypatch.setenv("PACELINE_RDZV_KEY", KEY)
-    here = endpoints.endpoint("first.invalid:29400", None, None, 1, 2, 5.0)
+    joining = endpoints.endpoint("first.invalid:29400", None, None, 1, 2, 5.0)
     with pytest.raises(ConnectError, match="did not meet the first node") as caught:
-        manual.serve(here, ("train.py",), "python3")
-    assert asked == [("first.invalid", 29400)]
+        manual.serve(joining, ("train.py",), "python3")
+    assert dialed == [("first.invalid", 29400)]
     assert "Name or service not known" in caught.value.found
 
 
-def nobody() -> socket.socket:
+def refuse_connection() -> socket.socket:
     raise ConnectionRefusedError
 
 
-def test_a_first_node_that_lost_its_power_is_not_waited_for(
+def test_does_not_wait_for_silent_first_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its connection stays open and silent; the agent, whose lease ran out, has ended."""
+    """The connection stays open but silent; the agent has ended because its lease ran out."""
     monkeypatch.setattr(manual, "GOODBYE_S", 0.2)
-    ours, theirs = socket.socketpair()
+    local_socket, remote_socket = socket.socketpair()
     argv = [sys.executable, "-c", "import sys; sys.exit('no launcher for 10 s')"]
-    with ours, theirs, subprocess.Popen(argv, stderr=subprocess.PIPE) as agent:
+    with local_socket, remote_socket, subprocess.Popen(argv, stderr=subprocess.PIPE) as agent:
         agent.wait(20)
         with pytest.raises(ConnectError, match="the first node went away"):
-            manual._wait(ours, agent, nobody)
-        ours.shutdown(socket.SHUT_RDWR)
+            manual._wait(local_socket, agent, refuse_connection)
+        local_socket.shutdown(socket.SHUT_RDWR)
 
 
-def test_what_the_first_node_says_at_the_end() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE) as agent:
-        theirs.sendall(b'{"exit_code": 7}\n')
-        assert manual._wait(ours, agent, nobody) == 7
+def test_wait_returns_exit_code_of_first_node() -> None:
+    local_socket, remote_socket = socket.socketpair()
+    with (
+        local_socket,
+        remote_socket,
+        subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE) as agent,
+    ):
+        remote_socket.sendall(b'{"exit_code": 7}\n')
+        assert manual._wait(local_socket, agent, refuse_connection) == 7
         agent.kill()

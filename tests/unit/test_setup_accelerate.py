@@ -1,4 +1,4 @@
-"""The files for `accelerate launch`, as Accelerate 1.15 reads them."""
+"""Tests the files for ``accelerate launch``, as Accelerate 1.15 reads them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from paceline.setup.accelerate import Machine, commands, distributed_type, files
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
-# of accelerate/commands/config/config_args.py: an unknown key is refused
-KNOWN = {
+# from accelerate/commands/config/config_args.py, which refuses unknown keys
+CONFIG_KEYS = {
     "compute_environment", "debug", "distributed_type", "downcast_bf16", "enable_cpu_affinity",
     "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
     "mixed_precision", "num_machines", "num_processes", "rdzv_backend", "same_network", "use_cpu",
 }  # fmt: skip
 
 
-def two(*makers: str, processes: int | None = None) -> list[Machine]:
+def two_machines(*makers: str, processes: int | None = None) -> list[Machine]:
     return [machine(Host(name), makers, 8, processes, "eth0") for name in ("n1", "n2")]
 
 
 @pytest.mark.parametrize(
     ("machines", "kind", "use_cpu", "total"),
     [
-        (two("nvidia", "nvidia"), "MULTI_GPU", False, 4),
-        (two("amd"), "MULTI_GPU", False, 2),
-        (two("intel", "intel", processes=1), "MULTI_XPU", False, 2),
-        (two(), "MULTI_GPU", True, 2),  # what works without GPUs, see the file's own words
+        (two_machines("nvidia", "nvidia"), "MULTI_GPU", False, 4),
+        (two_machines("amd"), "MULTI_GPU", False, 2),
+        (two_machines("intel", "intel", processes=1), "MULTI_XPU", False, 2),
+        (two_machines(), "MULTI_GPU", True, 2),  # works without GPUs, see the comment in the file
         ([machine(Host("n1"), (), 8, None, "")], "NO", True, 1),
         ([machine(Host("n1", slots=2), (), 8, None, "")], "MULTI_GPU", True, 2),
     ],
 )
-def test_each_machine_has_its_file(
+def test_config_file_per_machine(
     machines: list[Machine], kind: str, use_cpu: bool, total: int
 ) -> None:
     texts = files(machines, "10.0.0.1", 29501, "bf16")
-    for rank, one in enumerate(machines):
-        said = yaml.safe_load(texts[one.host.name])
-        assert said.keys() == KNOWN
+    for rank, node in enumerate(machines):
+        said = yaml.safe_load(texts[node.host.name])
+        assert said.keys() == CONFIG_KEYS
         assert said["machine_rank"] == rank
         assert (said["distributed_type"], said["use_cpu"]) == (kind, use_cpu)
         assert (said["num_machines"], said["num_processes"]) == (len(machines), total)
@@ -47,27 +47,27 @@ def test_each_machine_has_its_file(
         assert said["mixed_precision"] == "bf16"
 
 
-def test_no_precision_is_a_word_and_no_falsehood() -> None:
-    said = yaml.safe_load(files(two(), "10.0.0.1", 29500, "no")["n1"])
+def test_precision_no_is_string() -> None:
+    said = yaml.safe_load(files(two_machines(), "10.0.0.1", 29500, "no")["n1"])
     assert (said["mixed_precision"], said["downcast_bf16"]) == ("no", "no")
-    alone = yaml.safe_load(files(two()[:1], "127.0.0.1", 29500, "no")["n1"])
-    assert alone["distributed_type"] == "NO"
+    single_config = yaml.safe_load(files(two_machines()[:1], "127.0.0.1", 29500, "no")["n1"])
+    assert single_config["distributed_type"] == "NO"
 
 
 @pytest.mark.parametrize(
     ("machines", "said"),
     [
-        ([*two("nvidia")[:1], *two()[1:]], "n2: no GPU"),
+        ([*two_machines("nvidia")[:1], *two_machines()[1:]], "n2: no GPU"),
         ([machine(Host(f"n{at}"), ["nvidia"] * at, 8, None, "") for at in (1, 2)], "n1 1, n2 2"),
     ],
 )  # fmt: skip
-def test_what_accelerate_cannot_do_is_refused(machines: list[Machine], said: str) -> None:
-    with pytest.raises(SettingError) as refused:
+def test_rejects_unsupported_machines(machines: list[Machine], said: str) -> None:
+    with pytest.raises(SettingError) as excinfo:
         distributed_type(machines)
-    assert said in refused.value.found
+    assert said in excinfo.value.found
 
 
-def test_processes_in_torchruns_words() -> None:
+def test_processes_option_follows_torchrun() -> None:
     gpus = machine(Host("n1"), ["nvidia"] * 4, 8, "auto", "")
     cpus = machine(Host("n1"), ["nvidia"] * 4, 8, "cpu", "")
     assert (gpus.processes, cpus.processes) == (4, 8)
@@ -76,16 +76,16 @@ def test_processes_in_torchruns_words() -> None:
         machine(Host("n1"), (), 8, "gpu", "")
 
 
-def test_what_to_type_names_the_interface() -> None:
-    assert commands(two("nvidia"), {"n1": "n1.yaml", "n2": "n2.yaml"})[1] == (
+def test_commands_set_interface() -> None:
+    assert commands(two_machines("nvidia"), {"n1": "n1.yaml", "n2": "n2.yaml"})[1] == (
         "# on n2:\nNCCL_SOCKET_IFNAME=eth0 accelerate launch --config_file n2.yaml SCRIPT"
     )
-    assert commands(two(), {"n1": "", "n2": ""})[0].endswith(
+    assert commands(two_machines(), {"n1": "", "n2": ""})[0].endswith(
         "GLOO_SOCKET_IFNAME=eth0 accelerate launch SCRIPT"
     )
 
 
-def test_the_program_that_installs_it_keeps_what_was_there(
+def test_install_script_backs_up_existing_file(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pathlib import Path

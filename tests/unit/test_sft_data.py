@@ -1,4 +1,4 @@
-"""Data for fine-tuning language models: formats, templates, masks, lengths and packing."""
+"""Tests data for fine-tuning language models: formats, templates, masks, lengths and packing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AS = resource.RLIMIT_AS
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-# leaves thoughts out of earlier answers, and gives the last one an empty thought
+# a template that removes thoughts from earlier answers and adds an empty one to the last
 THINKING = (
     "{% for m in messages %}<|start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
@@ -92,7 +92,7 @@ def trained_texts(template: str, *turns: tuple[str, str]) -> list[list[str]]:
         ("prompt-completion", {"question": "Hi", "answer": "Hello"}),
     ],
 )
-def test_every_format_gives_the_same_conversation(name: Any, row: dict[str, Any]) -> None:
+def test_formats_parse_to_equal_conversation(name: Any, row: dict[str, Any]) -> None:
     assert detect_format(row, "f line 1") == name
     expected = conversation(("user", "Hi"), ("assistant", "Hello"))
     assert parse_row(row, name, "f line 1") == expected
@@ -111,7 +111,7 @@ def test_system_messages_and_inputs_of_all_formats() -> None:
     assert (text.text, text.messages) == ("Once", ())
 
 
-def test_messages_of_weight_zero_and_in_prompts_are_not_trained_on() -> None:
+def test_weight_zero_and_prompt_messages_are_no_targets() -> None:
     turns = [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
     parsed = parse_row({"messages": turns}, "messages", "f").messages
     assert [message.is_target for message in parsed] == [False, False, False, True]
@@ -135,7 +135,7 @@ def test_messages_of_weight_zero_and_in_prompts_are_not_trained_on() -> None:
         ([], "the list of messages is empty"),
     ],
 )
-def test_bad_conversations_are_refused_with_their_line(turns: Any, problem: str) -> None:
+def test_rejects_invalid_conversation_with_line(turns: Any, problem: str) -> None:
     with pytest.raises(DataError, match=r"^chat\.jsonl line 7") as caught:
         parse_row({"messages": turns}, "messages", "chat.jsonl line 7")
     assert problem in caught.value.message
@@ -156,20 +156,20 @@ def test_bad_conversations_are_refused_with_their_line(turns: Any, problem: str)
         ),
     ],
 )
-def test_nothing_that_changes_an_example_is_ignored(row: dict[str, Any], problem: str) -> None:
+def test_rejects_unsupported_fields(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=f"f line 1.*{problem}"):
         parse_row(row, detect_format(row, "f line 1"), "f line 1")
 
 
-def test_a_system_message_may_be_beside_the_messages() -> None:
+def test_accepts_system_message_as_field() -> None:
     for row in ({"messages": [USER, ANSWER]}, {"prompt": "Hi", "completion": "Hello"}):
-        named = {**row, "system": "S", "tools": None, "history": []}
-        messages = parse_row(named, detect_format(named, "f"), "f").messages
+        with_system = {**row, "system": "S", "tools": None, "history": []}
+        messages = parse_row(with_system, detect_format(with_system, "f"), "f").messages
         assert messages[0] == Message("system", "S")
         assert messages[1:] == parse_row(row, detect_format(row, "f"), "f").messages
 
 
-def test_rows_of_no_format_or_of_another_are_refused() -> None:
+def test_rejects_unknown_or_mismatched_format() -> None:
     with pytest.raises(DataError, match="f line 1: the format is not known"):
         detect_format({"label": 1}, "f line 1")
     for data_format in ("messages", "sharegpt", "alpaca", "prompt-completion", "text"):
@@ -180,7 +180,7 @@ def test_rows_of_no_format_or_of_another_are_refused() -> None:
 # -- files ---------------------------------------------------------------------------------
 
 
-def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path) -> None:
+def test_reads_equal_rows_from_all_file_types(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}, or\nnot?", "completion": str(n)} for n in range(3)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps({"data": rows}, indent=2))
@@ -196,7 +196,7 @@ def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_json_file_has_one_list_of_rows(tmp_path: Path) -> None:
+def test_json_file_has_single_list_of_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"languages": ["en", "it"], "data": chats(2)}))
     assert [row for _, row in read_file(path)] == chats(2)
@@ -206,7 +206,7 @@ def test_a_json_file_has_one_list_of_rows(tmp_path: Path) -> None:
     assert caught.value.found == "train with 3 items, test with 1 items"
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_rejects_duplicate_json_key(tmp_path: Path) -> None:
     row = '{"prompt": "a", "completion": "b", "prompt": "c"}'
     (tmp_path / "a.jsonl").write_text(row)
     (tmp_path / "a.json").write_text(f"[{row}]")
@@ -224,15 +224,13 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         ("prompt,completion,Prompt,,\na,b,c,,\n", "line 1 names two columns prompt"),
     ],
 )
-def test_tables_that_would_lose_something_are_refused(
-    table: str, problem: str, tmp_path: Path
-) -> None:
+def test_rejects_malformed_table(table: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(table)
     with pytest.raises(DataError, match=rf"a\.csv {problem}"):
         [*read_file(tmp_path / "a.csv")]
 
 
-def test_folders_have_parts_by_name(tmp_path: Path) -> None:
+def test_file_names_define_splits(tmp_path: Path) -> None:
     for name, count in (("train", 3), ("valid", 2), ("test", 1)):
         write_jsonl(tmp_path / f"{name}.jsonl", chats(count))
     for form in ("{}", "{}-00001-of-00002", "{}_1", "{}.1", "chat-{}", "chat_{}2"):
@@ -244,7 +242,7 @@ def test_folders_have_parts_by_name(tmp_path: Path) -> None:
         assert sizes == {"train": 3, "val": 2, "test": 1}
 
 
-def test_no_part_is_trained_on_by_mistake(tmp_path: Path) -> None:
+def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
     for name, count in (("chat", 3), ("evaluation-0", 2), ("test-0", 1)):
         write_jsonl(tmp_path / f"{name}.jsonl", chats(count))
     parts = read_splits(str(tmp_path), "", "", True)
@@ -258,7 +256,7 @@ def test_no_part_is_trained_on_by_mistake(tmp_path: Path) -> None:
     assert caught.value.found.endswith("evaluation-0.jsonl, test-0.jsonl")
 
 
-def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path) -> None:
+def test_invalid_json_is_named_or_skipped(tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in chats(1)] * 70_000
     lines[69_999] = '{"messages": ['
     lines[3] = "[]"
@@ -274,7 +272,7 @@ def test_broken_json_is_named_by_its_line_or_left_out_and_counted(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_a_copy_on_another_host_is_named_as_the_user_named_it(tmp_path: Path) -> None:
+def test_error_names_original_path_of_copy(tmp_path: Path) -> None:
     copy = tmp_path / "input0"
     copy.mkdir()
     write_jsonl(copy / "chat.jsonl", [*chats(1), {"messages": []}])
@@ -285,7 +283,7 @@ def test_a_copy_on_another_host_is_named_as_the_user_named_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_half_a_character_is_named_by_its_row(suffix: str, tmp_path: Path) -> None:
+def test_lone_surrogate_error_names_row(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{suffix}"
     rows = [json.dumps({"prompt": text, "completion": "b"}) for text in ("\U0001f600", "\ud83d")]
     path.write_text(f"[{','.join(rows)}]" if suffix == "json" else "\n".join(rows))
@@ -295,7 +293,7 @@ def test_half_a_character_is_named_by_its_row(suffix: str, tmp_path: Path) -> No
     assert len(parse_records(records, skip_damaged=True)[1]) == 1
 
 
-def test_data_without_a_single_usable_row_are_refused(tmp_path: Path) -> None:
+def test_rejects_data_without_usable_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n[]\n")
     with pytest.raises(DataError, match="line 1: the format is not known"):
         parse_records([*read_file(tmp_path / "a.jsonl")], skip_damaged=True)
@@ -304,7 +302,7 @@ def test_data_without_a_single_usable_row_are_refused(tmp_path: Path) -> None:
         parse_records([*read_file(tmp_path / "b.jsonl")], skip_damaged=True)
 
 
-def test_too_few_rows_are_refused_by_part(tmp_path: Path) -> None:
+def test_rejects_split_with_too_few_rows(tmp_path: Path) -> None:
     one = write_jsonl(tmp_path / "one.jsonl", chats(1))
     none = write_jsonl(tmp_path / "none.jsonl", [])
     options = SftOptions(model="m", data=str(one))
@@ -315,39 +313,42 @@ def test_too_few_rows_are_refused_by_part(tmp_path: Path) -> None:
         load_conversations(replace(options, test_data=str(none)))
     with pytest.raises(DataError, match=r"none.jsonl has no rows for train"):
         load_conversations(replace(options, data=str(none)))
-    alone = encode_parts(
+    encoded_parts = encode_parts(
         encoder(200), load_conversations(replace(options, test_data=str(one))), options
     )
-    assert [len(part) for part in alone] == [1, 1]
+    assert [len(part) for part in encoded_parts] == [1, 1]
 
 
 # -- templates and masks -------------------------------------------------------------------
 
 
-def test_answers_with_their_ends_are_trained_on() -> None:
+def test_targets_include_answers_and_end_tokens() -> None:
     turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     assert trained_texts(CHATML, *turns) == [["b<|end|>\n", "d<|end|>\n"]]
 
 
-def test_answers_have_the_context_of_their_use_if_later_ones_change_it() -> None:
+def test_splits_conversation_if_template_changes_answers() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    last = "<think>\n</think>\n{}<|end|>\n"
-    assert trained_texts(THINKING, *turns) == [[last.format("b")], [last.format("d")]]
-    assert trained_texts(THINKING, *turns[:2]) == [[last.format("b")]]
+    thought_format = "<think>\n</think>\n{}<|end|>\n"
+    assert trained_texts(THINKING, *turns) == [
+        [thought_format.format("b")],
+        [thought_format.format("d")],
+    ]
+    assert trained_texts(THINKING, *turns[:2]) == [[thought_format.format("b")]]
 
 
-def test_templates_may_leave_out_thoughts_and_white_space() -> None:
+def test_templates_may_drop_thoughts_and_whitespace() -> None:
     trims = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
     turns = [("user", " a  b\n"), ("assistant", "<think>\nSo\n</think>\n\nc")]
     assert trained_texts(trims, *turns, *turns) == [["c<|end|>\n"] * 2]
 
 
-def test_what_a_request_for_an_answer_adds_may_be_removed_from_answers() -> None:
+def test_generation_prompt_may_add_text_absent_from_answers() -> None:
     turns = [("user", "a"), ("assistant", "b")]
     assert trained_texts(ENDS_PROMPT_WITH_THOUGHT, *turns) == [["b<|end|>\n"]]
 
 
-def test_templates_that_lose_something_are_refused() -> None:
+def test_rejects_lossy_templates() -> None:
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b")]
     with pytest.raises(DataError, match="f line 1: the chat template drops the system message"):
         trained_texts(NO_SYSTEM, *turns)
@@ -356,11 +357,11 @@ def test_templates_that_lose_something_are_refused() -> None:
         ("m.role != 'assistant'", 3),
         ("m.role != 'user' or loop.revindex < 3", 2),
     ):
-        loses = CHATML.replace("{{ m.content }}", f"{{{{ m.content if {condition} }}}}")
+        lossy = CHATML.replace("{{ m.content }}", f"{{{{ m.content if {condition} }}}}")
         longer = [("user", "A longer question"), ("assistant", "Yes, so"), *turns[1:]]
         problem = f"f line 1, message {number}: the chat template drops or changes the message"
         with pytest.raises(DataError, match=problem):
-            trained_texts(loses, turns[0], *longer)
+            trained_texts(lossy, turns[0], *longer)
     with pytest.raises(DataError, match="f line 1: the chat template refuses") as caught:
         trained_texts(REFUSES_SYSTEM, *turns)
     assert caught.value.found == "No system"
@@ -382,26 +383,28 @@ def example(*turns: tuple[str, str], template: str = CHATML) -> Example:
     return encode(rendered, "f line 1", tokenizer, is_plain=False)
 
 
-def decoded(made: Example) -> str:
-    text: str = make_tokenizer().decode(made.tokens[made.targets].tolist())
+def decoded_targets(built: Example) -> str:
+    text: str = make_tokenizer().decode(built.tokens[built.targets].tolist())
     return text
 
 
-def test_targets_are_the_tokens_of_the_answers() -> None:
-    made = example(("user", "Größe?"), ("assistant", "100 €"))
-    assert decoded(made) == "100 €<|end|>\n"
+def test_targets_are_answer_tokens() -> None:
+    built = example(("user", "Größe?"), ("assistant", "100 €"))
+    assert decoded_targets(built) == "100 €<|end|>\n"
 
 
-def test_the_end_is_learnt_even_if_the_template_has_none() -> None:
-    bare = CHATML.replace("<|end|>\n", "\n")
-    made = example(("user", "a"), ("assistant", "b"), template=bare)
-    assert decoded(made) == "b\n<|end|>"
+def test_adds_end_token_if_template_has_none() -> None:
+    template_without_end = CHATML.replace("<|end|>\n", "\n")
+    built = example(("user", "a"), ("assistant", "b"), template=template_without_end)
+    assert decoded_targets(built) == "b\n<|end|>"
     tokenizer = make_tokenizer(None)
-    plain = render_conversation(Conversation("f", text="Once"), plain_render)[0]
-    assert decoded(encode(plain, "f", tokenizer, is_plain=True)) == "nce<|end|>"  # nothing before O
+    plain_example = render_conversation(Conversation("f", text="Once"), plain_render)[0]
+    assert (
+        decoded_targets(encode(plain_example, "f", tokenizer, is_plain=True)) == "nce<|end|>"
+    )  # no "O" before
 
 
-def test_the_ends_of_answers_are_those_of_the_template() -> None:
+def test_end_tokens_follow_template() -> None:
     cases = {
         CHATML: [1],
         CHATML.replace("{{ m.content }}<|end|>", "{{ m.content }}<|start|>"): [0, 1],
@@ -411,34 +414,34 @@ def test_the_ends_of_answers_are_those_of_the_template() -> None:
     }
     for template, ends in cases.items():
         tokenizer = make_tokenizer(template)
-        made = Encoder(tokenizer, template_render(tokenizer), True, "keep", 99, "refuse")
-        assert made.end_tokens() == ends
-    assert replace(made, has_template=False).end_tokens() == [1]
+        built = Encoder(tokenizer, template_render(tokenizer), True, "keep", 99, "refuse")
+        assert built.end_tokens() == ends
+    assert replace(built, has_template=False).end_tokens() == [1]
 
 
-def test_prompt_and_completion_can_be_joined_as_they_are() -> None:
+def test_plain_render_joins_prompt_and_completion() -> None:
     pair = conversation(("user", "1, 2, "), ("assistant", "3"))
     (rendered,) = render_conversation(pair, plain_render)
-    assert decoded(encode(rendered, "f", make_tokenizer(None), is_plain=True)) == "3<|end|>"
+    assert decoded_targets(encode(rendered, "f", make_tokenizer(None), is_plain=True)) == "3<|end|>"
     with pytest.raises(DataError, match="refuses"):
         render_conversation(conversation(*[("user", "a"), ("assistant", "b")] * 2), plain_render)
 
 
-def test_an_empty_mask_is_refused_by_name() -> None:
-    silent = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
+def test_rejects_example_without_targets() -> None:
+    user_only_template = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
     with pytest.raises(DataError, match=r"^f line 1"):
-        example(("user", "a"), ("assistant", "b"), template=silent)
+        example(("user", "a"), ("assistant", "b"), template=user_only_template)
     tokenizer = make_tokenizer(None)
     tokenizer.eos_token = None
-    plain = render_conversation(Conversation("f line 9", text="x"), plain_render)[0]
+    plain_example = render_conversation(Conversation("f line 9", text="x"), plain_render)[0]
     with pytest.raises(DataError, match="f line 9: no token to train on"):
-        encode(plain, "f line 9", tokenizer, is_plain=True)
+        encode(plain_example, "f line 9", tokenizer, is_plain=True)
 
 
-def test_shown_examples_mark_what_is_trained_on() -> None:
-    made = example(("user", "a\nb"), ("assistant", "c\nd"))
-    shown = show_example(made, make_tokenizer().decode)
-    *context, first, second = shown.splitlines()[1:]
+def test_show_example_marks_targets() -> None:
+    built = example(("user", "a\nb"), ("assistant", "c\nd"))
+    listing = show_example(built, make_tokenizer().decode)
+    *context, first, second = listing.splitlines()[1:]
     assert context == ["  | <|start|>user", "  | a", "  | b<|end|>", "  | <|start|>assistant"]
     assert (first, second) == ("  > c", "  > d<|end|>")
 
@@ -451,7 +454,7 @@ def encoder(limit: int, too_long: Any = "refuse") -> Encoder:
     return Encoder(tokenizer, template_render(tokenizer), True, "keep", limit, too_long)
 
 
-def test_long_examples_are_refused_cut_or_dropped_and_counted() -> None:
+def test_oversized_examples_are_rejected_cut_or_dropped() -> None:
     texts = [Conversation(f"f line {n}", text="x" * n) for n in (5, 90, 20, 30)]
     with pytest.raises(
         DataError, match="3 of 4 examples are longer than --max-length 10"
@@ -467,44 +470,48 @@ def test_long_examples_are_refused_cut_or_dropped_and_counted() -> None:
     assert "3 too long, left out; 143 tokens lost by that" in dropped.describe("training")
 
 
-def test_a_cut_that_leaves_nothing_to_train_on_drops_the_example() -> None:
+def test_drops_example_without_targets_after_cut() -> None:
     rows = [conversation(("user", "x" * n), ("assistant", "yes")) for n in (1, 100)]
-    made = encoder(40, "cut").encode(rows)
-    assert (len(made), made.num_cut, made.num_dropped) == (1, 0, 1)
+    built = encoder(40, "cut").encode(rows)
+    assert (len(built), built.num_cut, built.num_dropped) == (1, 0, 1)
     with pytest.raises(DataError, match="no example has anything to train on within"):
         encoder(40, "cut").encode(rows[1:])
 
 
-def test_tokens_and_lengths_beyond_the_model_are_refused() -> None:
-    made = encoder(99).encode([conversation(("user", "a"), ("assistant", "b"))])
-    made.check_fit(258, 64, make_tokenizer())
-    made.check_fit(258, 0, make_tokenizer())
+def test_check_fit_rejects_large_tokens_and_lengths() -> None:
+    built = encoder(99).encode([conversation(("user", "a"), ("assistant", "b"))])
+    built.check_fit(258, 64, make_tokenizer())
+    built.check_fit(258, 0, make_tokenizer())
     with pytest.raises(DataError, match=r"f line 1: token \d+ \('.'\) is none of the model's"):
-        made.check_fit(60, 64, make_tokenizer())
+        built.check_fit(60, 64, make_tokenizer())
     with pytest.raises(DataError, match=r"f line 1: \d+ tokens are more than the model can read"):
-        made.check_fit(258, 8, make_tokenizer())
+        built.check_fit(258, 8, make_tokenizer())
 
 
 # -- packing -------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
-def test_packing_uses_every_example_once_within_the_capacity(lengths: list[int]) -> None:
+def test_packing_uses_all_examples_within_capacity(lengths: list[int]) -> None:
     rows = pack(lengths, 20)
     assert sorted(n for row in rows for n in row) == [*range(len(lengths))]
     fill = [sum(lengths[n] for n in row) for row in rows]
     assert max(fill) <= 20
-    # at most one row is filled to half or less, or two would have been one
+    # at most one row is half empty, otherwise two rows could be merged
     assert sum(2 * filled <= 20 for filled in fill) <= 1
 
 
-def simple(length: int, targets: Sequence[int]) -> Example:
+def masked_example(length: int, targets: Sequence[int]) -> Example:
     mask = np.isin(np.arange(length), targets)
     return Example("f", np.arange(length) + 10, mask)
 
 
 def test_rows_restart_positions_and_label_targets_only() -> None:
-    rows = make_rows([simple(3, [2]), simple(2, [1]), simple(4, [1, 3])], [[0, 1], [2]], pad=7)
+    rows = make_rows(
+        [masked_example(3, [2]), masked_example(2, [1]), masked_example(4, [1, 3])],
+        [[0, 1], [2]],
+        pad=7,
+    )
     assert rows.tokens.tolist() == [[10, 11, 12, 10, 11], [10, 11, 12, 13, 7]]
     assert rows.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     none = IGNORED
@@ -517,7 +524,7 @@ def test_rows_restart_positions_and_label_targets_only() -> None:
     "{% set n = namespace(x='x' * 1000) %}"
     "{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
 ])  # fmt: skip
-def test_a_template_does_not_fill_memory(template: str) -> None:
+def test_template_memory_is_limited(template: str) -> None:
     render, limits = template_render(make_tokenizer(template)), resource.getrlimit(AS)
     with pytest.raises(ValueError, match="more than 2 GiB of memory"):
         render(conversation(("user", "hello")).messages, False)

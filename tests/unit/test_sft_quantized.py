@@ -1,6 +1,6 @@
-"""QLoRA: where it is refused, its memory, and a base in four bits if bitsandbytes is installed.
+"""Tests QLoRA: errors, memory, and a base model in four bits if bitsandbytes is installed.
 
-The last tests let bitsandbytes compute on the CPU, which the recipe refuses.
+The last tests let bitsandbytes compute on the CPU, which the recipe does not allow.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ lacks_peft = importlib.util.find_spec("peft") is None
 pytestmark = pytest.mark.skipif(lacks_peft, reason="peft is not installed")
 lacks_bitsandbytes = importlib.util.find_spec("bitsandbytes") is None
 needs_bitsandbytes = pytest.mark.skipif(lacks_bitsandbytes, reason="no bitsandbytes")
-WIDTH = 64  # bitsandbytes packs rows of 32 on CPUs
+WIDTH = 64  # on CPUs, bitsandbytes packs rows of 32
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and conversations."""
+def input_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Creates a folder with a model and conversations."""
     folder = tmp_path_factory.mktemp("qlora")
     tiny_language_model.save(folder / "base")
     tiny_language_model.make_model(width=WIDTH).save_pretrained(str(folder / "base"))
@@ -40,16 +40,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, run: Path, *flags: str) -> int:
-    usual = [f"--model={place}/base", f"--data={place}/chat.jsonl", f"--run-dir={run}"]
-    usual += ["--device=cpu", "--method=qlora", "--samples=0", "--log-every=1", "--max-length=200"]
-    return sft.main([*usual, *flags])
+def train(input_dir: Path, run: Path, *flags: str) -> int:
+    default_flags = [
+        f"--model={input_dir}/base",
+        f"--data={input_dir}/chat.jsonl",
+        f"--run-dir={run}",
+    ]
+    default_flags += [
+        "--device=cpu",
+        "--method=qlora",
+        "--samples=0",
+        "--log-every=1",
+        "--max-length=200",
+    ]
+    return sft.main([*default_flags, *flags])
 
 
-def test_it_is_refused_without_a_gpu_or_the_library(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_qlora_needs_cuda_and_bitsandbytes(
+    input_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert train(place, tmp_path) == 2
+    assert train(input_dir, tmp_path) == 2
     error = capsys.readouterr().err
     assert "--method qlora needs a GPU with CUDA" in error
     assert "--method lora" in error
@@ -59,20 +72,20 @@ def test_it_is_refused_without_a_gpu_or_the_library(
     assert "pip install bitsandbytes, or --method lora" in refusal.value.render()
 
 
-def test_memory_counts_four_bits_for_linear_layers(place: Path) -> None:
-    outline = BaseModel(f"{place}/base").outline()
+def test_memory_estimate_counts_4_bit_linear_layers(input_dir: Path) -> None:
+    outline = BaseModel(f"{input_dir}/base").outline()
     needs = base_needs(outline, "qlora", 4, precision("bf16"), torch.device("cuda"))
     plain = base_needs(outline, "lora", 4, precision("bf16"), torch.device("cuda"))
     layers = base_quantization.linear_layers(outline).values()
     quantized = sum(layer.in_features * layer.out_features for layer in layers)
-    others = sum(parameter.numel() for parameter in outline.parameters()) - quantized
+    num_unquantized = sum(parameter.numel() for parameter in outline.parameters()) - quantized
     frozen = needs.parts["weights"] - needs.trained * needs.trained_bytes
-    assert frozen == pytest.approx(quantized * (0.5 + 1 / 64 + 1 / 4096) + others * 4)
+    assert frozen == pytest.approx(quantized * (0.5 + 1 / 64 + 1 / 4096) + num_unquantized * 4)
     assert (needs.trained, needs.parameters) == (plain.trained, plain.parameters)
 
 
 @needs_bitsandbytes
-def test_a_quantized_base_computes_like_its_rounded_weights() -> None:
+def test_quantized_base_matches_dequantized_weights() -> None:
     from bitsandbytes import functional
 
     model = tiny_language_model.make_model(width=WIDTH)
@@ -86,8 +99,8 @@ def test_a_quantized_base_computes_like_its_rounded_weights() -> None:
         layer.weight.data = values.float()
     tokens = torch.arange(2, 40)[None]
     with torch.no_grad():
-        found, expected = quantized(tokens).logits, rounded(tokens).logits
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=2e-3)  # it computes in bfloat16
+        actual, expected = quantized(tokens).logits, rounded(tokens).logits
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=2e-3)  # it computes in bfloat16
     network = TrainedPart(add_adapters(quantized, "qlora", 4, 8.0))
     assert all("lora_" in name for name, _ in network.named_parameters())
     total = sum(map(base_quantization.num_weights, network.whole_model.parameters()))
@@ -97,25 +110,25 @@ def test_a_quantized_base_computes_like_its_rounded_weights() -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_a_training_on_a_cpu_lowers_the_loss_and_resumes_bit_equal(
-    objective: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cpu_training_lowers_loss_and_resumes_exactly(
+    objective: str, input_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bitsandbytes.nn import modules
 
     monkeypatch.setattr(sft, "check_quantization", lambda device: None)
-    # After an evaluation on a CPU with this instruction, its layers have no gradients.
+    # With this instruction, layers have no gradients after an evaluation on a CPU.
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
     rows = {"sft": tiny_language_model.chats, "dpo": tiny_language_model.preferences}[objective](24)
-    tiny_language_model.write_jsonl(place / "chat.jsonl", rows)
+    tiny_language_model.write_jsonl(input_dir / "chat.jsonl", rows)
     flags = ["--lr=0.003", f"--objective={objective}", "--schedule=constant"]
     for number in (1, 3):
-        assert train(place, tmp_path / "parts", *flags, f"--epochs={number}") == 0
-    assert train(place, tmp_path / "whole", *flags, "--epochs=3") == 0
+        assert train(input_dir, tmp_path / "parts", *flags, f"--epochs={number}") == 0
+    assert train(input_dir, tmp_path / "whole", *flags, "--epochs=3") == 0
     losses = [record["loss"] for record in records(tmp_path / "whole", "train")]
     assert losses[-1] < losses[0]
     for part in ("train", "val"):
         runs = (records(tmp_path / run, part)[-1]["loss"] for run in ("parts", "whole"))
         assert len(set(runs)) == 1
-    # on a CPU, the adapters are used with the base as it was
+    # on a CPU, the adapters are applied to the original base model
     assert evaluate.main([f"--run={tmp_path}/whole", "--device=cpu"]) == 0
     assert config(tmp_path / "whole")["method"] == "qlora"

@@ -1,4 +1,4 @@
-"""Lengths of time and rates for people, and the one set of words for the parts of a step."""
+"""Tests the formats of durations and rates, and the names for the parts of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.spec.formatting import (
         (-1, "0 s", "0 s"),
     ],
 )  # fmt: skip
-def test_lengths_of_time(seconds: float, said: str, rough: str) -> None:
+def test_format_duration(seconds: float, said: str, rough: str) -> None:
     assert (format_duration(seconds), format_duration_short(seconds)) == (said, rough)
 
 
@@ -53,8 +53,8 @@ def test_closest_match_prefers_completions(name: str, expected: str) -> None:
     assert closest_match(name, ["GRACE", "NPROC_PER_NODE_X", "NPROC_PER_NODE"]) == expected
 
 
-def test_the_parts_of_a_step_have_one_set_of_words() -> None:
-    """No other file of ours names them for people: who shows them takes these."""
+def test_step_part_names_are_defined_once() -> None:
+    """No other file of the package has its own table of names for users."""
     assert PARTS == ("data", "computing", "waiting", "moving", "saving", "other")
     package = Path(paceline.__file__).parent
     table = re.compile(

@@ -1,4 +1,4 @@
-"""A job and its hosts as JSON, and back."""
+"""Tests that a job and its hosts are equal after conversion to JSON and back."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CLUSTER = Cluster((Host("n1", env={"X": "y"}), Host("n2", "10.0.0.2", 4, port=22
 
 
 @pytest.mark.parametrize("value", [JOB, CLUSTER])
-def test_it_comes_back_as_it_was(value: object) -> None:
+def test_job_and_cluster_round_trip_through_json(value: object) -> None:
     assert from_jsonable(json.loads(json.dumps(to_jsonable(value)))) == value
 
 
-@pytest.mark.parametrize("said", [{"is": "Popen"}, {"name": "x"}, {"is": "Host", "shell": "x"}])
-def test_nothing_else_is_made_of_it(said: object) -> None:
+@pytest.mark.parametrize("document", [{"is": "Popen"}, {"name": "x"}, {"is": "Host", "shell": "x"}])
+def test_rejects_unknown_types_and_fields(document: object) -> None:
     with pytest.raises(ValueError):
-        from_jsonable(said)
+        from_jsonable(document)

@@ -1,4 +1,4 @@
-"""``paceline stop`` on folders from anybody: only the launcher of a folder is signalled."""
+"""Tests that ``paceline stop`` signals only the launcher of a run directory, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolate_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture
-def started() -> Iterator[Any]:
-    """Starts a program, and returns when it has said a word."""
+def start_program() -> Iterator[Any]:
+    """Returns a function that starts a program and waits for its first line."""
     processes = []
 
-    def start(code: str, *words: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
+    def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == b"runs\n"
@@ -67,56 +67,58 @@ def started() -> Iterator[Any]:
         process.communicate()
 
 
-def planted(pid: int, **more: Any) -> Path:
-    """A run directory that names a process."""
+def write_run_directory(pid: int, **fields: Any) -> Path:
+    """Creates a run directory whose owner file names a process."""
     folder = Path("runs/one")
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text("{}")
     (folder / ".paceline-probe").write_text("0" * 32)
     owner = {"host": socket.gethostname(), "pid": pid, "start": this_machine.start_time(pid),
-             "since": "now", **more}  # fmt: skip
+             "since": "now", **fields}  # fmt: skip
     (folder / "owner.json").write_text(json.dumps(owner))
     return folder
 
 
-def stop(*words: str) -> Result:
-    return CliRunner().invoke(program, ("stop", *words), prog_name="paceline")
+def stop(*arguments: str) -> Result:
+    return CliRunner().invoke(program, ("stop", *arguments), prog_name="paceline")
 
 
-@pytest.mark.parametrize("words", [(), ("one",), ("one", "--now")])
-def test_a_process_that_a_folder_names_is_left_alone(started: Any, words: tuple[str, ...]) -> None:
-    victim = started(VICTIM)
-    planted(victim.pid)
-    ended = stop(*words)
-    assert isinstance(ended.exception, NodeError)
-    assert f"process {victim.pid} is not the launcher of runs/one" in ended.exception.message
+@pytest.mark.parametrize("arguments", [(), ("one",), ("one", "--now")])
+def test_spares_process_that_is_not_launcher(
+    start_program: Any, arguments: tuple[str, ...]
+) -> None:
+    victim = start_program(VICTIM)
+    write_run_directory(victim.pid)
+    result = stop(*arguments)
+    assert isinstance(result.exception, NodeError)
+    assert f"process {victim.pid} is not the launcher of runs/one" in result.exception.message
     assert victim.poll() is None
 
 
-def test_a_link_to_a_file_of_the_process_makes_it_no_launcher(started: Any, tmp_path: Path) -> None:
+def test_symlinked_probe_does_not_identify_launcher(start_program: Any, tmp_path: Path) -> None:
     (tmp_path / "notes").touch()
-    victim = started(VICTIM, str(tmp_path / "notes"))
-    folder = planted(victim.pid)
+    victim = start_program(VICTIM, str(tmp_path / "notes"))
+    folder = write_run_directory(victim.pid)
     (folder / ".paceline-probe").unlink()
     (folder / ".paceline-probe").symlink_to(tmp_path / "notes")
     assert isinstance(stop("one").exception, NodeError)
     assert victim.poll() is None
 
 
-def test_a_launcher_that_does_not_listen_yet_is_signalled(started: Any) -> None:
-    launcher = started(LAUNCHER, "runs/one")
+def test_signals_launcher_before_it_listens(start_program: Any) -> None:
+    launcher = start_program(LAUNCHER, "runs/one")
     owner = read_owner(Path("runs/one"))
     assert owner is not None
     assert is_launcher(Path("runs/one"), owner)
     Path("runs/one/plan.json").write_text("{}")
-    threading.Thread(target=launcher.wait).start()  # a zombie would count as alive
-    ended = stop("one")
-    assert ended.exit_code == 0, ended.exception
+    threading.Thread(target=launcher.wait).start()  # reaps it: a zombie would count as alive
+    result = stop("one")
+    assert result.exit_code == 0, result.exception
     assert launcher.wait() == -signal.SIGTERM
 
 
-class Fake:
-    """Another run's launcher."""
+class FakeLauncher:
+    """Stands in for the launcher of another run."""
 
     run_id = RUN_ID
 
@@ -133,59 +135,61 @@ class Fake:
         return {"run_id": self.run_id, "run_dir": str(self.run_dir.absolute())}
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_run_is_stopped_by_its_own_folder_alone(started: Any, tmp_path: Path, own: bool) -> None:
-    victim = started(VICTIM)
-    folder = planted(victim.pid, run_id=RUN_ID)
+@pytest.mark.parametrize("is_run_directory", [True, False])
+def test_stops_run_only_from_its_run_directory(
+    start_program: Any, tmp_path: Path, is_run_directory: bool
+) -> None:
+    victim = start_program(VICTIM)
+    folder = write_run_directory(victim.pid, run_id=RUN_ID)
     (tmp_path / "other").mkdir()
 
-    async def run() -> tuple[Result, Fake]:
-        fake = Fake(folder if own else tmp_path / "other")
+    async def run() -> tuple[Result, FakeLauncher]:
+        fake = FakeLauncher(folder if is_run_directory else tmp_path / "other")
         async with ControlServer(fake):  # type: ignore[arg-type]
             assert await asyncio.to_thread(request, RUN_ID, {"do": "state"}) is not None
             return await asyncio.to_thread(stop, "one"), fake
 
-    ended, fake = asyncio.run(run())
-    assert fake.stopped is own
-    assert (ended.exit_code == 0) is own
+    result, fake = asyncio.run(run())
+    assert fake.stopped is is_run_directory
+    assert (result.exit_code == 0) is is_run_directory
     assert victim.poll() is None
 
 
-# --- batches
+# --- batch jobs
 
 
 @pytest.fixture
 def cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm's commands; the file that tells which jobs were cancelled."""
-    told, programs = tmp_path / "cancelled", tmp_path / "bin"
+    """Puts stand-ins for Slurm's commands on the PATH; returns the file of cancelled jobs."""
+    cancel_log, programs = tmp_path / "cancelled", tmp_path / "bin"
     programs.mkdir()
     for name, text in {
         "sbatch": "echo 12",
-        "scancel": f'echo "$@" >> {told}',
-        "scontrol": f'[ -e {told} ] && s=CANCELLED || s=RUNNING; echo "JobId=12 JobState=$s"',
+        "scancel": f'echo "$@" >> {cancel_log}',
+        "scontrol": f'[ -e {cancel_log} ] && s=CANCELLED || s=RUNNING; echo "JobId=12 JobState=$s"',
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    return told
+    return cancel_log
 
 
-def test_a_job_is_cancelled_by_the_folder_that_it_was_handed_in_from(cancelled: Path) -> None:
+def test_cancels_job_only_from_submit_folder(cancelled: Path) -> None:
     submission.submit_job(load("slurm"), "the script", Path("runs/one"))
-    shutil.copytree("runs/one", "runs/two")  # a copy of it names the same job
-    refused = stop("two")
-    assert isinstance(refused.exception, SettingError)
-    assert "Slurm job 12 is left alone" in refused.exception.message
+    shutil.copytree("runs/one", "runs/two")  # a copy that names the same job
+    refusal = stop("two")
+    assert isinstance(refusal.exception, SettingError)
+    assert "Slurm job 12 is left alone" in refusal.exception.message
     assert not cancelled.exists()
     assert stop("one").exit_code == 0
     assert cancelled.read_text() == "12\n"
 
 
 @pytest.mark.parametrize("seal", [{}, {"seal": "0" * 64}, {"seal": 7}, {"seal": "é"}])
-def test_a_job_that_a_folder_names_is_left_alone(cancelled: Path, seal: Any) -> None:
+def test_spares_job_without_valid_seal(cancelled: Path, seal: Any) -> None:
     Path("runs/one").mkdir(parents=True)
     record = {"scheduler": "slurm", "job": "12", "output": "", "typed": "", **seal}
     Path("runs/one/batch.json").write_text(json.dumps(record))
-    for words in ((), ("one",)):
-        assert isinstance(stop(*words).exception, SettingError)
+    for arguments in ((), ("one",)):
+        assert isinstance(stop(*arguments).exception, SettingError)
     assert not cancelled.exists()

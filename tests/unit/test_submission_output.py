@@ -1,4 +1,4 @@
-"""The output of a batch is written by nodes: it does not control the terminal of who follows it."""
+"""Tests that the output of a batch job, written by nodes, cannot control the user's terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from paceline.schedulers.submission import FileTail
 
 
-def test_output_of_a_batch_is_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_output_is_sanitized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "slurm-1.out"
     tail = FileTail(path)
-    tail.show()  # it is not there yet
+    tail.show()  # the file does not exist yet
     path.write_bytes(b"one\n\x1b]52;c;ZXZpbA==\x07two\n\x1b]0;tit")
     tail.show()
     with path.open("ab") as file:
@@ -24,7 +24,7 @@ def test_output_of_a_batch_is_cleaned(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "four"
 
 
-def test_a_pipe_in_place_of_the_output_is_not_read(tmp_path: Path) -> None:
+def test_does_not_block_on_pipe_in_place_of_output(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "slurm-1.out")
     tail = FileTail(tmp_path / "slurm-1.out")
     tail.show()

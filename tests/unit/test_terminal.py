@@ -1,4 +1,4 @@
-"""Text of strangers on a terminal: nothing that it obeys, and lines broken between words."""
+"""Tests that untrusted text cannot control a terminal, and that lines are broken between words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.terminal import clean, clean_line, wrap
 
-OBEYED = re.compile(
+CONTROL_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
@@ -42,24 +42,26 @@ OBEYED = re.compile(
         ("\udce9", "\\udce9"),
     ],
 )
-def test_what_a_terminal_would_obey(hostile: str, shown: str) -> None:
+def test_clean_removes_or_escapes_control_sequences(hostile: str, shown: str) -> None:
     assert clean(hostile) == shown
 
 
 @given(st.text(st.characters() | st.sampled_from("\x1b[]0;\x07\x9b\x9d\\mPcH\r\n\u202e")))
-def test_nothing_is_obeyed(text: str) -> None:
-    assert OBEYED.search(clean(text)) is None
-    assert OBEYED.search(re.sub(r"\x1b\[[0-9;:]*m", "", clean(text, colours=True))) is None
+def test_clean_text_has_no_control_characters(text: str) -> None:
+    assert CONTROL_CHARACTERS.search(clean(text)) is None
+    assert (
+        CONTROL_CHARACTERS.search(re.sub(r"\x1b\[[0-9;:]*m", "", clean(text, colours=True))) is None
+    )
     assert "\n" not in clean_line(text)
 
 
-def test_ordinary_text_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank writes a hundred thousand lines a second, and each of them passes here."""
+def test_plain_text_skips_sequence_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is a fast path: a rank may write 100,000 lines a second."""
     monkeypatch.setattr(terminal, "_SEQUENCE", None)
     assert clean("epoch 1/2  umläut 漢字 🙂", colours=True) == "epoch 1/2  umläut 漢字 🙂"
 
 
-def test_colours_may_pass_and_end_with_the_line() -> None:
+def test_colours_are_kept_and_reset_at_end() -> None:
     assert clean("\x1b[31mred\x1b[2J", colours=True) == "\x1b[31mred\x1b[0m"
     assert clean("plain", colours=True) == "plain"
 
@@ -67,18 +69,18 @@ def test_colours_may_pass_and_end_with_the_line() -> None:
 @pytest.mark.parametrize(
     "part", ["\x1b", "\x1b[", "\x1b]", "\x1b[1;", "\x9d", "\x1bP", "\r", "\x1b "]
 )
-def test_long_ones_take_no_time(part: str) -> None:
-    began = time.process_time()
+def test_cleans_repeated_sequences_fast(part: str) -> None:
+    start_s = time.process_time()
     clean(part * (200_000 // len(part)))
-    assert time.process_time() - began < 10
+    assert time.process_time() - start_s < 10
 
 
-def test_every_error_of_ours_is_clean() -> None:
+def test_rendered_error_is_sanitized() -> None:
     error = NodeError("n\x1b]0;x\x07 says", found="\u202eno", remedy="a\x1b[2J")
     assert error.render() == "paceline: n says\n  found:  \\u202eno\n  remedy: a"
 
 
-def test_lines_are_broken_between_words() -> None:
+def test_wraps_between_words() -> None:
     text = wrap("  remedy: " + "word " * 20 + "a-path/" * 3, 40)
     assert all(len(line) <= 40 for line in text.splitlines())
     assert all(line.startswith(" " * 10) for line in text.splitlines()[1:])
@@ -88,27 +90,29 @@ def test_lines_are_broken_between_words() -> None:
         assert wrap(label + "word " * 10, 40).splitlines()[1].index("word") == len(label)
 
 
-def test_what_can_be_pasted_stays_on_one_line() -> None:
+def test_does_not_wrap_commands() -> None:
     command = "         → sudo ufw allow from 10.77.0.1 to any port 1024:65535 proto tcp"
     assert wrap(command, 40) == command
     assert len(wrap("  remedy: paceline check tells the cases apart, for all hosts", 40)
                .splitlines()) == 2  # fmt: skip
 
 
-def test_verbs_print_through_one_place() -> None:
-    """What goes straight to the terminal is JSON, help, or a text for a file."""
+def test_commands_print_only_sanitized_text() -> None:
+    """Only JSON, help and text for files go directly to the terminal."""
     plain = re.compile(r"click\.echo\((?!json\.dumps|ctx\.get_help|click\.style|write_hosts|script"
                        r"|markdown|text, nl=False|f\"export|format_for|clean)")  # fmt: skip
     folder = Path(cli.__file__).parent
-    found = [f"{file.name}: {line.strip()}" for file in sorted(folder.rglob("*.py"))
+    violations = [f"{file.name}: {line.strip()}" for file in sorted(folder.rglob("*.py"))
              for line in file.read_text().splitlines() if plain.search(line)]  # fmt: skip
-    assert found == []
+    assert violations == []
 
 
-def test_what_setup_says_of_a_host_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "Permission denied\x1b]0;title\x07 \u202egnp \x9b31m"
-    refusal = Refusal("no login", words, f"ask {words}")
-    setup.show_plan([access.AccessStatus(Host("n1"), "refused", refusal=refusal)], [f"pin {words}"])
-    said = capsys.readouterr().out
-    assert "Permission denied" in said
-    assert OBEYED.search(said) is None
+def test_setup_output_is_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile_text = "Permission denied\x1b]0;title\x07 \u202egnp \x9b31m"
+    refusal = Refusal("no login", hostile_text, f"ask {hostile_text}")
+    setup.show_plan(
+        [access.AccessStatus(Host("n1"), "refused", refusal=refusal)], [f"pin {hostile_text}"]
+    )
+    output = capsys.readouterr().out
+    assert "Permission denied" in output
+    assert CONTROL_CHARACTERS.search(output) is None

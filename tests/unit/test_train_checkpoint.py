@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or refused."""
+"""Tests that checkpoints on disk are either complete or refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch._dynamo  # the first optimizer imports it, and it sets a variable
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -69,12 +69,12 @@ states = st.recursive(
 
 
 @given(states)
-def test_states_come_back(state: Any) -> None:
+def test_states_round_trip(state: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     assert unpack(json.loads(json.dumps(pack(state, tensors))), tensors) == state
 
 
-def test_tensors_in_states_come_back() -> None:
+def test_tensors_in_states_round_trip() -> None:
     one, two = torch.ones(2), torch.zeros(())
     tensors: dict[str, torch.Tensor] = {}
     packed = pack({"a": [one, {3: two}]}, tensors, "top")
@@ -84,13 +84,13 @@ def test_tensors_in_states_come_back() -> None:
         pack({"a": {1}}, tensors)
 
 
-def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
+def test_tensor_files_load_with_safetensors(tmp_path: Path) -> None:
     tensors = {str(dtype): (torch.randn(3, 4) * 9).to(dtype).t() for dtype in DTYPES}
     tensors |= {"number": torch.tensor(3.5), "none": torch.zeros(0, 2)}
     digest, size = write_tensors(tmp_path / "x", tensors)
     assert (tmp_path / "x").stat().st_size == size
-    back = load_file(tmp_path / "x")
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    reloaded = load_file(tmp_path / "x")
+    assert all(torch.equal(reloaded[name], tensor) for name, tensor in tensors.items())
     assert len(digest) == 64
 
 
@@ -106,27 +106,31 @@ def snapshot(step: int, best: bool = False) -> Snapshot:
     )
 
 
-def written(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Store:
-    where = Store(root)
-    writer = Writer(where, keep)
+def write_checkpoints(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Store:
+    checkpoint_store = Store(root)
+    writer = Writer(checkpoint_store, keep)
     for step in steps:
         writer.start(snapshot(step, step == best))
     writer.wait()
     while not writer.outcomes.empty():
         assert not writer.outcomes.get().problem
-    return where
+    return checkpoint_store
 
 
-def newest(where: Store, warned: list[str] | None = None, want: str = "latest") -> int:
-    loaded = load(ALONE, want, where, (warned if warned is not None else []).append)
+def load_step(
+    checkpoint_store: Store, warnings_seen: list[str] | None = None, choice: str = "latest"
+) -> int:
+    loaded = load(
+        ALONE, choice, checkpoint_store, (warnings_seen if warnings_seen is not None else []).append
+    )
     assert loaded is not None
     assert float(loaded.tensors["weights.safetensors"]["w"][0, 0]) == loaded.step
     return loaded.step
 
 
-def test_every_flipped_bit_and_zeroed_page_is_found(tmp_path: Path) -> None:
-    """1,000 damages over all files of a checkpoint, none of them overlooked."""
-    where = written(tmp_path, 7)
+def test_detects_flipped_bits_and_zeroed_pages(tmp_path: Path) -> None:
+    """Applies 1,000 random damages to the files of a checkpoint."""
+    checkpoint_store = write_checkpoints(tmp_path, 7)
     folder = tmp_path / "7"
     draw = random.Random(5)
     names = sorted(path.name for path in folder.iterdir())
@@ -134,50 +138,50 @@ def test_every_flipped_bit_and_zeroed_page_is_found(tmp_path: Path) -> None:
     for number in range(1000):
         path = folder / names[number % len(names)]
         before = path.read_bytes()
-        path.write_bytes(damaged(before, draw))
+        path.write_bytes(corrupt(before, draw))
         with pytest.raises(DamagedCheckpoint):
             read_manifest(folder).verify(folder)
         path.write_bytes(before)
-    assert newest(where) == 7
+    assert load_step(checkpoint_store) == 7
 
 
-def damaged(content: bytes, draw: random.Random) -> bytes:
-    """One bit turned, or the content of one 512-byte page lost."""
+def corrupt(content: bytes, draw: random.Random) -> bytes:
+    """Flips one bit, or clears one 512-byte page."""
     changed = bytearray(content)
-    place = draw.randrange(len(content))
-    page = slice(place // 512 * 512, place // 512 * 512 + 512)
+    position = draw.randrange(len(content))
+    page = slice(position // 512 * 512, position // 512 * 512 + 512)
     if draw.random() < 0.5 and any(changed[page]):
         changed[page] = bytes(len(changed[page]))
     else:
-        changed[place] ^= 1 << draw.randrange(8)
+        changed[position] ^= 1 << draw.randrange(8)
     return bytes(changed)
 
 
-def pipe(path: Path) -> None:
+def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def device(path: Path) -> None:
+def make_device_link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def holes(path: Path) -> None:
+def make_sparse_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 41)
 
 
-@pytest.mark.parametrize("make", [pipe, device, holes])
-def test_what_has_no_end_is_passed_over(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """In a run directory that came from somebody else."""
-    where = written(tmp_path, 7, 8, 9)
+@pytest.mark.parametrize("make", [make_pipe, make_device_link, make_sparse_file])
+def test_skips_pipes_devices_and_sparse_files(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Such files may be in a run directory from another user."""
+    checkpoint_store = write_checkpoints(tmp_path, 7, 8, 9)
     for name in ("9/manifest.json", f"8/{STATE}", LATEST, BEST):
         (tmp_path / name).unlink(missing_ok=True)
         make(tmp_path / name)
-    assert newest(where) == 7
+    assert load_step(checkpoint_store) == 7
 
 
-def test_falls_back_with_a_warning(tmp_path: Path) -> None:
-    where = written(tmp_path, 1, 2, 3, 4)
+def test_falls_back_to_newest_intact_checkpoint(tmp_path: Path) -> None:
+    checkpoint_store = write_checkpoints(tmp_path, 1, 2, 3, 4)
     weights = tmp_path / "4/weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     (tmp_path / "3/manifest.json").unlink()
@@ -185,64 +189,64 @@ def test_falls_back_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "99").mkdir()
     (tmp_path / "abc").mkdir()
     (tmp_path / ".5.123.tmp").mkdir()
-    warned: list[str] = []
-    assert newest(where, warned) == 2
-    told = "\n".join(warned)
+    warnings_seen: list[str] = []
+    assert load_step(checkpoint_store, warnings_seen) == 2
+    told = "\n".join(warnings_seen)
     assert "4: weights.safetensors has 3980 bytes instead of 4080" in told
     assert "3: no manifest.json" in told
     assert "99: no manifest.json" in told
 
 
-def test_choices(tmp_path: Path) -> None:
-    where = written(tmp_path / "checkpoints", 1, 2, 3, best=2)
-    assert newest(where, want="auto") == 3
-    assert newest(where, want="best") == 2
-    assert newest(where, want="1") == 1
-    assert newest(Store(tmp_path / "other"), want=str(tmp_path)) == 3
-    assert newest(Store(tmp_path / "other"), want=str(tmp_path / "checkpoints/2")) == 2
-    assert load(ALONE, "never", where, print) is None
+def test_resume_choices(tmp_path: Path) -> None:
+    checkpoint_store = write_checkpoints(tmp_path / "checkpoints", 1, 2, 3, best=2)
+    assert load_step(checkpoint_store, choice="auto") == 3
+    assert load_step(checkpoint_store, choice="best") == 2
+    assert load_step(checkpoint_store, choice="1") == 1
+    assert load_step(Store(tmp_path / "other"), choice=str(tmp_path)) == 3
+    assert load_step(Store(tmp_path / "other"), choice=str(tmp_path / "checkpoints/2")) == 2
+    assert load(ALONE, "never", checkpoint_store, print) is None
     assert load(ALONE, "auto", Store(tmp_path / "other"), print) is None
     with pytest.raises(DataError, match=r"3, 2, 1"):
-        load(ALONE, "5", where, print)
+        load(ALONE, "5", checkpoint_store, print)
     with pytest.raises(DataError, match="no such checkpoint"):
         load(ALONE, "latest", Store(tmp_path / "other"), print)
     with pytest.raises(SettingError, match="no checkpoint is there"):
-        load(ALONE, str(tmp_path / "nope"), where, print)
+        load(ALONE, str(tmp_path / "nope"), checkpoint_store, print)
 
 
-def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    where = written(tmp_path, 1, 2, 3, 4, 5, keep=2, best=1)
-    assert [one.step for one in where.scan()[0]] == [5, 4, 1]
+def test_keeps_newest_and_best(tmp_path: Path) -> None:
+    checkpoint_store = write_checkpoints(tmp_path, 1, 2, 3, 4, 5, keep=2, best=1)
+    assert [one.step for one in checkpoint_store.scan()[0]] == [5, 4, 1]
     assert read_pointer(tmp_path / BEST) == "1"
     assert read_pointer(tmp_path / LATEST) == "5"
     assert expired([(1, 1), (1, 2), (1, 3)], 0, set()) == []
 
 
-def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
-    where = written(tmp_path, 3)
+def test_rewriting_step_replaces_damaged_checkpoint(tmp_path: Path) -> None:
+    checkpoint_store = write_checkpoints(tmp_path, 3)
     (tmp_path / "3/weights.safetensors").write_bytes(b"")
-    written(tmp_path, 3)
-    assert newest(where) == 3
+    write_checkpoints(tmp_path, 3)
+    assert load_step(checkpoint_store) == 3
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_killed_writers_left_is_cleared(tmp_path: Path) -> None:
-    """Of every file that was made aside; what another process is writing stays, and is renamed."""
-    left = [tmp_path / name for name in (".latest.json.77.tmp", ".best.json.78.tmp", ".look-1-79")]
-    for one in left:
+def test_removes_leftovers_of_killed_writers(tmp_path: Path) -> None:
+    """Covers all temporary files; those that another process still writes are kept and renamed."""
+    leftovers = [
+        tmp_path / name for name in (".latest.json.77.tmp", ".best.json.78.tmp", ".look-1-79")
+    ]
+    for one in leftovers:
         one.write_bytes(b"{")
     (tmp_path / ".1.1.77.tmp").mkdir()
     with (tmp_path / ".best.json.80.tmp").open("wb") as busy:
         assert files.lock(busy.fileno())
-        written(tmp_path, 3, keep=2)
+        write_checkpoints(tmp_path, 3, keep=2)
         assert [*tmp_path.glob(".*")] == [Path(busy.name)]
     files.write_bytes(tmp_path / BEST, b"{}")
     assert not [*tmp_path.glob(".*")]
 
 
-def test_a_file_that_was_taken_for_a_leftover_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewrites_file_removed_as_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace, cleared = files.replace, []
 
     def late(source: Path, target: Path) -> None:
@@ -257,9 +261,11 @@ def test_a_file_that_was_taken_for_a_leftover_is_written_again(
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("one", b"whole")]
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = written(tmp_path, 1)
-    writer = Writer(where, 3)
+def test_full_disk_keeps_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint_store = write_checkpoints(tmp_path, 1)
+    writer = Writer(checkpoint_store, 3)
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -268,11 +274,11 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writer.start(snapshot(2))
     writer.wait()
     assert "No space left" in writer.outcomes.get().problem
-    assert newest(where) == 1
+    assert load_step(checkpoint_store) == 1
     assert not list(tmp_path.glob(".*"))
 
 
-def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_free_space_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     writer = Writer(Store(tmp_path / "c"), 3)
@@ -282,8 +288,8 @@ def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list((tmp_path / "c").iterdir())
 
 
-def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
-    """Parameters may change after the wait, buffers at once."""
+def test_snapshot_excludes_later_changes(tmp_path: Path) -> None:
+    """Parameters may change after the wait, buffers immediately."""
     copier = Copier()
     weight, buffer = torch.ones(3), torch.ones(3)
     finish = copier.start({"f": {"weight": weight, "buffer": buffer}}, frozenset({"weight"}))
@@ -295,8 +301,8 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
     assert copied["f"]["buffer"].tolist() == [1, 1, 1]
 
 
-def test_what_the_script_changes_between_steps_is_found_out() -> None:
-    """The copy is given up, and from then on everything is copied at once."""
+def test_detects_changes_outside_session_step() -> None:
+    """The copy is discarded, and from then on everything is copied immediately."""
     copier, weight = Copier(), torch.ones(3)
     finish = copier.start({"f": {"weight": weight}}, frozenset({"weight"}))
     weight.clamp_(max=0.5)
@@ -308,8 +314,8 @@ def test_what_the_script_changes_between_steps_is_found_out() -> None:
     assert finish()["f"]["weight"].tolist() == [0.5] * 3
 
 
-def test_a_moving_average_is_of_the_moment() -> None:
-    """It may be updated as soon as the step has returned, while a thread still copies."""
+def test_moving_average_snapshot_excludes_later_changes() -> None:
+    """The average may be updated as soon as the step has returned, while a thread still copies."""
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     adam = torch.optim.AdamW(network.parameters())
     network(torch.randn(4, 2)).sum().backward()
@@ -318,8 +324,8 @@ def test_a_moving_average_is_of_the_moment() -> None:
     training = Training(
         Models({"": Updater(network, adam, None, None, None)}), Progress(), 0, {"average": average}
     )
-    taken = capture(training, ALONE)
-    finish = Copier().start(taken.tensors, taken.deferred)
+    captured = capture(training, ALONE)
+    finish = Copier().start(captured.tensors, captured.deferred)
     expected = {name: one.clone() for name, one in average.state_dict().items()}
     statistics = network[1].running_mean.clone()
     with torch.no_grad():
@@ -327,24 +333,24 @@ def test_a_moving_average_is_of_the_moment() -> None:
             tensor += 1
         network[1].running_mean += 1
     copied = finish()
-    kept = copied["optimizer.safetensors"]
+    saved_optimizer = copied["optimizer.safetensors"]
     for name, one in expected.items():
-        assert torch.equal(kept[f"extras.average.{name}"], one), name
+        assert torch.equal(saved_optimizer[f"extras.average.{name}"], one), name
     assert torch.equal(copied["weights.safetensors"]["1.running_mean"], statistics)
-    assert {"0.weight", "training.optimizer.state.0.weight.exp_avg"} <= taken.deferred
+    assert {"0.weight", "training.optimizer.state.0.weight.exp_avg"} <= captured.deferred
 
 
-def test_generators_begin_the_same_at_another_world_size() -> None:
-    """Nobody's state fits; all generators begin anew, and always the same."""
+def test_generators_restart_equally_at_other_world_size() -> None:
+    """No rank's saved state fits; all generators restart, always from the same state."""
     network = torch.nn.Linear(2, 2)
     training = Training(
         Models({"": Updater(network, torch.optim.SGD(network.parameters()), None, None, None)}),
         Progress(),
         0,
     )
-    taken = capture(training, ALONE)
-    state = json.loads(taken.state) | {"ranks": 2}
-    loaded = LoadedCheckpoint(3, state, taken.tensors, "here")
+    captured = capture(training, ALONE)
+    state = json.loads(captured.state) | {"ranks": 2}
+    loaded = LoadedCheckpoint(3, state, captured.tensors, "here")
     drawn = []
     for number in range(2):
         random.seed(number), np.random.seed(number), torch.manual_seed(number)
@@ -353,7 +359,7 @@ def test_generators_begin_the_same_at_another_world_size() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_second_writer_is_told_the_first(tmp_path: Path) -> None:
+def test_second_writer_error_names_first(tmp_path: Path) -> None:
     first, second = WriterLock(tmp_path), WriterLock(tmp_path)
     first.acquire()
     with pytest.raises(SettingError) as caught:
@@ -365,12 +371,12 @@ def test_second_writer_is_told_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_a_writer_on_a_share_that_says_no(
+def test_writer_lock_reports_smb_access_denied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
-    """SMB answers EACCES to who asks for a held lock, and to who reads what is locked."""
-    held = WriterLock(tmp_path)
-    held.acquire()
+    """SMB returns EACCES to a process that requests a held lock or reads a locked file."""
+    first_lock = WriterLock(tmp_path)
+    first_lock.acquire()
 
     def denied(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "denied")
@@ -381,10 +387,10 @@ def test_a_writer_on_a_share_that_says_no(
     with pytest.raises(SettingError, match="another job writes") as told:
         WriterLock(tmp_path).acquire()
     assert ("could not be read" in told.value.found) != readable
-    held.release()
+    first_lock.release()
 
 
-def test_a_disk_without_locks_is_written_to(
+def test_writer_lock_works_without_lock_support(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object) -> None:
@@ -396,10 +402,10 @@ def test_a_disk_without_locks_is_written_to(
     lock.release()
 
 
-def test_a_reader_on_a_share_delays_a_replacement(
+def test_retries_replace_while_file_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SMB refuses to replace what a process of this host has open."""
+    """SMB does not replace a file that a process of this host has open."""
     tries, replace = [], Path.replace
 
     def busy(self: Path, target: Path) -> Path:
@@ -413,48 +419,48 @@ def test_a_reader_on_a_share_delays_a_replacement(
     files.write_bytes(tmp_path / "latest.json", b"new")
     assert (tmp_path / "latest.json").read_bytes() == b"new"
     assert len(tries) == 3
-    monkeypatch.setattr(Path, "replace", lambda *_: unable())
+    monkeypatch.setattr(Path, "replace", lambda *_: raise_file_open())
     with pytest.raises(PermissionError):
         files.write_bytes(tmp_path / "latest.json", b"newer")
     assert (tmp_path / "latest.json").read_bytes() == b"new"
 
 
-def unable() -> None:
+def raise_file_open() -> None:
     raise PermissionError(errno.EACCES, "open")
 
 
-def test_writer_on_another_machine(tmp_path: Path) -> None:
+def test_writer_lock_of_another_host(tmp_path: Path) -> None:
     owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
     path = tmp_path / "writer.json"
     path.write_text(json.dumps(owner))
     with pytest.raises(SettingError, match="process 1 on far"):
         WriterLock(tmp_path, "r2").acquire()
-    same = WriterLock(tmp_path, "r1")  # the next attempt of the same job
-    same.acquire()
-    same.release()
+    next_attempt = WriterLock(tmp_path, "r1")  # the next attempt of the same job
+    next_attempt.acquire()
+    next_attempt.release()
     path.write_text(json.dumps(owner))
-    long_ago = time.time() - STALE_AFTER_S - 1
-    os.utime(path, (long_ago, long_ago))
+    stale_time = time.time() - STALE_AFTER_S - 1
+    os.utime(path, (stale_time, stale_time))
     late = WriterLock(tmp_path)
     late.acquire()
     late.release()
 
 
-def test_a_wrong_clock_takes_no_folder_over(
+def test_wrong_clock_does_not_take_over_writer_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats are as old as the clock of their disk says, not as ours does."""
+    """The age of heartbeats is computed with the clock of the disk, not with this host's clock."""
     owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
     (tmp_path / "writer.json").write_text(json.dumps(owner))
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    real_time = time.time
+    monkeypatch.setattr(time, "time", lambda: real_time() + 3600)
     with pytest.raises(SettingError, match="process 1 on far"):
         WriterLock(tmp_path, "r2").acquire()
     assert [one.name for one in tmp_path.iterdir()] == ["writer.json"]
 
 
-def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our launcher holds the run directory, so that of the other run has ended, or was killed."""
+def test_takes_over_lock_of_ended_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our launcher holds the run directory, so the other run's launcher has ended or was killed."""
     monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_S", 0.4)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -462,39 +468,39 @@ def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
     path = folder / "writer.json"
     path.write_text(json.dumps(owner))
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
-    ours = WriterLock(folder, "r2")
-    ours.acquire()
-    ours.release()
-    path.write_text(json.dumps({**owner, "run": ""}))  # not under a launcher: it may well live
+    lock_r2 = WriterLock(folder, "r2")
+    lock_r2.acquire()
+    lock_r2.release()
+    path.write_text(json.dumps({**owner, "run": ""}))  # without a launcher: it may be alive
     with pytest.raises(SettingError):
         WriterLock(folder, "r2").acquire()
     path.write_text(json.dumps(owner))
-    alive = threading.Timer(0.2, os.utime, [path])  # a rank of it that is still on its way out
-    alive.start()
+    heartbeat = threading.Timer(0.2, os.utime, [path])  # a rank of it is still ending
+    heartbeat.start()
     with pytest.raises(SettingError):
         WriterLock(folder, "r2").acquire()
-    alive.join()
+    heartbeat.join()
 
 
-def test_a_frozen_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the kernel's lock; its token keeps it from publishing when it thaws."""
+def test_takes_over_lock_of_frozen_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frozen process has the kernel's lock; its outdated token prevents it from publishing."""
     monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_S", 0.2)
     folder = tmp_path / "checkpoints"
     frozen = WriterLock(folder, "r1")
     frozen.acquire()
     with pytest.raises(SettingError):
-        WriterLock(folder, "r2").acquire()  # somebody without a launcher: who knows?
+        WriterLock(folder, "r2").acquire()  # without a launcher: nothing is known
     again = WriterLock(folder, "r1")  # the next attempt of the same job
     again.acquire()
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
-    other = WriterLock(folder, "r2")  # its launcher has the whole run directory
+    other = WriterLock(folder, "r2")  # its launcher owns the run directory
     other.acquire()
     assert json.loads((folder / "writer.json").read_text())["run"] == "r2"
     third = WriterLock(folder, "")
-    third.acquire(force=True)  # a launcher has said so
+    third.acquire(force=True)  # by order of a launcher
     assert third.is_held
     frozen.release()
-    third.refresh()  # has the kernel's lock as soon as it can be had
+    third.refresh()  # gets the kernel's lock as soon as it is free
     with pytest.raises(SettingError):
         WriterLock(folder, "").acquire()
     for one in (again, other, third):
@@ -502,7 +508,7 @@ def test_a_frozen_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    ("text", "expected_policy"),
     [
         ("500", SavePolicy(500)),
         ("10m", SavePolicy(seconds=600)),
@@ -510,11 +516,11 @@ def test_a_frozen_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monke
         ("never", SavePolicy()),
     ],
 )
-def test_policy(text: str, meant: SavePolicy) -> None:
-    assert parse_policy(text) == meant
+def test_parse_policy(text: str, expected_policy: SavePolicy) -> None:
+    assert parse_policy(text) == expected_policy
 
 
-def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
+def test_checkpoint_interval_must_be_positive(tmp_path: Path) -> None:
     with train.join(device="cpu", run_dir=tmp_path, quiet=True) as session:
         model = torch.nn.Linear(1, 1)
         session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -524,8 +530,8 @@ def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [4, 8, 12])
-def test_an_evaluation_that_was_due_is_made_after_resuming(tmp_path: Path, fails_at: int) -> None:
-    """A checkpoint of a step with an evaluation in mid-epoch is saved before that."""
+def test_resume_runs_due_evaluation(tmp_path: Path, fails_at: int) -> None:
+    """A checkpoint in mid-epoch is saved before the evaluation of the same step."""
     evaluated: list[int] = []
 
     def training(fails: int = 0) -> None:
@@ -548,8 +554,8 @@ def test_an_evaluation_that_was_due_is_made_after_resuming(tmp_path: Path, fails
     assert evaluated == [4, 8, 12, 16]
 
 
-def stopped_in_step_2(folder: Path, every: int, then: Callable[[Any], None]) -> None:
-    """A training with checkpoints that is asked to stop; ``then`` gets its keeper just before."""
+def run_until_stop_in_step_2(folder: Path, every: int, before_stop: Callable[[Any], None]) -> None:
+    """Trains until a stop is requested in step 2; just before, calls a function with the keeper."""
 
     def training() -> None:
         with train.join(device="cpu", run_dir=folder) as session:
@@ -562,7 +568,7 @@ def stopped_in_step_2(folder: Path, every: int, then: Callable[[Any], None]) -> 
                     session.step(net(x).mean(1))
                     if session.progress.step == 2:
                         assert session._checkpoints.keeper is not None
-                        then(session._checkpoints.keeper)
+                        before_stop(session._checkpoints.keeper)
                         os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as ended:
@@ -571,10 +577,10 @@ def stopped_in_step_2(folder: Path, every: int, then: Callable[[Any], None]) -> 
 
 
 @pytest.mark.parametrize("saved", [0, 2])
-def test_a_stop_on_a_full_disk_claims_no_checkpoint(
+def test_stop_on_full_disk_reports_last_saved_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: int
 ) -> None:
-    """It says what is not saved, and of which step the last good one is."""
+    """The message says what was not saved, and the step of the last complete checkpoint."""
 
     def fill() -> None:
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -586,10 +592,10 @@ def test_a_stop_on_a_full_disk_claims_no_checkpoint(
 
     if not saved:
         fill()
-    stopped_in_step_2(tmp_path, 2, fill_after_the_checkpoint)
-    good = "the last good one is of step 2" if saved else "there is none yet"
+    run_until_stop_in_step_2(tmp_path, 2, fill_after_the_checkpoint)
+    last_good_text = "the last good one is of step 2" if saved else "there is none yet"
     err = capsys.readouterr().err
-    assert re.search(rf"is too full: .*: {good}", err)
+    assert re.search(rf"is too full: .*: {last_good_text}", err)
     assert ("before the same command resumes it" in err) == bool(saved)
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     (stopped,) = [one for one in read_events(map(json.loads, lines)) if one.kind == "stopped"]
@@ -597,10 +603,8 @@ def test_a_stop_on_a_full_disk_claims_no_checkpoint(
     assert stopped.resumable == bool(saved)
 
 
-def test_a_stop_saves_again_where_a_rank_was_lost_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What that rank was writing is not there."""
+def test_stop_saves_again_after_rank_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that the lost rank was writing is incomplete."""
 
     def lose(keeper: Any) -> None:
         monkeypatch.undo()
@@ -611,24 +615,24 @@ def test_a_stop_saves_again_where_a_rank_was_lost_meanwhile(
     def lose_when_it_stops(keeper: Any) -> None:
         monkeypatch.setattr(keeper._copies, "hurry", lambda _: lose(keeper))
 
-    stopped_in_step_2(tmp_path, 99, lose_when_it_stops)
+    run_until_stop_in_step_2(tmp_path, 99, lose_when_it_stops)
     assert [one.name for one in (tmp_path / "checkpoints").glob("[0-9]*")] == ["3"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "often", "10x", "-5"])
-def test_policy_that_cannot_be(text: str) -> None:
+def test_rejects_invalid_policy(text: str) -> None:
     with pytest.raises(SettingError, match="checkpoint-every"):
         parse_policy(text)
 
 
-def test_due() -> None:
+def test_save_policy_is_due() -> None:
     assert [step for step in range(1, 7) if SavePolicy(3).is_due_at_step(step)] == [3, 6]
     assert SavePolicy(seconds=5).is_due_after(5.0)
     assert not SavePolicy().is_due_after(1e9)
 
 
-def test_random_generators_go_on() -> None:
-    random.gauss(0, 1), np.random.randn()  # half of a pair stays behind
+def test_generator_state_round_trips() -> None:
+    random.gauss(0, 1), np.random.randn()  # the second value of a pair is cached
     state = generator_state(torch.device("cpu"))
     first = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
     set_generator_state(state, torch.device("cpu"))
@@ -636,14 +640,14 @@ def test_random_generators_go_on() -> None:
     assert first == again
 
 
-def test_polls() -> None:
+def test_next_poll() -> None:
     assert next_poll(0.01, 0.5, 40) == 50
     assert next_poll(0.01, 0.5, 10) == 20
     assert next_poll(3.0, 0.5, 10) == 1
     assert next_poll(0.0, 0.5, 1000) == 64
 
 
-def test_signals_are_taken_and_given_back() -> None:
+def test_signal_notice_restores_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
     notice = SignalNotice()
     notice.open()
@@ -654,7 +658,7 @@ def test_signals_are_taken_and_given_back() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_records_survive(tmp_path: Path) -> None:
+def test_record_file_survives_interrupted_write(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = RecordFile(path)
     for step in (1, 2, 3):
@@ -673,5 +677,5 @@ def test_records_survive(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_names_of_the_folder() -> None:
+def test_checkpoint_file_names() -> None:
     assert (CHECKPOINTS, MANIFEST) == ("checkpoints", "manifest.json")

@@ -1,4 +1,4 @@
-"""Two writers of one folder of checkpoints, one of them stopped at every possible moment."""
+"""Tests two writers of one folder of checkpoints, one of them stopped at every possible moment."""
 
 from __future__ import annotations
 
@@ -37,52 +37,54 @@ from paceline.train.checkpoints.store import Fenced, Store
 KEEP = 2
 
 
-def make(store: Store, step: int, best: bool = False, keep: int = KEEP) -> None:
-    """A checkpoint as the writer makes one, and the pruning after it."""
-    made = store.temporary(step)
+def publish_checkpoint(store: Store, step: int, best: bool = False, keep: int = KEEP) -> None:
+    """Writes and publishes a checkpoint like the real writer, then prunes."""
+    folder = store.temporary(step)
     content = f"{store.token} {step}".encode()
-    entry = FileEntry(*write_chunks(made / "weights.safetensors", iter([content])))
-    store.publish(made, Manifest(step, {"weights.safetensors": entry}, {"best": best}))
+    entry = FileEntry(*write_chunks(folder / "weights.safetensors", iter([content])))
+    store.publish(folder, Manifest(step, {"weights.safetensors": entry}, {"best": best}))
     store.prune(keep)
 
 
-def names(root: Path) -> list[str]:
-    """Of the intact checkpoints, newest first."""
-    found, bad = Store(root).scan()
-    assert not bad
+def intact_names(root: Path) -> list[str]:
+    """Returns the names of the intact checkpoints, newest first."""
+    found, problems = Store(root).scan()
+    assert not problems
     for one in found:
         one.manifest.verify(one.path)
     return [one.path.name for one in found]
 
 
-def test_a_manifest_names_its_predecessor(tmp_path: Path) -> None:
-    """Whatever its writer was, and the one before if the same step is written again."""
+def test_manifest_records_predecessor(tmp_path: Path) -> None:
+    """Covers a new writer, and a step that is written twice, whose predecessor stays the same."""
     root = tmp_path / CHECKPOINTS
-    first = writer(root)
-    make(first, 10)
-    make(first, 20)
-    second = writer(root)
+    first = claim_writer(root)
+    publish_checkpoint(first, 10)
+    publish_checkpoint(first, 20)
+    second = claim_writer(root)
     for best in (False, True):
-        make(second, 30, best=best, keep=3)
+        publish_checkpoint(second, 30, best=best, keep=3)
     found = [one.manifest.info.get("previous") for one in Store(root).scan()[0]]
     assert found == [
         {"checkpoint": name, "sha256": sha256(root / name / MANIFEST)} for name in ("20", "10")
     ] + [None]
 
 
-def writer(root: Path) -> Store:
+def claim_writer(root: Path) -> Store:
     store = Store(root)
     store.claim_token(0, "somebody")
     return store
 
 
 @pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def paused(number: int, act: Callable[[], object], meanwhile: Callable[[], object]) -> bool:
-    """Does ``act``, and before its call ``number`` of the system ``meanwhile``; whether it came."""
+def run_interrupted(
+    number: int, act: Callable[[], object], interrupt: Callable[[], object]
+) -> bool:
+    """Runs an action, interrupted before one of its system calls; returns whether that came."""
     calls = 0
 
     def profile(_: FrameType, event: str, function: Any) -> None:
@@ -91,7 +93,7 @@ def paused(number: int, act: Callable[[], object], meanwhile: Callable[[], objec
             calls += 1
             if calls == number:
                 sys.setprofile(None)
-                meanwhile()
+                interrupt()
 
     sys.setprofile(profile)
     try:
@@ -101,81 +103,85 @@ def paused(number: int, act: Callable[[], object], meanwhile: Callable[[], objec
     return calls >= number
 
 
-def test_a_late_writer_changes_nothing_at_any_moment(tmp_path: Path) -> None:
-    """Before each call of the system another one takes over, makes checkpoints and goes on."""
-    number, came, published, fenced = 0, True, 0, 0
-    while came:
+def test_fenced_writer_changes_nothing_at_any_syscall(tmp_path: Path) -> None:
+    """Before each system call, another writer takes over, makes checkpoints and continues."""
+    number, was_interrupted, published, fenced = 0, True, 0, 0
+    while was_interrupted:
         number += 1
         root = tmp_path / str(number)
-        first = writer(root)
+        first = claim_writer(root)
         for step in (10, 20, 30):
-            make(first, step, best=step == 20)
+            publish_checkpoint(first, step, best=step == 20)
 
         def take_over(root: Path = root) -> None:
-            second = writer(root)
-            begun = names(root)[0]
-            assert begun in ("30", "40")
+            second = claim_writer(root)
+            resumed_name = intact_names(root)[0]
+            assert resumed_name in ("30", "40")
             for step in (35, 40, 45):
-                make(second, step, best=step == 40)
+                publish_checkpoint(second, step, best=step == 40)
 
         try:
-            came = paused(number, lambda w=first: make(w, 40, best=True), take_over)
-            published += came
-        except (Fenced, OSError):  # its half folder may have been cleared away
+            was_interrupted = run_interrupted(
+                number, lambda w=first: publish_checkpoint(w, 40, best=True), take_over
+            )
+            published += was_interrupted
+        except (Fenced, OSError):  # its temporary folder may have been removed
             fenced += 1
             with pytest.raises(Fenced):
                 first.check_not_fenced()
-        if not came:
+        if not was_interrupted:
             break
-        left = names(root)
-        assert left[:2] == ["45.2", "40.2"], (number, left)
-        third = writer(root)  # whatever pointers the late one has left
-        make(third, 50)
-        make(third, 60)
-        assert names(root) == ["60.3", "50.3", "40.2"]
+        remaining = intact_names(root)
+        assert remaining[:2] == ["45.2", "40.2"], (number, remaining)
+        third = claim_writer(root)  # whatever pointers the late writer has left
+        publish_checkpoint(third, 50)
+        publish_checkpoint(third, 60)
+        assert intact_names(root) == ["60.3", "50.3", "40.2"]
         assert read_pointer(root / LATEST) == "60.3"
         assert read_pointer(root / BEST) == "40.2"
         assert not list(root.glob(".*.tmp"))
         with pytest.raises(Fenced, match="another writer"):
-            make(first, 70)
+            publish_checkpoint(first, 70)
         with pytest.raises(Fenced):
-            make(Store(root, 2), 70)
+            publish_checkpoint(Store(root, 2), 70)
     assert fenced > 10, number
     assert published > 10, number
 
 
-def test_a_fenced_writer_removes_an_old_one_at_the_same_time(
+def test_prune_tolerates_concurrent_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = writer(tmp_path), writer(tmp_path)
+    first, second = claim_writer(tmp_path), claim_writer(tmp_path)
     for step in (10, 20, 30):
-        make(second, step)
+        publish_checkpoint(second, step)
     replace = files.replace
 
     def removed_before(source: Path, target: Path) -> None:
         if target.name.endswith(".gone.tmp"):
-            replace(source, target)  # the other's
+            replace(source, target)  # by the other writer
         replace(source, target)
 
     monkeypatch.setattr(files, "replace", removed_before)
-    make(second, 40)
-    assert names(tmp_path) == ["40.2", "30.2"]
+    publish_checkpoint(second, 40)
+    assert intact_names(tmp_path) == ["40.2", "30.2"]
     assert first.token == 1
 
 
-def test_a_new_start_outranks_what_it_did_not_resume(tmp_path: Path) -> None:
-    """Two damaged ones are passed over; what is made after that is not pruned for older steps."""
-    first = writer(tmp_path)
+def test_new_writer_outranks_skipped_checkpoints(tmp_path: Path) -> None:
+    """Two damaged checkpoints are skipped; later ones are not pruned in favour of higher steps."""
+    first = claim_writer(tmp_path)
     for step in (10, 20, 30):
-        make(first, step)
-    second = writer(tmp_path)
-    make(second, 15)
-    assert names(tmp_path) == ["15.2", "30"]
-    make(second, 25)
-    assert names(tmp_path) == ["25.2", "15.2"]
+        publish_checkpoint(first, step)
+    second = claim_writer(tmp_path)
+    publish_checkpoint(second, 15)
+    assert intact_names(tmp_path) == ["15.2", "30"]
+    publish_checkpoint(second, 25)
+    assert intact_names(tmp_path) == ["25.2", "15.2"]
 
 
-def test_two_at_once_get_different_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_claims_get_different_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = Store(tmp_path), Store(tmp_path)
     highest = Store.highest_token
 
@@ -188,19 +194,19 @@ def test_two_at_once_get_different_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Store, "highest_token", just_before)
     one.claim_token(0, "one")
     assert (other.token, one.token) == (1, 2)
-    with pytest.raises(Fenced) as told:
-        make(other, 10)
-    assert told.value.found == "one"
-    make(one, 10)
-    assert names(tmp_path) == ["10.2"]
+    with pytest.raises(Fenced) as caught:
+        publish_checkpoint(other, 10)
+    assert caught.value.found == "one"
+    publish_checkpoint(one, 10)
+    assert intact_names(tmp_path) == ["10.2"]
 
 
-def test_a_token_is_larger_than_any_that_others_know(tmp_path: Path) -> None:
+def test_claimed_token_exceeds_known_tokens(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.claim_token(6, "")
     assert store.token == 7
-    make(store, 3)
-    assert names(tmp_path) == ["3.7"]
+    publish_checkpoint(store, 3)
+    assert intact_names(tmp_path) == ["3.7"]
     assert Store(tmp_path).highest_token() == 7
 
 
@@ -213,54 +219,54 @@ def test_names() -> None:
 
 
 @given(st.integers(1, MAX_TOKEN), st.integers(0, MAX_STEP))
-def test_what_a_writer_names_its_readers_find(token: int, step: int) -> None:
+def test_checkpoint_names_round_trip(token: int, step: int) -> None:
     name = checkpoint_name((token, step))
     assert parse_version(name) == (token, step)
     assert not resembles_checkpoint(name)
 
 
 @given(st.from_regex(r"[0-9]{1,25}(\.[0-9]{1,25})?", fullmatch=True))
-def test_a_name_is_that_of_its_version_or_of_none(name: str) -> None:
+def test_only_canonical_names_have_version(name: str) -> None:
     version = parse_version(name)
     assert resembles_checkpoint(name) if version is None else checkpoint_name(version) == name
 
 
 @pytest.mark.parametrize("name", ["9999999999999999999.999999999", "5.999999999",
                                   "5.1000000000", "1000000000000000"])  # fmt: skip
-def test_a_number_that_no_run_reaches_is_passed_over_and_named(tmp_path: Path, name: str) -> None:
-    """In a folder from somebody else. The next writer's checkpoints are found, and pruned."""
-    make(Store(tmp_path), 10)
+def test_skips_and_reports_impossible_version_numbers(tmp_path: Path, name: str) -> None:
+    """The folder may be another user's. Checkpoints of the next writer are found and pruned."""
+    publish_checkpoint(Store(tmp_path), 10)
     shutil.copytree(tmp_path / "10", tmp_path / name)
     (tmp_path / ".token-9999999999").touch()
     store = Store(tmp_path)
     store.claim_token(0, "")
     assert store.token == 2
     for step in (20, 30):
-        make(store, step)
+        publish_checkpoint(store, step)
     assert [one.path.name for one in store.scan()[0]] == ["30.2", "20.2"]
     (passed_over,) = store.scan()[1]
     assert passed_over.startswith(f"{tmp_path / name}: ")
 
 
-def test_after_the_last_number_of_a_writer_nobody_begins(tmp_path: Path) -> None:
+def test_rejects_claim_after_highest_token(tmp_path: Path) -> None:
     (tmp_path / f"5.{MAX_TOKEN}").mkdir()
     with pytest.raises(SettingError, match="no later one can follow"):
         Store(tmp_path).claim_token(0, "")
 
 
-def test_pruning_counts_only_checkpoints_that_are_whole(tmp_path: Path) -> None:
+def test_pruning_counts_only_intact_checkpoints(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in (5, 10, 20, 30, 40):
-        make(store, step, keep=0)
+        publish_checkpoint(store, step, keep=0)
     for step in (5, 30, 40):
         (tmp_path / str(step) / "weights.safetensors").unlink()
     store.prune(2)
     assert {one.step for one in store.scan()[0]} == {10, 20, 30, 40}
-    make(store, 50)
+    publish_checkpoint(store, 50)
     assert {one.step for one in store.scan()[0]} == {20, 30, 40, 50}
 
 
-def test_what_is_used_of_a_run(tmp_path: Path) -> None:
+def test_usable_checkpoint_of_run(tmp_path: Path) -> None:
     for name in ("10", "20", "15.2"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -268,9 +274,9 @@ def test_what_is_used_of_a_run(tmp_path: Path) -> None:
     found = usable_checkpoint(tmp_path)
     assert found is not None
     assert found.name == "15.2"
-    for text, meant in (
+    for text, expected_name in (
         ('{"step": 20, "checkpoint": "20"}', "20"),
-        ('{"step": 10}', "10"),  # as earlier versions wrote it
+        ('{"step": 10}', "10"),  # from earlier versions
         ('{"step": 15, "checkpoint": "../../etc"}', "15.2"),
         ('{"checkpoint": ["x"]}', "15.2"),
         ("[]", "15.2"),
@@ -279,4 +285,4 @@ def test_what_is_used_of_a_run(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / BEST).write_text(text)
         found = usable_checkpoint(tmp_path)
         assert found is not None
-        assert found.name == meant, text
+        assert found.name == expected_name, text

@@ -1,4 +1,4 @@
-"""Several models in one session, averages of weights, and callbacks, in one process."""
+"""Tests several models in a session, averages of weights, and callbacks, in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch._dynamo  # the first optimizer imports it, and it sets a variable
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,13 +36,13 @@ def session(tmp_path: Path) -> Iterator[train.Session]:
         yield session
 
 
-def line(session: train.Session, name: str = "", lr: float = 0.01) -> nn.Module:
+def make_model(session: train.Session, name: str = "", lr: float = 0.01) -> nn.Module:
     network = session.place(nn.Linear(1, 1, bias=False))
     nn.init.ones_(network.weight)  # type: ignore[arg-type]
     return session.prepare(network, torch.optim.SGD(network.parameters(), lr=lr), name=name)
 
 
-def loader_of(session: train.Session, **options: Any) -> train.Loader:
+def make_loader(session: train.Session, **options: Any) -> train.Loader:
     return session.loader(TensorDataset(SAMPLES), 4, shuffle=False, **options)
 
 
@@ -50,27 +50,29 @@ def squares(network: nn.Module, inputs: Tensor) -> Tensor:
     return network(inputs).square().mean(1)
 
 
-def epochs(session: train.Session, loader: train.Loader, act: Callable[[Tensor], object]) -> None:
-    """One epoch with this in each step."""
+def run_epoch(
+    session: train.Session, loader: train.Loader, act: Callable[[Tensor], object]
+) -> None:
+    """Runs one epoch that calls ``act`` in each step."""
     for _ in session.epochs(loader, 1):
         for (inputs,) in loader:
             act(inputs)
 
 
-def test_one_process_keeps_what_several_had_to_say(session: train.Session) -> None:
-    """Of a checkpoint, for ranks that go on from one of its own; nobody takes it from its side."""
-    line(session)
+def test_single_process_keeps_communication_state(session: train.Session) -> None:
+    """Residuals of several ranks stay in the checkpoint; other ranks do not take them from here."""
+    make_model(session)
     updater = session.models.first
-    said = {"method": "int8", "rests": {"weight": torch.ones(2, 1, 1)}}
-    updater.load_state({**updater.state(), "communication": said})
-    assert updater.state()["communication"] is said
+    saved_state = {"method": "int8", "rests": {"weight": torch.ones(2, 1, 1)}}
+    updater.load_state({**updater.state(), "communication": saved_state})
+    assert updater.state()["communication"] is saved_state
     assert "communication" not in updater.state(replicated_only=True)
 
 
-def test_a_loss_that_leaves_parameters_out_is_an_error_on_its_own_rank() -> None:
-    """Before anything else is sent, which would meet what the others wait for."""
+def test_rejects_loss_that_omits_parameters() -> None:
+    """The error comes before other communication, which would mismatch that of the other ranks."""
 
-    def exchanged(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+    def copy_bucket(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -82,32 +84,32 @@ def test_a_loss_that_leaves_parameters_out_is_an_error_on_its_own_rank() -> None
             optimizer = torch.optim.SGD(layers.parameters())
             updater = Updater(layers, optimizer, None, None, None)
             updater.model = replica = Replica(layers, find_unused_parameters=unused)
-            replica.register_comm_hook(None, exchanged)
+            replica.register_comm_hook(None, copy_bucket)
             models = Models({"": updater})
             for last in (False, True):
                 with models.unsynced() if not last else nullcontext():
                     models.backward("", replica(torch.ones(1, 2)).sum(), is_last=last)
             updater.update()
-            replica.module = layers[:1]  # a branch that this rank alone does not take
-            given = replica(torch.ones(1, 2)).sum()
+            replica.module = layers[:1]  # only this rank skips a branch
+            loss = replica(torch.ones(1, 2)).sum()
             replica.module = layers
             if unused:
-                models.backward("", given, is_last=True)
+                models.backward("", loss, is_last=True)
                 continue
             with pytest.raises(JobError, match="got no gradient") as caught:
-                models.backward("", given, is_last=True)
+                models.backward("", loss, is_last=True)
             assert "1.weight, 1.bias, 2.weight, 2.bias" in caught.value.found
             assert "unused=True" in caught.value.remedy
     finally:
         dist.destroy_process_group()
 
 
-def test_parameters_that_were_replaced_are_not_exchanged() -> None:
+def test_replica_exchanges_only_current_parameters() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         replica = Replica(layers)
-        layers[0].weight.requires_grad_(False)  # still exchanged
+        layers[0].weight.requires_grad_(False)  # still averaged
         layers[1] = nn.Linear(2, 3)
         assert replica.has_new_parameters
         replica.include_trained()
@@ -116,9 +118,9 @@ def test_parameters_that_were_replaced_are_not_exchanged() -> None:
         dist.destroy_process_group()
 
 
-def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:
-    one, other = line(session, "one"), line(session, "other")
-    loader = loader_of(session)
+def test_loss_updates_only_its_model(session: train.Session) -> None:
+    one, other = make_model(session, "one"), make_model(session, "other")
+    loader = make_loader(session)
     for _ in session.epochs(loader, 1):
         for (inputs,) in loader:
             session.step({"one": squares(other, one(inputs))})
@@ -126,8 +128,8 @@ def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:
     assert other.weight.grad is None
 
 
-def test_who_joins_has_frozen_what_the_others_have(session: train.Session) -> None:
-    """Its script may be past the line that froze or thawed a part, or set its mode."""
+def test_switches_restore_frozen_parameters_and_mode(session: train.Session) -> None:
+    """Its script may have passed the line that froze or unfroze a part, or set its mode."""
     network = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     network[0].requires_grad_(False)
     model = session.place(network)
@@ -140,9 +142,9 @@ def test_who_joins_has_frozen_what_the_others_have(session: train.Session) -> No
     assert all(part.training for part in model.modules())
 
 
-def test_an_update_acts_at_once(session: train.Session) -> None:
-    one, other = line(session, "one"), line(session, "other")
-    loader, seen = loader_of(session), []
+def test_update_applies_immediately(session: train.Session) -> None:
+    one, other = make_model(session, "one"), make_model(session, "other")
+    loader, seen = make_loader(session), []
     for _ in session.epochs(loader, 1):
         for (inputs,) in loader:
             for _ in range(2):
@@ -154,9 +156,9 @@ def test_an_update_acts_at_once(session: train.Session) -> None:
     assert session.progress.step == 2
 
 
-def test_losses_may_share_their_way(session: train.Session) -> None:
-    one, other = line(session, "one"), line(session, "other")
-    loader = loader_of(session)
+def test_losses_may_share_graph(session: train.Session) -> None:
+    one, other = make_model(session, "one"), make_model(session, "other")
+    loader = make_loader(session)
     for _ in session.epochs(loader, 1):
         for (inputs,) in loader:
             losses = squares(other, one(inputs))
@@ -164,39 +166,39 @@ def test_losses_may_share_their_way(session: train.Session) -> None:
     assert one.weight.item() < 1 < other.weight.item()  # type: ignore[operator]
 
 
-def test_an_update_of_a_piece_is_refused(session: train.Session) -> None:
-    one, loader = line(session, "one"), loader_of(session, limit=2)
+def test_update_rejects_partial_batch(session: train.Session) -> None:
+    one, loader = make_model(session, "one"), make_loader(session, limit=2)
     with pytest.raises(RuntimeError, match="needs a whole batch"):
-        epochs(session, loader, lambda inputs: session.update("one", squares(one, inputs)))
+        run_epoch(session, loader, lambda inputs: session.update("one", squares(one, inputs)))
 
 
-def test_names_are_told_apart(session: train.Session) -> None:
-    model = line(session, "one")
+def test_rejects_missing_and_unknown_model_names(session: train.Session) -> None:
+    model = make_model(session, "one")
     with pytest.raises(ValueError, match="each needs a name"):
-        line(session)
+        make_model(session)
     with pytest.raises(ValueError, match="not an identifier"):
-        line(session, "not.one")
-    loader = loader_of(session)
+        make_model(session, "not.one")
+    loader = make_loader(session)
     losses = squares(model, SAMPLES[:4])
     with pytest.raises(ValueError, match="under the names 'one', but given was none"):
-        epochs(session, loader, lambda inputs: session.step(losses))
+        run_epoch(session, loader, lambda inputs: session.step(losses))
     with pytest.raises(ValueError, match="under the names 'one', but given was 'two'"):
-        epochs(session, loader, lambda inputs: session.step({"two": losses}))
+        run_epoch(session, loader, lambda inputs: session.step({"two": losses}))
 
 
-def test_what_is_measured_seldom_has_its_own_count() -> None:
+def test_meter_counts_metrics_separately() -> None:
     meter = Meter(lambda vector: vector, torch.device("cpu"))
     meter.add(2, often=torch.ones(2), seldom=torch.tensor([1.0, 2.0]))
     meter.add(2, often=torch.ones(2))
     means = meter.result()
     assert means.values() == {"often": 1.0, "seldom": 1.5}
-    both = means + Means(4, {"often": 8.0, "new": 2.0})
-    assert both.values() == {"new": 0.5, "often": 1.5, "seldom": 1.5}
+    combined = means + Means(4, {"often": 8.0, "new": 2.0})
+    assert combined.values() == {"new": 0.5, "often": 1.5, "seldom": 1.5}
 
 
-def test_an_average_of_weights(session: train.Session) -> None:
-    """By hand, and with torch's own: the mean of what was, after its start."""
-    model, loader = line(session), loader_of(session)
+def test_weight_average_matches_reference(session: train.Session) -> None:
+    """Compared with own code and with torch: the average begins after ``start``."""
+    model, loader = make_model(session), make_loader(session)
     average = session.average(0.5, start=1)
     weights = []
     for _ in session.epochs(loader, 2):
@@ -216,9 +218,9 @@ def test_an_average_of_weights(session: train.Session) -> None:
     assert saved.weight.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_checkpoint_in_an_evaluation_has_the_weights_themselves(tmp_path: Path) -> None:
+def test_checkpoint_during_average_saves_trained_weights(tmp_path: Path) -> None:
     with train.join(run_dir=tmp_path) as session:
-        model, loader = line(session), loader_of(session)
+        model, loader = make_model(session), make_loader(session)
         average = session.average(0.9)
         session.checkpoints(every="never", describes={"task": "x"})
         assert session._checkpoints.keeper is not None
@@ -231,30 +233,30 @@ def test_a_checkpoint_in_an_evaluation_has_the_weights_themselves(tmp_path: Path
                 session._checkpoints.keeper.save()
                 assert model.weight.item() == averaged
     with train.join(run_dir=tmp_path) as session:
-        model, average = line(session), session.average(0.9)
+        model, average = make_model(session), session.average(0.9)
         assert session.checkpoints()
         assert model.weight.item() == weight != averaged
         with average.applied():
             assert model.weight.item() == averaged
         assert average.updates == 2
-    used = nn.Linear(1, 1, bias=False)  # as evaluate and predict take it
-    load_weights(tmp_path, used)
-    assert used.weight.item() == averaged
-    with train.join(run_dir=tmp_path) as session:  # nobody asks for the average any more
-        model = line(session)
+    loaded = nn.Linear(1, 1, bias=False)  # like evaluate and predict
+    load_weights(tmp_path, loaded)
+    assert loaded.weight.item() == averaged
+    with train.join(run_dir=tmp_path) as session:  # the average is no longer requested
+        model = make_model(session)
         assert session.checkpoints()
         assert model.weight.item() == weight
 
 
 @pytest.mark.parametrize(("decay", "start"), [(1.0, 0), (-0.1, 0), (0.9, -1)])
-def test_an_average_that_cannot_be(session: train.Session, decay: float, start: int) -> None:
-    line(session)
+def test_rejects_invalid_average(session: train.Session, decay: float, start: int) -> None:
+    make_model(session)
     with pytest.raises(SettingError, match="cannot be"):
         session.average(decay, start=start)
 
 
-class Notes(train.Callback):
-    """Notes its moments."""
+class RecordingCallback(train.Callback):
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.describe: list[Any] = []
@@ -272,17 +274,17 @@ class Notes(train.Callback):
         self.describe.append(f"saved {step}")
 
 
-def test_callbacks_are_called_at_their_moments(tmp_path: Path) -> None:
-    notes = Notes()
+def test_callback_order(tmp_path: Path) -> None:
+    callback = RecordingCallback()
     with train.join(run_dir=tmp_path) as session:
-        model, loader = line(session), loader_of(session)
+        model, loader = make_model(session), make_loader(session)
         session.checkpoints()
-        session.add(notes)
+        session.add(callback)
         for _ in session.epochs(loader, 1, every=1):
             for (inputs,) in loader:
                 session.step(squares(model, inputs))
             session.log("val", radius=2)
-    assert notes.describe == [
+    assert callback.describe == [
         1,
         ("val", {"radius": 2}),
         2,
@@ -292,43 +294,43 @@ def test_callbacks_are_called_at_their_moments(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_callback_raises_ends_the_rank(session: train.Session) -> None:
+def test_callback_error_ends_rank(session: train.Session) -> None:
     class Broken(train.Callback):
         def after_step(self, session: train.Session, step: int) -> None:
             raise KeyError("x")
 
     session.add(Broken())
-    model, loader = line(session), loader_of(session)
+    model, loader = make_model(session), make_loader(session)
     with pytest.raises(JobError, match=r"Broken\.after_step failed after step 1") as caught:
-        epochs(session, loader, lambda inputs: session.step(squares(model, inputs)))
+        run_epoch(session, loader, lambda inputs: session.step(squares(model, inputs)))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) -> None:
-    """Its thread would go on, and what still owes it updates would hold its parameters."""
-    ended: list[str] = []
+def test_replaced_model_closes_its_exchange(session: train.Session) -> None:
+    """Otherwise its thread would continue, and pending updates would keep its parameters alive."""
+    closed: list[str] = []
 
     class Wire:
         def close(self) -> None:
-            ended.append(", ".join(f"{one:g}" for one in session.models.learning_rates.values()))
+            closed.append(", ".join(f"{one:g}" for one in session.models.learning_rates.values()))
 
         def leave_group(self) -> None:
-            ended.append("its group")
+            closed.append("its group")
 
-    def added(lr: float) -> None:
-        line(session, lr=lr)
+    def add_model(lr: float) -> None:
+        make_model(session, lr=lr)
         session.models.first.exchange = Wire()  # type: ignore[assignment]
 
-    added(0.01)
+    add_model(0.01)
     session._loop.bucket_trial = object()  # type: ignore[assignment]
-    with pytest.raises(SettingError):  # what is refused replaces nothing
+    with pytest.raises(SettingError):  # an invalid model replaces nothing
         session.prepare(nn.Linear(1, 1), session.models.first.optimizer, communication="int9")
     assert session._loop.bucket_trial is not None
-    added(0.02)
-    assert ended == ["0.01", "its group"]  # before another took its place
+    add_model(0.02)
+    assert closed == ["0.01", "its group"]  # before another one replaced it
     assert session._loop.bucket_trial is None
     session.models.close()
-    assert ended == ["0.01", "its group", "0.02"]
+    assert closed == ["0.01", "its group", "0.02"]
     session.models.first.exchange = None
 
 
@@ -337,16 +339,16 @@ def records(session: train.Session, split: str) -> list[dict[str, Any]]:
     return [one for one in map(json.loads, lines) if one["split"] == split]
 
 
-def test_norms_are_measured_when_they_are_asked_for(session: train.Session) -> None:
-    """By hand: the gradient of the mean of (w x)^2 is 2 w mean(x^2); one clipped step."""
+def test_watch_records_norms_and_usage(session: train.Session) -> None:
+    """Computed by hand: the gradient of mean((w x)²) is 2 w mean(x²); one step is clipped."""
     network = session.place(nn.Linear(1, 1, bias=False))
     nn.init.ones_(network.weight)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     model = session.prepare(network, optimizer, clip_norm=1.0)
     session.watch(every=2, devices=True)
-    epochs(session, loader_of(session), lambda x: session.step(squares(model, x)))
+    run_epoch(session, make_loader(session), lambda x: session.step(squares(model, x)))
     (norms,) = records(session, "norms")
-    weight = 0.9  # the first step was one of the norm 1, times lr
+    weight = 0.9  # the first step had norm 1, times the learning rate
     assert norms["step"] == 2
     assert norms["weight_norm"] == pytest.approx(weight)
     assert norms["grad_norm"] == pytest.approx(2 * weight * (16 + 25 + 36 + 49) / 4)
@@ -357,7 +359,7 @@ def test_norms_are_measured_when_they_are_asked_for(session: train.Session) -> N
     assert not any(name.startswith("gpu") for name in usage)
 
 
-def test_each_group_has_norms_of_its_own() -> None:
+def test_norms_per_parameter_group() -> None:
     one, other = (nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0))
     optimizer = torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": 0.0}], lr=0.5)
     (one.sum() + 3 * other.sum()).backward()  # type: ignore[no-untyped-call]
@@ -371,8 +373,8 @@ def test_each_group_has_norms_of_its_own() -> None:
     assert figures["update_ratio_group1"] == 0
 
 
-def test_what_an_accelerator_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NVIDIA GPU without NVML, as torch answers there."""
+def test_usage_omits_unavailable_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers an NVIDIA GPU without NVML, with the errors that torch raises then."""
 
     class Library:
         @staticmethod

@@ -1,4 +1,4 @@
-"""The data order is a pure function and its shares are exact."""
+"""Tests that the order of data is a pure function, and that shares are exact."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.train.data.order import (
 )
 
 
-def test_permutation_never_changes() -> None:
-    """Recorded values: another numpy or platform must give the same order."""
+def test_permutation_matches_recorded_values() -> None:
+    """Compares with recorded values: other numpy versions and platforms give the same order."""
     assert permutation(7, 3, 10).tolist() == [2, 5, 9, 7, 3, 0, 6, 8, 4, 1]
 
 
 @given(st.integers(0, 2**63), st.integers(0, 1000), st.integers(1, 300))
-def test_permutation_holds_everything_once(seed: int, epoch: int, size: int) -> None:
+def test_permutation_contains_each_index_once(seed: int, epoch: int, size: int) -> None:
     assert sorted(permutation(seed, epoch, size).tolist()) == list(range(size))
 
 
@@ -68,28 +68,35 @@ def test_shares_have_equal_numbers_of_pieces(start: int, count: int, size: int, 
         )
     ),
 )
-def test_no_rank_has_a_single_sample(count: int, ranks: tuple[int, tuple[int, ...] | None]) -> None:
-    """Where it needs two: batch normalisation computes nothing of one."""
-    size, by = ranks
+def test_min_samples_avoids_single_sample_ranks(
+    count: int, ranks: tuple[int, tuple[int, ...] | None]
+) -> None:
+    """Applies if a rank needs two samples, as for batch normalisation."""
+    size, share_weights = ranks
     parts = [
-        rank_pieces(0, count, rank, size, weights=by, min_samples=2)[0] for rank in range(size)
+        rank_pieces(0, count, rank, size, weights=share_weights, min_samples=2)[0]
+        for rank in range(size)
     ]
     assert [p for first, end in parts for p in range(first, end)] == list(range(count))
     lengths = [end - first for first, end in parts]
     assert count == 1 or 1 not in lengths
-    assert by is None or not any(length for length, one in zip(lengths, by, strict=True) if not one)
-    usual = [rank_pieces(0, count, rank, size, weights=by)[0] for rank in range(size)]
-    assert parts == usual or any(end - first == 1 for first, end in usual)
+    assert share_weights is None or not any(
+        length for length, weight in zip(lengths, share_weights, strict=True) if not weight
+    )
+    unconstrained = [
+        rank_pieces(0, count, rank, size, weights=share_weights)[0] for rank in range(size)
+    ]
+    assert parts == unconstrained or any(end - first == 1 for first, end in unconstrained)
 
 
-def test_uniforms_belong_to_positions() -> None:
-    whole = uniforms(1, 2, np.arange(100), 3)
-    assert np.array_equal(whole[37:41], uniforms(1, 2, np.arange(37, 41), 3))
-    assert 0 <= whole.min() < 0.05
-    assert 0.95 < whole.max() < 1
-    assert abs(whole.mean() - 0.5) < 0.05
-    assert len(np.unique(whole)) == 300
-    assert not np.array_equal(whole, uniforms(1, 3, np.arange(100), 3))
+def test_uniforms_depend_only_on_position() -> None:
+    values = uniforms(1, 2, np.arange(100), 3)
+    assert np.array_equal(values[37:41], uniforms(1, 2, np.arange(37, 41), 3))
+    assert 0 <= values.min() < 0.05
+    assert 0.95 < values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.05
+    assert len(np.unique(values)) == 300
+    assert not np.array_equal(values, uniforms(1, 3, np.arange(100), 3))
 
 
 def test_more_ranks_than_samples() -> None:
@@ -99,7 +106,7 @@ def test_more_ranks_than_samples() -> None:
         check_batch_size(0, 3, 1)
 
 
-def test_an_order_must_fit_the_data() -> None:
+def test_script_order_must_fit_data() -> None:
     assert with_script_order(Order(3, 0), lambda epoch: [2, 2, epoch]).epoch(1).tolist() == [
         2,
         2,

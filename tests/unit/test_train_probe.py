@@ -1,4 +1,4 @@
-"""A few measured steps instead of a training."""
+"""Tests the probe, which measures a few steps instead of a whole training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch._dynamo  # the first optimizer imports it, and it sets a variable
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,8 +21,8 @@ from paceline.train.elastic.stop import QuietExit
 from paceline.train.measure import probe
 
 
-def training(folder: Path, samples: int = 400, **options: Any) -> None:
-    """As a script has it; much longer than a probe."""
+def run_training(folder: Path, samples: int = 400, **options: Any) -> None:
+    """Trains like a script, for much longer than a probe."""
     with train.join(run_dir=folder, seed=0) as session:
         network = session.place(nn.Linear(2, 1))
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
@@ -35,68 +35,68 @@ def training(folder: Path, samples: int = 400, **options: Any) -> None:
         session.save_model({})
 
 
-@pytest.mark.parametrize("samples", [400, 8])  # an epoch of one step, too
-def test_it_ends_after_some_steps_at_each_batch(
+@pytest.mark.parametrize("samples", [400, 8])  # also an epoch of one step
+def test_probe_measures_each_batch_and_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    asked = {"batches": [], "parts": [1, 0.5, 0.25], "seconds": 0}
-    monkeypatch.setenv(jobenv.PROBE, json.dumps(asked))
+    request = {"batches": [], "parts": [1, 0.5, 0.25], "seconds": 0}
+    monkeypatch.setenv(jobenv.PROBE, json.dumps(request))
     with pytest.raises(QuietExit) as caught:
-        training(tmp_path, samples)
-    assert not caught.value.code  # the process ends well
+        run_training(tmp_path, samples)
+    assert not caught.value.code  # exit status 0
     assert {path.name for path in tmp_path.iterdir()} <= {
         "steps.json", "events.jsonl", "metrics.jsonl",
     }  # fmt: skip
-    found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
-    assert (found.samples, found.global_batch) == (samples, 8)
-    assert found.steps == 1000 * samples // 8  # of the training that was asked for
-    assert (len(set(found.hosts)), found.bytes, found.link) == (1, 12, None)
-    assert {8, 4, 2} >= {one.batch for one in found.timings} >= ({8, 4, 2} if samples > 8 else {8})
-    assert all(0 <= one.data <= one.seconds for one in found.timings)
-    assert all(0 < one < 1 for one in found.computing.values())  # of so short steps, of some
+    result = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
+    assert (result.samples, result.global_batch) == (samples, 8)
+    assert result.steps == 1000 * samples // 8  # of the requested training
+    assert (len(set(result.hosts)), result.bytes, result.link) == (1, 12, None)
+    assert {8, 4, 2} >= {one.batch for one in result.timings} >= ({8, 4, 2} if samples > 8 else {8})
+    assert all(0 <= one.data <= one.seconds for one in result.timings)
+    assert all(0 < one < 1 for one in result.computing.values())  # very short steps
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"balance": "auto", "drop_slow": True},
-        {"balance": {"n1": 3.0, "n2": 1.0}, "limit": {"n2": 4}},  # and this host is neither
+        {"balance": {"n1": 3.0, "n2": 1.0}, "limit": {"n2": 4}},  # this host is neither n1 nor n2
     ],
 )
-def test_a_host_is_tried_alone_whatever_shares_it_will_have(
+def test_probe_of_single_host_ignores_balance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    asked = {"batches": [], "parts": [1], "seconds": 0}
-    monkeypatch.setenv(jobenv.PROBE, json.dumps(asked))
+    request = {"batches": [], "parts": [1], "seconds": 0}
+    monkeypatch.setenv(jobenv.PROBE, json.dumps(request))
     with pytest.raises(QuietExit):
-        training(tmp_path, **options)
-    found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
-    assert found.balance == options["balance"]
-    assert [one.batch for one in found.timings] == [8]
+        run_training(tmp_path, **options)
+    result = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
+    assert result.balance == options["balance"]
+    assert [one.batch for one in result.timings] == [8]
 
 
-def test_which_batches() -> None:
-    asked = probe.ProbeRequest((), (1.0, 0.5, 0.125), 1.0)
-    assert asked.global_batches(64, 1000, 1) == (64, 32, 8)
-    assert asked.global_batches(16, 1000, 4) == (16, 8, 4)  # none without a sample for each rank
-    assert asked.global_batches(64, 40, 1) == (40, 32, 8)  # nor more than there are
+def test_probed_global_batches() -> None:
+    request = probe.ProbeRequest((), (1.0, 0.5, 0.125), 1.0)
+    assert request.global_batches(64, 1000, 1) == (64, 32, 8)
+    assert request.global_batches(16, 1000, 4) == (16, 8, 4)  # at least one sample for each rank
+    assert request.global_batches(64, 40, 1) == (40, 32, 8)  # at most as many as samples
     assert probe.ProbeRequest((128, 16), (), 1.0).global_batches(64, 1000, 2) == (128, 16)
     assert probe.ProbeRequest((), (), 1.0).global_batches(64, 1000, 2) == (64,)
 
 
 @pytest.mark.parametrize("text", ["yes", "[]", "{}", '{"batches": 1, "parts": [], "seconds": 1}'])
-def test_what_cannot_be_understood_is_refused(text: str) -> None:
+def test_rejects_malformed_probe_request(text: str) -> None:
     assert probe.probe_request({}) is None
     with pytest.raises(SettingError, match=jobenv.PROBE):
         probe.probe_request({jobenv.PROBE: text})
 
 
-def test_a_probe_of_two_sends_in_the_pieces_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else less of its exchange would be hidden than theirs, and the forecast too slow."""
+def test_two_rank_probe_uses_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise less of its communication would overlap, and the forecast would be too slow."""
     network, sizes = nn.Linear(1000, 2000), []
-    for ranks, asked in ((2, ""), (2, "{}"), (3, "")):
+    for ranks, request in ((2, ""), (2, "{}"), (3, "")):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
-        monkeypatch.setenv(jobenv.PROBE, asked)
+        monkeypatch.setenv(jobenv.PROBE, request)
         sizes.append(parallel.bucket_megabytes(network.parameters()))
     assert sizes[0] is None
     assert sizes[1] == sizes[2] == 1.0

@@ -1,4 +1,4 @@
-"""What a session says when a script uses it in another way than it is meant."""
+"""Tests the errors and messages of a session that a script uses in an unintended way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch._dynamo  # the first optimizer imports it, and it sets a variable
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
@@ -34,22 +34,22 @@ def session(tmp_path: Path) -> Iterator[train.Session]:
         yield session
 
 
-def prepared(session: train.Session) -> train.Loader:
+def prepare_training(session: train.Session) -> train.Loader:
     network = session.place(nn.Linear(2, 1))
     session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
     return session.loader(TensorDataset(torch.zeros(8, 2)), 4)
 
 
-def test_epochs_are_the_sessions(session: train.Session) -> None:
+def test_loader_requires_session_epochs(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.epochs"):
-        list(prepared(session))
+        list(prepare_training(session))
 
 
-def test_the_screen_and_the_loop_count_epochs_alike(
+def test_prints_epochs_from_1_and_records_them_from_0(
     session: train.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line an epoch with the training's and the evaluation's figures; from 0, as the loop."""
-    loader, model = prepared(session), session.models.first.model
+    """One line per epoch with metrics of training and evaluation; counted from 0 like the loop."""
+    loader, model = prepare_training(session), session.models.first.model
     for epoch in session.epochs(loader, 3):
         for (inputs,) in loader:
             session.step(model(inputs).square().mean(1))
@@ -57,21 +57,21 @@ def test_the_screen_and_the_loop_count_epochs_alike(
             session.log("val", accuracy=0.123456789)
     session.log("test", accuracy=1.0)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    whole = [line for line in lines if "lr" not in line]
-    assert [line.split("  ")[:2] for line in whole] == [
+    epoch_summaries = [line for line in lines if "lr" not in line]
+    assert [line.split("  ")[:2] for line in epoch_summaries] == [
         [f"epoch {epoch}", f"step {2 * epoch}/6"] for epoch in (1, 2, 3, 3)
     ]
-    assert "train: loss" in whole[1]
-    assert whole[1].endswith("val: accuracy 0.1235")
-    assert whole[3].endswith("/6  test: accuracy 1")
+    assert "train: loss" in epoch_summaries[1]
+    assert epoch_summaries[1].endswith("val: accuracy 0.1235")
+    assert epoch_summaries[3].endswith("/6  test: accuracy 1")
     records = (session.folder / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["epoch"] for line in records} == {0, 1, 2}
 
 
-def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_finished_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for epochs in (4, 2):
         with train.join(run_dir=tmp_path) as session:
-            loader, model = prepared(session), session.models.first.model
+            loader, model = prepare_training(session), session.models.first.model
             session.checkpoints()
             for _ in session.epochs(loader, epochs):
                 for (inputs,) in loader:
@@ -81,11 +81,11 @@ def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "and 4 steps (2 epochs) were asked for" in said
 
 
-def test_an_epoch_that_is_grouped_by_length_has_each_sample_once_with_any_batch(
+def test_length_grouped_epoch_survives_batch_size_changes(
     tmp_path: Path,
 ) -> None:
     seen: list[float] = []
-    for batch, steps in ((4, 1), (3, 3), (5, 0)):  # each in the middle of the epoch
+    for batch, steps in ((4, 1), (3, 3), (5, 0)):  # each ends in mid-epoch
         with train.join(run_dir=tmp_path, seed=0) as session:
             network = session.place(nn.Linear(1, 1))
             model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
@@ -113,7 +113,7 @@ def test_an_epoch_that_is_grouped_by_length_has_each_sample_once_with_any_batch(
         (8, 4, ""),
     ],
 )
-def test_a_resumed_training_makes_the_epochs_that_are_left(
+def test_resume_trains_remaining_epochs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: int, batch: int, changed: str
 ) -> None:
     trained: list[int] = []
@@ -135,16 +135,16 @@ def test_a_resumed_training_makes_the_epochs_that_are_left(
     assert rates == {0: 0.5, 1: 0.5, 2: 1, 3: 1}
     said = capsys.readouterr().out
     assert "learning rate 0.5 of the checkpoint → 1\n" in said
-    assert said.count("continuing") == bool(changed)  # not if nothing is left
+    assert said.count("continuing") == bool(changed)  # not if nothing remains
     assert not changed or f"continuing with {changed}\n" in said
     assert "(1 epoch) were asked for" in said
 
 
-def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
+def test_stale_group_exchanges_nothing(
     session: train.Session,
 ) -> None:
-    """Also by a rank that has only taken the first of several updates from another."""
-    loader = prepared(session)
+    """Covers a rank that has received only the first of several updates from another rank."""
+    loader = prepare_training(session)
     for _ in session.epochs(loader, 1):
         for batch in loader:
             session._membership.recovery = Mock(is_batch_void=False, stale=True)
@@ -156,8 +156,8 @@ def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
         break
 
 
-def test_the_loss_of_an_update_is_that_which_it_was_made_with(session: train.Session) -> None:
-    """Its batch is given again, as a rank was lost before the step's end; newly divided."""
+def test_repeated_batch_keeps_loss_of_first_update(session: train.Session) -> None:
+    """A rank is lost before the end of the step, and its batch is divided and given again."""
     network = session.place(nn.Linear(2, 1))
     for name in ("one", "two"):
         session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1), name=name)
@@ -167,29 +167,29 @@ def test_the_loss_of_an_update_is_that_which_it_was_made_with(session: train.Ses
     for _ in session.epochs(loader, 1):
         for _ in loader:
             passes += 1
-            each = torch.full((4,), float(passes), requires_grad=True)
-            session.update("two", each, found=torch.full((4,), 2.0 * passes))
+            sample_losses = torch.full((4,), float(passes), requires_grad=True)
+            session.update("two", sample_losses, found=torch.full((4,), 2.0 * passes))
             if passes == 1:
                 exchange, session._loop.steps.backward = (
                     session._loop.steps.backward,
                     Mock(return_value=ExchangeResult.VOID),
                 )  # type: ignore[method-assign]
-            done = session.step({"one": each})
+            has_stepped = session.step({"one": sample_losses})
             if passes == 1:
                 session._loop.steps.backward = exchange  # type: ignore[method-assign]
-            assert done == (passes > 1)
+            assert has_stepped == (passes > 1)
     split, values = told.call_args_list[0].args
     assert (split, passes) == ("train", 3)
     assert (values["samples"], values["one_loss"], values["two_loss"]) == (8, 2.5, 2.0)
     assert (values["found"], session.progress.updated) == (4.0, 0)
 
 
-def test_what_a_killed_launcher_did_not_hear_is_said_again_by_the_next_run(tmp_path: Path) -> None:
-    """In this run directory; a training of another one begins with records of its own."""
+def test_resume_repeats_lost_records(tmp_path: Path) -> None:
+    """Holds in the same run directory; a training in another one begins with its own records."""
 
     def train_on(folder: Path, steps: int, resume: str) -> list[tuple[str, int, int]]:
         with train.join(run_dir=folder, seed=0, log_every=1, quiet=False) as session:
-            loader = prepared(session)
+            loader = prepare_training(session)
             session.checkpoints(every="epoch", resume=resume)
             for epoch in session.epochs(loader, steps=steps):
                 for (inputs,) in loader:
@@ -198,27 +198,32 @@ def test_what_a_killed_launcher_did_not_hear_is_said_again_by_the_next_run(tmp_p
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         return [(one["split"], one["step"], int(one["time"])) for one in map(json.loads, lines)]
 
-    ours, other = tmp_path / "ours", tmp_path / "other"
-    told = train_on(ours, 4, "auto")
+    run_folder, other = tmp_path / "ours", tmp_path / "other"
+    told = train_on(run_folder, 4, "auto")
     assert [one[:2] for one in told if one[0] == "val"] == [("val", 2), ("val", 4)]
-    kept = (ours / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (ours / "metrics.jsonl").write_text("".join(kept[:2]))
-    again = train_on(ours, 6, "auto")[: len(told)]
-    assert [one[:2] for one in again] == [one[:2] for one in told]
-    assert again[2] == ("val", 2, 7)
-    assert [one[1] for one in train_on(other, 8, str(ours))] == [7, 8, 8]
+    recorded_lines = (run_folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_folder / "metrics.jsonl").write_text("".join(recorded_lines[:2]))
+    repeated = train_on(run_folder, 6, "auto")[: len(told)]
+    assert [one[:2] for one in repeated] == [one[:2] for one in told]
+    assert repeated[2] == ("val", 2, 7)
+    assert [one[1] for one in train_on(other, 8, str(run_folder))] == [7, 8, 8]
 
 
-def test_who_comes_between_has_measured_nothing_of_it(session: train.Session) -> None:
+def test_meter_counts_partial_metric_separately(session: train.Session) -> None:
     meter = session.meter()
     meter.add(4, loss=torch.ones(4))
     meter.add_other_samples(two=torch.empty(0))
     meter.add(2, loss=torch.ones(2), two=torch.tensor([3.0, 5.0]))
-    found = meter.result()
-    assert (found.count, found["two"], found["loss"], found.counts) == (6, 4.0, 1.0, {"two": 2})
+    outcome = meter.result()
+    assert (outcome.count, outcome["two"], outcome["loss"], outcome.counts) == (
+        6,
+        4.0,
+        1.0,
+        {"two": 2},
+    )
 
 
-def test_what_a_meter_returns_can_be_logged_as_it_is(session: train.Session) -> None:
+def test_meter_result_can_be_logged(session: train.Session) -> None:
     rows = [torch.tensor([float(one)]) for one in range(8)]
     meter = session.meter()
     for (x,) in session.shard(rows):
@@ -228,57 +233,59 @@ def test_what_a_meter_returns_can_be_logged_as_it_is(session: train.Session) -> 
     assert means["size"] == 17.5
 
 
-def test_checkpoints_come_after_prepare(session: train.Session) -> None:
+def test_checkpoints_require_prepare(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.prepare comes before"):
         session.checkpoints()
 
 
-def test_shards_may_be_used_again(session: train.Session) -> None:
+def test_shard_can_be_iterated_twice(session: train.Session) -> None:
     shard = session.shard(TensorDataset(torch.arange(5)), size=2)
     assert len(shard) == 3
     for _ in range(2):
         assert torch.cat([values for (values,) in shard]).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_stand_ins_never_count() -> None:
-    """Two ranks share three samples: the first has nothing to do in one of its batches."""
-    real = 0
+def test_padding_samples_do_not_count() -> None:
+    """Two ranks share three samples: one rank has a stand-in for one of its batches."""
+    num_samples = 0
     for rank in range(2):
         session = train.join(quiet=True)
-        alone, meter = session.world, session.meter()
-        session.comms.world = replace(alone, rank=rank, size=2)
+        single_world, meter = session.world, session.meter()
+        session.comms.world = replace(single_world, rank=rank, size=2)
         for (values,) in session.shard(TensorDataset(torch.ones(3)), size=1):
             meter.add(len(values), hits=values)
-        session.comms.world = alone
+        session.comms.world = single_world
         assert len(meter.result().sums) == 1
-        meter.add(1, hits=torch.ones(1))  # outside of the loop nothing stands in
+        meter.add(1, hits=torch.ones(1))  # no stand-in outside of the loop
         assert meter.result().count == 1
-        session.comms.world = replace(alone, rank=rank, size=2)
-        real += sum(batch.count for batch in session.shard(TensorDataset(torch.ones(3)), size=1))
-    assert real == 3
+        session.comms.world = replace(single_world, rank=rank, size=2)
+        num_samples += sum(
+            batch.count for batch in session.shard(TensorDataset(torch.ones(3)), size=1)
+        )
+    assert num_samples == 3
 
 
-def test_a_meter_takes_one_number_for_each_sample(session: train.Session) -> None:
+def test_meter_rejects_values_of_wrong_shape(session: train.Session) -> None:
     meter = session.meter()
-    for wrong in (torch.tensor(1.0), torch.ones(4, 2), torch.ones(3)):
+    for invalid in (torch.tensor(1.0), torch.ones(4, 2), torch.ones(3)):
         with pytest.raises(ValueError, match="one number for each of the 4 samples, but loss has"):
-            meter.add(4, loss=wrong)
+            meter.add(4, loss=invalid)
 
 
-def test_every_meter_knows_of_ranks_without_a_share(session: train.Session) -> None:
+def test_meter_is_not_empty_with_absent_ranks(session: train.Session) -> None:
     meter = session.meter()
     assert meter.empty
     session.progress.some_absent = True
     assert not meter.empty
 
 
-def test_a_module_keeps_its_precision(session: train.Session) -> None:
+def test_place_keeps_dtype(session: train.Session) -> None:
     assert session.place(nn.Linear(2, 1).double()).weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 2), (8,)])
-def test_losses_of_another_shape(session: train.Session, shape: tuple[int, ...]) -> None:
-    loader = prepared(session)
+def test_step_rejects_losses_of_wrong_shape(session: train.Session, shape: tuple[int, ...]) -> None:
+    loader = prepare_training(session)
     epochs = session.epochs(loader, 1)
     next(epochs)
     batches = iter(loader)
@@ -289,7 +296,7 @@ def test_losses_of_another_shape(session: train.Session, shape: tuple[int, ...])
     epochs.close()
 
 
-def test_determinism_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_is_opt_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
@@ -301,18 +308,18 @@ def test_determinism_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert asked == [True]
 
 
-def test_ways_to_communicate_that_there_are_not(session: train.Session) -> None:
+def test_rejects_unknown_communication(session: train.Session) -> None:
     network = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
     with pytest.raises(SettingError, match="int9: unknown value") as error:
         session.prepare(network, optimizer, communication="int9")
     assert "int8" in error.value.remedy
-    for wrong in ("int8:4", "local:1", "local:x", "powersgd", "powersgd:8"):
-        with pytest.raises(SettingError, match=wrong):
-            session.prepare(network, optimizer, communication=wrong)
+    for invalid in ("int8:4", "local:1", "local:x", "powersgd", "powersgd:8"):
+        with pytest.raises(SettingError, match=invalid):
+            session.prepare(network, optimizer, communication=invalid)
 
 
-def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
+def test_rejects_incompatible_communication(tmp_path: Path) -> None:
     network = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
     for asked, name in (("auto", "one"), ("local:5", "one")):
@@ -321,18 +328,18 @@ def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
             pytest.raises(SettingError, match=f"{asked} cannot be combined with several"),
         ):
             session.prepare(network, optimizer, communication=asked, name=name)
-    for beside in ("scaled", "sharded", "averaged"):
+    for option in ("scaled", "sharded", "averaged"):
         with pytest.raises(SettingError, match="local cannot be combined with"):
-            validate("local", **{beside: True})
+            validate("local", **{option: True})
 
 
-# --- what stands in the way of ranks that come, or are lost
+# --- what prevents recovery, or joining
 
 
 @pytest.fixture
-def able(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[train.Session]:
-    """A session whose events are kept, as under a launcher that can recover."""
-    monkeypatch.setattr(waits, "enable", Mock())  # for good, in this process
+def recoverable(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[train.Session]:
+    """A session whose events are recorded, as under a launcher that supports recovery."""
+    monkeypatch.setattr(waits, "enable", Mock())  # would be permanent in this process
     control = Mock(newer=Mock(return_value=None))
     group = JobGroup(control, GlooConnections(), lambda *_: None, HashStore())
     recovery = Recovery(0, session.comms, control, group)
@@ -354,71 +361,71 @@ def trained(session: train.Session, loader: train.Loader, epochs: int) -> None:
             session.step(model(inputs).square().mean(1))
 
 
-def test_in_a_second_training_nobody_can_join(able: train.Session) -> None:
-    loader = prepared(able)
-    trained(able, loader, 2)
-    assert not said(able, "door closed")
-    trained(able, loader, 4)
-    (told,) = said(able, "door closed")
+def test_second_training_prevents_joining(recoverable: train.Session) -> None:
+    loader = prepare_training(recoverable)
+    trained(recoverable, loader, 2)
+    assert not said(recoverable, "door closed")
+    trained(recoverable, loader, 4)
+    (told,) = said(recoverable, "door closed")
     assert "second session.epochs" in str(told["why"])
-    assert said(able, "recoverable") == [{"able": True, "why": ""}]  # the others go on
+    assert said(recoverable, "recoverable") == [
+        {"able": True, "why": ""}
+    ]  # recovery without newcomers
 
 
-def test_with_another_part_of_the_training_nobody_can_join(able: train.Session) -> None:
-    loader = prepared(able)
-    for epoch in able.epochs(loader, 2):
+def test_added_training_part_prevents_joining(recoverable: train.Session) -> None:
+    loader = prepare_training(recoverable)
+    for epoch in recoverable.epochs(loader, 2):
         for (inputs,) in loader:
-            able.step(able.models.first.model(inputs).square().mean(1))
+            recoverable.step(recoverable.models.first.model(inputs).square().mean(1))
         if epoch == 0:
-            able.average()
-            prepared(able)
-    (told,) = said(able, "door closed")
+            recoverable.average()
+            prepare_training(recoverable)
+    (told,) = said(recoverable, "door closed")
     assert "session.average" in str(told["why"])
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{"limit": "n2=3"}, {"limit": {"n2": 2.5}}, {"limit": -3}, {"balance": None},
      {"balance": {"n1": "3"}}, {"balance": {"n1": 1e308}}, {"balance": {3: 1.0}}],
 )  # fmt: skip
-def test_shares_and_limits_that_cannot_be_are_refused(
-    session: train.Session, how: dict[str, Any]
-) -> None:
+def test_rejects_invalid_shares_and_limits(session: train.Session, options: dict[str, Any]) -> None:
     data = TensorDataset(torch.zeros(8, 1))
     with pytest.raises(SettingError, match="is not valid"):
-        session.loader(data, 4, **how)
+        session.loader(data, 4, **options)
 
 
-def test_two_loaders_at_once_are_not_recovered_from(able: train.Session) -> None:
-    """Only that of `session.epochs` is divided anew when a rank is lost."""
-    loader = prepared(able)
-    other = able.loader(TensorDataset(torch.ones(8, 2)), 4)
-    model = able.models.first.model
-    for _ in able.epochs(loader, 2):
-        for (inputs,), (more,) in zip(loader, other, strict=False):
-            able.step(model(inputs + more).square().mean(1))
-    first, second = said(able, "recoverable")
+def test_two_concurrent_loaders_prevent_recovery(recoverable: train.Session) -> None:
+    """When a rank is lost, only the loader of ``session.epochs`` is divided again."""
+    loader = prepare_training(recoverable)
+    other = recoverable.loader(TensorDataset(torch.ones(8, 2)), 4)
+    model = recoverable.models.first.model
+    for _ in recoverable.epochs(loader, 2):
+        for (inputs,), (extra_inputs,) in zip(loader, other, strict=False):
+            recoverable.step(model(inputs + extra_inputs).square().mean(1))
+    first, second = said(recoverable, "recoverable")
     assert (first["able"], second["able"]) == (True, False)
     assert "two loaders" in str(second["why"])
 
 
-def test_who_handles_nccls_errors_is_named(
-    able: train.Session, monkeypatch: pytest.MonkeyPatch
+def test_nccl_error_handling_prevents_recovery(
+    recoverable: train.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared(able)
-    assert able._membership._unrecoverable_part() == ""
+    prepare_training(recoverable)
+    assert recoverable._membership._unrecoverable_part() == ""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in able._membership._unrecoverable_part()
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in recoverable._membership._unrecoverable_part()
 
 
-def test_a_newcomer_tells_with_which_data_it_comes(able: train.Session) -> None:
-    loader = prepared(able)
-    next(able.epochs(loader, 2))
-    about = able._membership.description()
-    assert about["calls of session.epochs"] == "1"
-    assert about["training samples"] == "8 of TensorDataset"
-    assert about["global batch"] == "4"
-    assert about["session.epochs called in"].startswith(
-        "test_a_newcomer_tells_with_which_data_it_comes, line "
+def test_newcomer_description_names_its_data(recoverable: train.Session) -> None:
+    loader = prepare_training(recoverable)
+    next(recoverable.epochs(loader, 2))
+    details = recoverable._membership.description()
+    assert details["calls of session.epochs"] == "1"
+    assert details["training samples"] == "8 of TensorDataset"
+    assert details["global batch"] == "4"
+    assert details["session.epochs called in"].startswith(
+        "test_newcomer_description_names_its_data, line "
     )

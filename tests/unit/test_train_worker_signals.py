@@ -1,4 +1,4 @@
-"""Data workers and the signals that every process of a job gets."""
+"""Tests data workers and the signals that every process of a job receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 class Pids(Dataset[int]):
-    """The process that made each sample; one sample may be slow, and catch what ends it."""
+    """Returns the process id for each sample; one sample may block."""
 
     def __init__(self, slow: int = -1) -> None:
         self._slow = slow
@@ -35,33 +35,33 @@ class Pids(Dataset[int]):
 
 
 @pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    before = DataLoader._get_iterator
+def _restore_loader() -> Iterator[None]:
+    original = DataLoader._get_iterator
     yield
-    DataLoader._get_iterator = before  # type: ignore[method-assign]
+    DataLoader._get_iterator = original  # type: ignore[method-assign]
 
 
-def of_script(folder: Path, worker: int) -> None:
-    """A script's own handler for its workers."""
+def install_script_handler(folder: Path, worker: int) -> None:
+    """Installs a script's own signal handler in a worker."""
     signal.signal(signal.SIGUSR2, lambda *_: (folder / str(worker)).touch())
 
 
-def test_workers_outlive_signals_to_all() -> None:
-    """In a process of its own: those that start workers in some ways stay until it ends."""
-    done = subprocess.run(
+def test_workers_survive_job_signals() -> None:
+    """Runs in a subprocess, as some helper processes of multiprocessing stay until it ends."""
+    completed = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.stdout.split() == ["fork", "fork", "spawn", "forkserver"], done.stderr
-    assert done.returncode == 0, done.stderr
+    assert completed.stdout.split() == ["fork", "fork", "spawn", "forkserver"], completed.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def outlive_signals(method: str, *, persistent: bool) -> None:
-    """Signals a worker before and after it has begun, and lets its loader end it."""
+    """Signals a worker before and after its start, then lets its loader end it."""
     loader = DataLoader(
         Pids(), 1, num_workers=1, multiprocessing_context=method, persistent_workers=persistent
     )
     batches = iter(loader)
-    for number in SIGNALS:  # before the worker has begun, perhaps
+    for number in SIGNALS:  # perhaps before the worker has started
         os.kill(batches._workers[0].pid, number)  # type: ignore[attr-defined]
     pids = set()
     for batch in batches:
@@ -75,9 +75,9 @@ def outlive_signals(method: str, *, persistent: bool) -> None:
         os.kill(pids.pop(), 0)
 
 
-def test_the_scripts_own_handlers_are_set_later(tmp_path: Path) -> None:
+def test_script_handlers_override_protection(tmp_path: Path) -> None:
     protect_data_workers()
-    init = functools.partial(of_script, tmp_path)
+    init = functools.partial(install_script_handler, tmp_path)
     loader = DataLoader(Pids(), 1, num_workers=1, worker_init_fn=init)
     batches = iter(loader)
     os.kill(int(next(batches)), signal.SIGUSR2)
@@ -87,8 +87,8 @@ def test_the_scripts_own_handlers_are_set_later(tmp_path: Path) -> None:
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_a_worker_that_is_stuck_ends_with_its_process() -> None:
-    """At once, not before the agent kills it, and without an error of torch's."""
+def test_stuck_worker_ends_with_its_process() -> None:
+    """It ends at once, before the agent kills it, and without an error from torch."""
     script = Path(__file__)
     code = (
         f"import sys; sys.path.insert(0, {str(script.parent)!r})\n"
@@ -99,22 +99,24 @@ def test_a_worker_that_is_stuck_ends_with_its_process() -> None:
         "sys.stdout.flush()\n"
         "raise ValueError('of the script')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "ValueError: of the script" in done.stderr
-    assert "DataLoader worker" not in done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert completed.returncode == 1
+    assert "ValueError: of the script" in completed.stderr
+    assert "DataLoader worker" not in completed.stderr
     with pytest.raises(ProcessLookupError):
-        os.kill(int(done.stdout), 0)
+        os.kill(int(completed.stdout), 0)
 
 
-def test_programs_of_a_worker_can_be_ended() -> None:
+def test_worker_subprocesses_can_be_terminated() -> None:
     protect_data_workers()
-    loader = DataLoader(Programs(), 1, num_workers=1)
+    loader = DataLoader(TerminatedPrograms(), 1, num_workers=1)
     assert {int(status) for status in loader} == {-signal.SIGTERM}
 
 
-class Programs(Dataset[int]):
-    """The status of a program that was asked to end."""
+class TerminatedPrograms(Dataset[int]):
+    """Returns the exit status of a program that got SIGTERM."""
 
     def __len__(self) -> int:
         return 1

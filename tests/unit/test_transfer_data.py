@@ -1,4 +1,4 @@
-"""Data folders on their way to nodes: only what differs travels, and a cut transfer goes on."""
+"""Tests that only differences of data folders are sent, and interrupted transfers are resumed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from agents import ENDLESS, Served, agent_in_thread
 from paceline.agent.files import data as agent_data
 from paceline.agent.files import snapshot
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.transfer import data
 from paceline.transfer.data import Comparison, DataFolder
+from real_agents import ENDLESS, Served, agent_in_thread
 
 BLOCK = 512
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for the agent; short blocks, so that little makes many."""
+    """Sets up a private cache for the agent, with small blocks so that little data makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(data, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(data, "MAX_SMALL_BYTES", BLOCK // 2)
@@ -54,7 +54,7 @@ def fill(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
-def below(root: Path) -> dict[str, bytes]:
+def read_files(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
@@ -72,7 +72,7 @@ def run(work: Callable[[Served], Coroutine[Any, Any, Any]], left: int = ENDLESS)
 
 
 def sync(root: Path, left: int = ENDLESS, always: bool = True) -> tuple[data.DataPlace, int, int]:
-    """What a node was found to lack, the bytes told as sent, and those that passed the line."""
+    """Returns the node's missing data, the bytes reported as sent, and those on the connection."""
     told: list[int] = []
     folder = DataFolder(root, "me")
 
@@ -86,12 +86,12 @@ def sync(root: Path, left: int = ENDLESS, always: bool = True) -> tuple[data.Dat
     return place, sum(told), passed
 
 
-# --- what differs
+# --- differences
 
 
-def compared(here: list[list[Any]], there: list[list[Any]], page: int = 2) -> Comparison:
+def compare_listings(local: list[list[Any]], remote: list[list[Any]], page: int = 2) -> Comparison:
     ordered = [
-        sorted(items, key=lambda item: agent_data.sort_key(item[0])) for items in (here, there)
+        sorted(items, key=lambda item: agent_data.sort_key(item[0])) for items in (local, remote)
     ]
     comparison = Comparison(ordered[0])
     for start in range(0, len(ordered[1]), page):
@@ -100,38 +100,42 @@ def compared(here: list[list[Any]], there: list[list[Any]], page: int = 2) -> Co
     return comparison
 
 
-def test_differences() -> None:
-    here = [["a", 1, 5], ["b/c", 2, 5], ["b/d", 3, 5], ["e/f", 4, 5], ["z", 1, 1]]
-    there = [["a", 1, 5], ["a.b", 1, 1], ["b/c", 2, 6], ["b/d", 9, 5], ["g/h", 1, 1]]
-    found = compared(here, there).differences
+def test_comparison_differences() -> None:
+    local = [["a", 1, 5], ["b/c", 2, 5], ["b/d", 3, 5], ["e/f", 4, 5], ["z", 1, 1]]
+    remote = [["a", 1, 5], ["a.b", 1, 1], ["b/c", 2, 6], ["b/d", 9, 5], ["g/h", 1, 1]]
+    found = compare_listings(local, remote).differences
     assert [item[0] for item in found.missing] == ["z", "b/d", "e/f"]
     assert [item[0] for item in found.doubtful] == ["b/c"]
     assert found.extra == ["a.b", "g/h"]
 
 
-def test_any_two_folders() -> None:
+def test_comparison_of_random_folders() -> None:
     draw = random.Random(3)
     for _ in range(200):
         names = ["/".join(draw.choices("ab.-", k=draw.randint(1, 3))) for _ in range(8)]
-        here = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
-        there = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
-        found = compared([*here.values()], [*there.values()], draw.randint(1, 4)).differences
+        local = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
+        remote = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
+        found = compare_listings(
+            [*local.values()], [*remote.values()], draw.randint(1, 4)
+        ).differences
         assert {i[0] for i in found.missing} == {
-            n for n in here if n not in there or there[n][1] != here[n][1]
+            n for n in local if n not in remote or remote[n][1] != local[n][1]
         }
         assert {i[0] for i in found.doubtful} == {
-            n for n in here if n in there and there[n][1] == here[n][1] and there[n] != here[n]
+            n
+            for n in local
+            if n in remote and remote[n][1] == local[n][1] and remote[n] != local[n]
         }
-        assert set(found.extra) == set(there) - set(here)
+        assert set(found.extra) == set(remote) - set(local)
 
 
-def test_the_order_of_a_walk(photos: Path) -> None:
+def test_walk_is_sorted(photos: Path) -> None:
     paths = [item[0] for item in agent_data.walk(str(photos))]
     assert paths == sorted(paths, key=agent_data.sort_key)
     assert set(paths) == set(FILES)
 
 
-def test_links_are_followed_and_loops_end(photos: Path, tmp_path: Path) -> None:
+def test_walk_follows_links_and_breaks_loops(photos: Path, tmp_path: Path) -> None:
     fill(tmp_path / "elsewhere", {"x": b"1"})
     (photos / "linked").symlink_to(tmp_path / "elsewhere")
     (photos / "cats" / "again").symlink_to(photos)
@@ -139,11 +143,11 @@ def test_links_are_followed_and_loops_end(photos: Path, tmp_path: Path) -> None:
     assert {item[0] for item in agent_data.walk(str(photos))} == {*FILES, "linked/x"}
 
 
-# --- to a node
+# --- transfers to a node
 
 
-def test_links_from_each_folder_to_the_next_are_refused(tmp_path: Path) -> None:
-    """Ten folders of them stand for a thousand million files."""
+def test_rejects_exponential_link_chains(tmp_path: Path) -> None:
+    """Ten nested folders of links stand for a thousand million files."""
     for number in range(10):
         (tmp_path / f"d{number}").mkdir()
         for name in "abcdefghij" if number < 9 else "":
@@ -152,53 +156,53 @@ def test_links_from_each_folder_to_the_next_are_refused(tmp_path: Path) -> None:
         list(agent_data.walk(str(tmp_path)))
 
 
-def test_a_folder_is_sent_once(photos: Path) -> None:
+def test_unchanged_folder_is_sent_only_once(photos: Path) -> None:
     place, told, _ = sync(photos)
-    assert below(Path(place.folder)) == FILES
+    assert read_files(Path(place.folder)) == FILES
     assert Path(place.folder).name == "photos"
     assert told == sum(map(len, FILES.values()))
-    again, told, passed = sync(photos)
-    assert (again.missing, again.extra, told) == ([], [], 0)
+    second_place, told, passed = sync(photos)
+    assert (second_place.missing, second_place.extra, told) == ([], [], 0)
     assert passed < 20_000
 
 
-def test_only_what_changed_travels(photos: Path) -> None:
+def test_sends_only_changes(photos: Path) -> None:
     sync(photos)
     (photos / "cats/1.png").write_bytes(b"new")
     (photos / "dogs/old/2.png").unlink()
     os.utime(photos / "big.tar", (5, 5))
-    (photos / "even.tar").write_bytes(content("other", 8 * BLOCK))  # of the same size
+    (photos / "even.tar").write_bytes(content("other", 8 * BLOCK))  # of equal size
     place, told, _ = sync(photos)
     assert [item[0] for item in place.missing] == ["cats/1.png", "even.tar"]
     assert [item[0] for item in place.unchanged] == ["big.tar"]
     assert place.extra == ["dogs/old/2.png"]
     assert told == 3 + 8 * BLOCK
-    assert below(Path(place.folder)) == below(photos)
-    assert not (Path(place.folder) / "dogs/old").exists()  # an empty class would be one
+    assert read_files(Path(place.folder)) == read_files(photos)
+    assert not (Path(place.folder) / "dogs/old").exists()  # an empty folder would be a class
     assert sync(photos)[0].unchanged == []
 
 
-def test_a_file_where_a_folder_was(photos: Path) -> None:
+def test_file_replaces_folder(photos: Path) -> None:
     sync(photos)
     (photos / "cats/1.png").unlink()
     (photos / "cats/2.png").unlink()
     (photos / "cats").rmdir()
     (photos / "cats").write_bytes(b"a file")
     place, _, _ = sync(photos)
-    assert below(Path(place.folder)) == below(photos)
+    assert read_files(Path(place.folder)) == read_files(photos)
 
 
-def test_the_folder_itself_is_used_in_place(photos: Path) -> None:
+def test_shared_folder_is_used_in_place(photos: Path) -> None:
     place, _, _ = sync(photos, always=False)
     assert place.in_place
     assert place.folder == str(photos)
 
 
 @pytest.mark.parametrize("change", ["none", "time", "content", "more"])
-def test_an_equal_folder_at_the_same_path(
+def test_equal_folder_at_same_path_is_used_in_place(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """Here with other marks, as on another disk."""
+    """The local folder has other marks, as on another disk."""
     folder = DataFolder(photos, "me")
     folder.items()
     monkeypatch.setattr(DataFolder, "marks", lambda self: ["another disk"])
@@ -216,48 +220,48 @@ def test_an_equal_folder_at_the_same_path(
     assert run(work)[0].in_place == (change in ("none", "time"))
 
 
-def test_a_cut_transfer_goes_on(photos: Path, cache: Path) -> None:
-    """Cut again and again: every try goes further, and nothing half has its name."""
-    whole = sync(photos)[2]
+def test_interrupted_transfer_resumes(photos: Path, cache: Path) -> None:
+    """After repeated interruptions, every try makes progress; no partial file has its name."""
+    full_bytes = sync(photos)[2]
     snapshot.remove_folder(cache / "data")
-    tries = 0
+    attempts = 0
     while True:
-        tries += 1
+        attempts += 1
         try:
-            place = sync(photos, left=whole // 2)[0]
+            place = sync(photos, left=full_bytes // 2)[0]
             break
         except (ConnectionError, PacelineError):
             copies = [*cache.glob("data/*/files/photos")]
-            found = below(copies[0]) if copies else {}
+            found = read_files(copies[0]) if copies else {}
             assert all(FILES[name] == body for name, body in found.items())
-            assert tries < 12
-    assert tries > 1
-    assert below(Path(place.folder)) == FILES
+            assert attempts < 12
+    assert attempts > 1
+    assert read_files(Path(place.folder)) == FILES
     assert [*cache.glob("data/*/arriving/*")] == []
 
 
-def test_a_large_file_goes_on_at_its_block(photos: Path, cache: Path) -> None:
+def test_large_file_resumes_at_block(photos: Path, cache: Path) -> None:
     (photos / "big.tar").write_bytes(big := content("big", 300 * BLOCK))
     with pytest.raises((ConnectionError, PacelineError)):
         sync(photos, left=100 * BLOCK)
     (left,) = cache.glob("data/*/arriving/*")
     assert left.stat().st_size > 10 * BLOCK
     passed = sync(photos)[2]
-    assert passed < 350 * BLOCK  # without the rest: 480, half of it requests
+    assert passed < 350 * BLOCK  # without resuming: 480, half of them requests
     (copy,) = cache.glob("data/*/files/photos/big.tar")
     assert copy.read_bytes() == big
 
 
-def test_the_rest_of_another_file_is_not_used(photos: Path, cache: Path) -> None:
+def test_does_not_resume_from_different_file(photos: Path, cache: Path) -> None:
     (photos / "big.tar").write_bytes(content("big", 300 * BLOCK))
     with pytest.raises((ConnectionError, PacelineError)):
         sync(photos, left=100 * BLOCK)
     (photos / "big.tar").write_bytes(content("other", 299 * BLOCK))
     place, _, _ = sync(photos)
-    assert below(Path(place.folder)) == below(photos)
+    assert read_files(Path(place.folder)) == read_files(photos)
 
 
-def test_no_room(photos: Path) -> None:
+def test_rejects_transfer_without_disk_space(photos: Path) -> None:
     folder = DataFolder(photos, "me")
 
     async def work(served: Served) -> None:
@@ -274,7 +278,7 @@ def test_no_room(photos: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [("cats/1.png", 3), ("cats/1.png", 30 * BLOCK), ("big.tar", 3)]
 )
-def test_a_file_that_changes_meanwhile(photos: Path, name: str, size: int) -> None:
+def test_rejects_file_changed_during_transfer(photos: Path, name: str, size: int) -> None:
     folder = DataFolder(photos, "me")
 
     async def work(served: Served) -> None:
@@ -286,25 +290,25 @@ def test_a_file_that_changes_meanwhile(photos: Path, name: str, size: int) -> No
     run(work)
 
 
-def test_names_of_any_bytes(photos: Path) -> None:
+def test_sends_non_utf8_names(photos: Path) -> None:
     (photos / os.fsdecode(b"caf\xe9 \n.png")).write_bytes(b"1")
     (photos / "ü 'x'.png").write_bytes(b"2")
     place, _, _ = sync(photos)
-    assert below(Path(place.folder)) == below(photos)
+    assert read_files(Path(place.folder)) == read_files(photos)
 
 
-def test_copies_are_forgotten_after_a_month(photos: Path, cache: Path) -> None:
+def test_unused_copies_expire_after_a_month(photos: Path, cache: Path) -> None:
     place, _, _ = sync(photos)
-    (used,) = cache.glob("data/*/used")
+    (used_marker,) = cache.glob("data/*/used")
     agent_data.remove_old()
     assert Path(place.folder).exists()
-    before = time.time() - snapshot.MAX_AGE_S - 60
-    os.utime(used, (before, before))
+    expired_time = time.time() - snapshot.MAX_AGE_S - 60
+    os.utime(used_marker, (expired_time, expired_time))
     copies = agent_data.DataCopies("ab")
-    copies.open_copy(used.parent.name, "photos")  # somebody uses it again
-    os.utime(used, (before, before))
+    copies.open_copy(used_marker.parent.name, "photos")  # it is used again
+    os.utime(used_marker, (expired_time, expired_time))
     agent_data.remove_old()
     assert Path(place.folder).exists()
     copies.close()
     agent_data.remove_old()
-    assert not used.parent.exists()
+    assert not used_marker.parent.exists()

@@ -1,4 +1,4 @@
-"""Which files are the job's code."""
+"""Tests which files belong to the job's code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.spec.settings import Setting
 from paceline.transfer import tree as code
 
 
-def files(root: Path) -> set[str]:
+def listed_files(root: Path) -> set[str]:
     return {str(entry[0]) for entry in code.read_tree(root).manifest}
 
 
@@ -42,32 +42,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def git(folder: Path, *words: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True)
 
 
-def test_plain_folders_without_what_is_nobodys_code(folder: Path) -> None:
-    assert files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
+def test_omits_environments_runs_and_caches(folder: Path) -> None:
+    assert listed_files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
 
 
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("mark", [(".paceline-key",), (".paceline-probe",),
                                   ("events.jsonl", "result.json")])  # fmt: skip
-def test_run_directories_are_no_code(folder: Path, tracked: bool, mark: tuple[str, ...]) -> None:
-    """They change while they are read: the key is written after the code was hashed."""
+def test_omits_run_directories(folder: Path, tracked: bool, mark: tuple[str, ...]) -> None:
+    """Their files change while they are read, for example the key that is written after hashing."""
     inner = folder / "pack" / "my-run"
     (inner / "logs").mkdir(parents=True)
     for name in (*mark, "logs/0.log"):
         (inner / name).write_text("")
     if tracked:
         git(folder, "init", "-q")
-    assert not any("my-run" in path for path in files(folder))
-    assert "pack/b.py" in files(folder)
+    assert not any("my-run" in path for path in listed_files(folder))
+    assert "pack/b.py" in listed_files(folder)
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-def test_code_beside_what_a_run_left_is_code(folder: Path, tracked: bool) -> None:
-    """With --run-dir exp1, exp1/train.py is still there for the second start."""
+def test_includes_code_next_to_run_files(folder: Path, tracked: bool) -> None:
+    """With --run-dir exp1, the second start must still find exp1/train.py."""
     inner = folder / "exp1"
     (inner / "model").mkdir(parents=True)
     for name in ("events.jsonl", "result.json", "model/model.safetensors", "train.py",
@@ -75,33 +75,31 @@ def test_code_beside_what_a_run_left_is_code(folder: Path, tracked: bool) -> Non
         (inner / name).write_text("")
     if tracked:
         git(folder, "init", "-q")
-    assert {path for path in files(folder) if path.startswith("exp1/")} == {
+    assert {path for path in listed_files(folder) if path.startswith("exp1/")} == {
         "exp1/train.py",
         "exp1/model/net.py",
     }
 
 
-def test_folders_that_may_not_be_looked_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bool:
+def test_tolerates_unreadable_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "exists", refuse)
-    assert files(folder) >= {"a.py", "pack/b.py", "data/d.bin"}
+    monkeypatch.setattr(Path, "exists", deny)
+    assert listed_files(folder) >= {"a.py", "pack/b.py", "data/d.bin"}
 
 
-def test_git_says_what_belongs_to_it(folder: Path) -> None:
+def test_follows_gitignore_and_index(folder: Path) -> None:
     git(folder, "init", "-q")
     (folder / ".gitignore").write_text("data/\nvenv/\n.venv/\n__pycache__/\nruns/\n")
     git(folder, "add", "a.py")
     (folder / "gone.py").write_text("x")
     git(folder, "add", "gone.py")
-    (folder / "gone.py").unlink()  # tracked, but not there
-    assert files(folder) == {"a.py", "pack/b.py", ".gitignore", ".hidden/c.py"}
+    (folder / "gone.py").unlink()  # tracked, but deleted
+    assert listed_files(folder) == {"a.py", "pack/b.py", ".gitignore", ".hidden/c.py"}
 
 
-def test_a_repository_that_git_does_not_read_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_repository_that_git_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not code.read_tree(folder).repository_problem
     git(folder, "init", "-q")
     assert not code.read_tree(folder / "pack").repository_problem
@@ -120,8 +118,8 @@ def test_a_repository_that_git_does_not_read_is_named(
     assert "git is not installed" in code.read_tree(folder).repository_problem
 
 
-def test_repositories_in_a_repository_belong_to_it(folder: Path) -> None:
-    """Submodules, and clones that git knows nothing of; git lists no more than their folders."""
+def test_includes_nested_repositories(folder: Path) -> None:
+    """Covers submodules, and clones unknown to git, which lists only their folders."""
     for repository in (folder, folder / "pack", folder / "pack/inner", folder / "data"):
         repository.mkdir(exist_ok=True)
         git(repository, "init", "-q")
@@ -132,17 +130,17 @@ def test_repositories_in_a_repository_belong_to_it(folder: Path) -> None:
     git(folder / "pack", *author, "commit", "-qm", "x")
     git(folder, "add", "pack")  # as a submodule
     (folder / "link").symlink_to("pack")
-    found = files(folder)
-    assert found >= {"a.py", "pack/b.py", "pack/inner/d.py", "data/.gitignore"}
-    assert not {"data/d.bin", "link/b.py"} & found
+    collected = listed_files(folder)
+    assert collected >= {"a.py", "pack/b.py", "pack/inner/d.py", "data/.gitignore"}
+    assert not {"data/d.bin", "link/b.py"} & collected
     assert "data/.gitignore" not in {*code.files_of(folder, folder / "data")}
     shutil.rmtree(folder / "pack")
-    (folder / "pack").mkdir()  # as a clone without --recurse-submodules leaves it
+    (folder / "pack").mkdir()  # as in a clone without --recurse-submodules
     assert code.read_tree(folder).empty_submodules == ["pack"]
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-def test_links_to_folders_are_named(folder: Path, tmp_path_factory: pytest.TempPathFactory,
+def test_reports_linked_folders(folder: Path, tmp_path_factory: pytest.TempPathFactory,
                                     tracked: bool) -> None:  # fmt: skip
     outside = tmp_path_factory.mktemp("outside")
     links = {"inner": "pack", "pack/outer": str(outside), "file": "a.py", "broken": "gone"}
@@ -158,16 +156,16 @@ def test_links_to_folders_are_named(folder: Path, tmp_path_factory: pytest.TempP
     assert {*with_data.linked_folders} == {"inner", "runs2"}
 
 
-def test_a_forged_index_does_not_lead_in_circles(folder: Path) -> None:
+def test_forged_git_index_causes_no_loop(folder: Path) -> None:
     git(folder, "init", "-q")
     git(folder, "add", "a.py", "pack/b.py")
     index = folder / ".git/index"
     content = index.read_bytes()[:-20].replace(b"a.py", b"./.\0")
     index.write_bytes(content + hashlib.sha1(content).digest())
-    assert "pack/b.py" in files(folder)
+    assert "pack/b.py" in listed_files(folder)
 
 
-def test_the_same_files_have_the_same_hash(folder: Path) -> None:
+def test_manifest_depends_only_on_content_and_mode(folder: Path) -> None:
     before = code.read_tree(folder)
     os.utime(folder / "a.py", (1, 1))
     assert code.read_tree(folder).manifest == before.manifest
@@ -179,16 +177,18 @@ def test_the_same_files_have_the_same_hash(folder: Path) -> None:
     assert before.size == sum(len(name) for name in ("a.py", "pack/b.py", "data/d.bin"))
 
 
-def test_names_that_are_no_text(folder: Path) -> None:
+def test_includes_non_utf8_names(folder: Path) -> None:
     name = os.fsdecode(b"\xe9\n '.txt")
     (folder / name).write_text("x")
-    assert name in files(folder)
+    assert name in listed_files(folder)
     git(folder, "init", "-q")
-    assert name in files(folder)
+    assert name in listed_files(folder)
 
 
 @pytest.mark.parametrize("limit", ["MAX_FILES", "MAX_BYTES"])
-def test_too_much_to_ship(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_rejects_oversized_project(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     (folder / "data").mkdir(exist_ok=True)
     for number in range(9):
         (folder / f"data/{number}.bin").write_bytes(b"12345678")
@@ -208,7 +208,7 @@ def test_too_much_to_ship(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: 
         code.read_tree(folder)
 
 
-def test_home_is_no_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedy_for_home_folder_as_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "MAX_FILES", 1)
     monkeypatch.setenv("HOME", str(folder))
     with pytest.raises(SettingError) as caught:
@@ -216,8 +216,10 @@ def test_home_is_no_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert caught.value.remedy == "Start from a folder that holds only the code"
 
 
-def test_largest_part_holds_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who types the remedy keeps the script."""
+def test_remedy_names_largest_part_without_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proposed option must not exclude the script."""
     (folder / "pack/inner").mkdir()
     (folder / "pack/inner/huge.bin").write_bytes(b"12345678" * 100)
     monkeypatch.setattr(code, "MAX_BYTES", 100)
@@ -237,7 +239,7 @@ def test_largest_part_holds_no_code(folder: Path, monkeypatch: pytest.MonkeyPatc
         ([*(f"{i}.jpg" for i in range(90)), "train.py"], ""),
     ],
 )
-def test_one_of_many_small_files_is_not_the_largest_part(
+def test_remedy_names_folder_of_many_small_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], part: str
 ) -> None:
     for path in paths:
@@ -252,7 +254,7 @@ def test_one_of_many_small_files_is_not_the_largest_part(
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-def test_data_in_the_project_is_no_code(folder: Path, tracked: bool) -> None:
+def test_omits_data_folder_inside_project(folder: Path, tracked: bool) -> None:
     if tracked:
         git(folder, "init", "-q")
         git(folder, "add", ".")
@@ -264,28 +266,26 @@ def test_data_in_the_project_is_no_code(folder: Path, tracked: bool) -> None:
         assert code.read_tree(folder, data=data).manifest == code.read_tree(folder).manifest
 
 
-def test_code_that_is_too_large_is_not_compared(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_survey_rejects_oversized_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "MAX_FILES", 2)
     request = Request(job(folder), (Host("n1"),), cast(Transport, None))
     with pytest.raises(SettingError, match="too large"):
         survey.read_supplies(request)
-    never = replace(request.job, ship=Setting("never"))
-    supplies = survey.read_supplies(replace(request, job=never))
+    job_without_shipping = replace(request.job, ship=Setting("never"))
+    supplies = survey.read_supplies(replace(request, job=job_without_shipping))
     assert supplies.code == code.Tree(folder, [])
 
 
-def test_files_that_vanish_are_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those below /proc; the listing of a folder ends when it is clearly too large."""
-    real = code.files_of
+def test_ignores_vanished_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Example: files below /proc. Listing a folder stops when it is clearly too large."""
+    list_files = code.files_of
 
-    def listed(root: Path, data: Path | None, *_: list[str]) -> Iterator[str]:
+    def list_with_vanished(root: Path, data: Path | None, *_: list[str]) -> Iterator[str]:
         yield "gone.py"
-        yield from real(root, data)
+        yield from list_files(root, data)
 
-    monkeypatch.setattr(code, "files_of", listed)
-    assert "gone.py" not in files(folder)
+    monkeypatch.setattr(code, "files_of", list_with_vanished)
+    assert "gone.py" not in listed_files(folder)
     monkeypatch.setattr(code, "MAX_FILES", 1)
     monkeypatch.setattr(code, "MAX_LISTED_FILES", 1)
     with pytest.raises(SettingError) as caught:
@@ -297,7 +297,7 @@ def job(folder: Path, target: str = "a.py") -> Job:
     return Job("t", Entry("script", target), str(folder), "/py")
 
 
-def test_programs_that_need_the_project(folder: Path) -> None:
+def test_detects_programs_that_need_project(folder: Path) -> None:
     def needs_code(target: str, *args: str) -> bool:
         return code.names_code(replace(job(folder), entry=Entry("binary", target, args)))
 
@@ -306,28 +306,28 @@ def test_programs_that_need_the_project(folder: Path) -> None:
     assert needs_code("bash", "a.py")
     assert needs_code("sh", "-c", "cd . && python a.py --lr 1")
     assert not needs_code("hostname")
-    assert not needs_code("a.py")  # on the PATH
+    assert not needs_code("a.py")  # a command on the PATH
     assert not needs_code("cat", "/etc/hostname", "none.py", "x" * 5000)
     program = code.entry_at(Entry("binary", f"{folder}/a.py"), str(folder), folder, "/tmp/x")
     assert program.target == "/tmp/x/a.py"
 
 
-def test_the_root_of_a_project(folder: Path) -> None:
+def test_project_root(folder: Path) -> None:
     assert code.project_root(job(folder / "pack", "b.py")) == folder / "pack"
     git(folder, "init", "-q")
     assert code.project_root(job(folder / "pack", "b.py")) == folder
 
 
 @pytest.mark.parametrize(
-    ("path", "there"),
+    ("path", "expected"),
     [("/home/me/p/a.py", "/tmp/x/a.py"), ("/home/me/p", "/tmp/x"), ("/data/d", "/data/d")],
 )
-def test_paths_on_a_node(path: str, there: str) -> None:
-    assert code.relocate(path, Path("/home/me/p"), "/tmp/x") == there
+def test_relocates_paths_to_node(path: str, expected: str) -> None:
+    assert code.relocate(path, Path("/home/me/p"), "/tmp/x") == expected
 
 
 @pytest.mark.parametrize(
-    ("path", "fine"),
+    ("path", "is_valid"),
     [
         ("a/b.txt", True),
         ("a..b", True),
@@ -336,40 +336,40 @@ def test_paths_on_a_node(path: str, there: str) -> None:
         ("a/../../b", False),
     ],
 )
-def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
-    if fine:
+def test_rejects_path_outside_folder(path: str, is_valid: bool) -> None:
+    if is_valid:
         assert safe_paths.split_path(path) == path.split("/")
         return
     with pytest.raises(ValueError, match="not a path inside a folder"):
         safe_paths.split_path(path)
 
 
-def test_inputs_are_renamed_in_the_arguments() -> None:
+def test_arguments_refer_to_input_copies() -> None:
     entry = Entry("script", "t.py", ("--data", "/here/d", "x"))
     copies = [Copy("code", "x", "/there/code"), Copy("input0", "/here/d", "/there/0")]
     assert placement.with_inputs(entry, copies).args == ("--data", "/there/0", "x")
 
 
 def imports_of(path: Path) -> set[str]:
-    """What of the package a file of it imports when it runs, by the names at its top."""
-    found: set[str] = set()
+    """Returns the modules that a file of the package imports at run time."""
+    collected: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             return
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.update(name for name in [node.module] if not node.level)
+            collected.update(name for name in [node.module] if not node.level)
         elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            collected.update(alias.name for alias in node.names)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
     visit(ast.parse(path.read_text()))
-    return {name.split(".")[1] for name in found if name.startswith("paceline.")}
+    return {name.split(".")[1] for name in collected if name.startswith("paceline.")}
 
 
-def test_what_nodes_get_of_this_package_is_what_recipes_need() -> None:
-    """And no more: not the report's charts, nor anything else that only the launcher runs."""
+def test_shipped_package_covers_recipe_imports() -> None:
+    """Excludes all that only the launcher needs, such as the charts of the report."""
     tree = survey.package_tree(survey.OF_RECIPES)
     sent = {Path(str(entry[0])).relative_to("paceline").as_posix() for entry in tree.manifest}
     needed = {name for file in sent if file.endswith(".py")

@@ -1,4 +1,4 @@
-"""Folders that come from anybody: nothing in them is run, sent unasked, or makes us fall over."""
+"""Tests that nothing in an untrusted folder is executed, sent unasked, or causes a crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.transfer.data import DataFolder
 from paceline.transfer.git import run_git, work_tree_root
 from paceline.transfer.links import OutwardLinks, reject_outward
 
-DEEP = 1500  # folders: more than Python's own recursion allows
+DEPTH = 1500  # nested folders: more than Python's recursion limit
 
 
 def git(folder: Path, *words: str) -> None:
@@ -35,17 +35,15 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def trap(tmp_path: Path) -> tuple[Path, Path]:
-    """A program, and the file that is there once it ran."""
-    sign, program = tmp_path / "it ran", tmp_path / "trap"
-    program.write_text(f"#!/bin/sh\ntouch '{sign}'\nexit 1\n")
+def make_trap(tmp_path: Path) -> tuple[Path, Path]:
+    """Creates a program; returns it and the file that it creates when it runs."""
+    ran_marker, program = tmp_path / "it ran", tmp_path / "trap"
+    program.write_text(f"#!/bin/sh\ntouch '{ran_marker}'\nexit 1\n")
     program.chmod(0o755)
-    return program, sign
+    return program, ran_marker
 
 
-def test_git_that_waits_for_a_pipe_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_blocked_by_pipe_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(repository(tmp_path / "project") / ".gitignore")
     monkeypatch.setattr("paceline.transfer.git._TIMEOUT_S", 0.5)
     with pytest.raises(SettingError, match=r"git did not answer .*"):
@@ -59,17 +57,17 @@ def test_git_that_waits_for_a_pipe_is_given_up(
     "words",
     ["paceline predict . x.png", "paceline evaluate . -p 2", "python -m paceline evaluate ."],
 )
-def test_no_module_of_a_run_directory_is_imported(tmp_path: Path, words: str) -> None:
+def test_imports_no_module_from_run_directory(tmp_path: Path, words: str) -> None:
     program, *arguments = words.split()
-    sign = tmp_path / "it ran"
+    ran_marker = tmp_path / "it ran"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"task": "image"}))
     for name in ("torch", "numpy", "safetensors", "PIL", "click", "asyncio"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(sign)!r}, 'a').write({name!r})\n")
+        (tmp_path / f"{name}.py").write_text(f"open({str(ran_marker)!r}, 'a').write({name!r})\n")
     command = [str(Path(sys.executable).parent / program), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
-    assert "holds no model of the image recipe" in done.stdout + done.stderr
-    assert not sign.exists()
+    completed = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert "holds no model of the image recipe" in completed.stdout + completed.stderr
+    assert not ran_marker.exists()
 
 
 # --- git
@@ -79,8 +77,8 @@ def test_no_module_of_a_run_directory_is_imported(tmp_path: Path, words: str) ->
                                      "diff.external", "core.pager", "filter.x.clean",
                                      "filter.x.process", "core.alternateRefsCommand",
                                      "core.gitProxy", "credential.helper"])  # fmt: skip
-def test_no_program_of_a_repository_runs(tmp_path: Path, setting: str) -> None:
-    program, sign = trap(tmp_path)
+def test_runs_no_program_from_repository(tmp_path: Path, setting: str) -> None:
+    program, ran_marker = make_trap(tmp_path)
     folder = repository(tmp_path / "project")
     (folder / ".gitattributes").write_text("* filter=x\n")
     git(folder, "config", setting, str(program.parent if "hooks" in setting else program))
@@ -90,12 +88,12 @@ def test_no_program_of_a_repository_runs(tmp_path: Path, setting: str) -> None:
     os.utime(folder / "train.py", (1, 1))
     assert tree.folder_root(folder) == folder
     assert "train.py" in [*tree.files_of(folder)]
-    assert not sign.exists()
+    assert not ran_marker.exists()
 
 
-def test_a_partial_clone_fetches_nothing(tmp_path: Path) -> None:
-    """What a repository lacks would be had from where it says, by a program that it names."""
-    program, sign = trap(tmp_path)
+def test_partial_clone_fetches_nothing(tmp_path: Path) -> None:
+    """Git would fetch missing objects from the configured URL, with a program that it names."""
+    program, ran_marker = make_trap(tmp_path)
     folder = repository(tmp_path / "project")
     for name, value in {"core.repositoryformatversion": "1", "extensions.partialClone": "origin",
                         "remote.origin.url": f"ext::{program}", "protocol.ext.allow": "always",
@@ -107,11 +105,11 @@ def test_a_partial_clone_fetches_nothing(tmp_path: Path) -> None:
         ["git", "-C", str(folder), "ls-files", "-s"], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     run_git(folder, "cat-file", "-p", blob_of.split()[1])
-    assert not sign.exists()
+    assert not ran_marker.exists()
 
 
-def test_a_bare_repository_is_data(tmp_path: Path) -> None:
-    program, sign = trap(tmp_path)
+def test_bare_repository_is_treated_as_data(tmp_path: Path) -> None:
+    program, ran_marker = make_trap(tmp_path)
     git(tmp_path, "init", "-q", "--bare", "results")
     bare = tmp_path / "results"
     git(bare, "config", "core.bare", "false")
@@ -120,10 +118,10 @@ def test_a_bare_repository_is_data(tmp_path: Path) -> None:
     (bare / "train.py").write_text("pass")
     assert work_tree_root(bare) is None
     assert "train.py" in [*tree.files_of(bare)]
-    assert not sign.exists()
+    assert not ran_marker.exists()
 
 
-def test_a_repository_does_not_choose_which_folder_is_the_project(tmp_path: Path) -> None:
+def test_git_config_cannot_change_project_root(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     folder = repository(tmp_path / "home" / "project")
     (tmp_path / "home" / "secret").write_text("x")
@@ -131,40 +129,38 @@ def test_a_repository_does_not_choose_which_folder_is_the_project(tmp_path: Path
     assert tree.folder_root(folder) == folder
 
 
-def test_a_callers_repository_is_not_the_projects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, other = repository(tmp_path / "project"), repository(tmp_path / "other")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+def test_ignores_git_environment_of_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, caller_repository = repository(tmp_path / "project"), repository(tmp_path / "other")
+    monkeypatch.setenv("GIT_DIR", str(caller_repository / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(caller_repository))
     assert tree.folder_root(folder) == folder
 
 
 # --- deep folders
 
 
-def deep(folder: Path, depth: int = DEEP) -> Path:
-    """A file below so many folders."""
+def make_deep_folder(folder: Path, depth: int = DEPTH) -> Path:
+    """Creates a file in folders that are nested this deep."""
     folder.mkdir(exist_ok=True)
-    at = os.open(folder, os.O_RDONLY)
+    fd = os.open(folder, os.O_RDONLY)
     for _ in range(depth):
-        os.mkdir("y", dir_fd=at)
-        inner = os.open("y", os.O_RDONLY, dir_fd=at)
-        os.close(at)
-        at = inner
-    os.close(os.open("f.png", os.O_WRONLY | os.O_CREAT, dir_fd=at))
-    os.close(at)
+        os.mkdir("y", dir_fd=fd)
+        inner = os.open("y", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(os.open("f.png", os.O_WRONLY | os.O_CREAT, dir_fd=fd))
+    os.close(fd)
     return folder
 
 
 @pytest.fixture
 def nested(tmp_path: Path) -> Iterator[Path]:
-    yield deep(tmp_path / "deep")
-    safe_paths.remove_tree(str(tmp_path / "deep"))  # which pytest cannot
+    yield make_deep_folder(tmp_path / "deep")
+    safe_paths.remove_tree(str(tmp_path / "deep"))  # pytest cannot remove it
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-def test_code_that_is_nested_too_deep_is_refused(nested: Path, tracked: bool) -> None:
+def test_rejects_deeply_nested_code(nested: Path, tracked: bool) -> None:
     if tracked:
         git(nested, "init", "-q")
     with pytest.raises(SettingError, match="nested more than 128 deep"):
@@ -173,41 +169,41 @@ def test_code_that_is_nested_too_deep_is_refused(nested: Path, tracked: bool) ->
         tree.read_parts(nested, ())
 
 
-def test_code_in_some_folders_is_code(tmp_path: Path) -> None:
-    (entry,) = tree.read_tree(deep(tmp_path / "some", 100)).manifest
+def test_accepts_moderately_nested_code(tmp_path: Path) -> None:
+    (entry,) = tree.read_tree(make_deep_folder(tmp_path / "some", 100)).manifest
     assert str(entry[0]).count("/") == 100
 
 
-def test_data_that_are_nested_too_deep_are_refused(nested: Path) -> None:
+def test_rejects_deeply_nested_data(nested: Path) -> None:
     with pytest.raises(OSError, match="nested more than 128 deep"):
         DataFolder(nested, "here").items()
 
 
-def test_a_node_lists_looks_at_and_removes_any_depth(nested: Path) -> None:
+def test_lists_and_removes_folders_of_any_depth(nested: Path) -> None:
     (file,) = snapshot.changed_files(str(nested), None)
-    assert file["path"].count("/") == DEEP
+    assert file["path"].count("/") == DEPTH
     assert snapshot._last_used(nested) > 0
     assert local_sizes(nested) == {}
     snapshot.remove_folder(nested)
     assert not [*nested.parent.iterdir()]
 
 
-def test_images_that_are_nested_too_deep_are_refused(nested: Path) -> None:
+def test_rejects_deeply_nested_images(nested: Path) -> None:
     with pytest.raises(DataError, match="nested too deep"):
         image_files(nested)
 
 
-def test_a_walk_is_that_of_the_standard_library(tmp_path: Path) -> None:
+def test_walk_matches_os_walk(tmp_path: Path) -> None:
     for name in ("a/b/c", "a/d", "e/f/g"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
-    found = {(a, *sorted(b), *sorted(c)) for a, b, c in safe_paths.walk(str(tmp_path))}
-    there = {
+    actual = {(a, *sorted(b), *sorted(c)) for a, b, c in safe_paths.walk(str(tmp_path))}
+    expected = {
         (os.path.relpath(a, tmp_path), *sorted(b), *sorted(c)) for a, b, c in os.walk(tmp_path)
     }
-    assert found == {("" if a == "." else a, *rest) for a, *rest in there}
+    assert actual == {("" if a == "." else a, *rest) for a, *rest in expected}
 
 
 # --- links
@@ -222,7 +218,7 @@ def key(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-def test_a_link_out_of_the_code_is_named(tmp_path: Path, key: Path, tracked: bool) -> None:
+def test_reports_links_out_of_code(tmp_path: Path, key: Path, tracked: bool) -> None:
     folder = repository(tmp_path / "project")
     if not tracked:
         safe_paths.remove_tree(str(folder / ".git"))
@@ -230,14 +226,14 @@ def test_a_link_out_of_the_code_is_named(tmp_path: Path, key: Path, tracked: boo
     (folder / "main.py").symlink_to("train.py")
     read = tree.read_tree(folder)
     assert read.outward == {"label.txt": str(key)}
-    with pytest.raises(SettingError, match="lead out of it") as refused:
+    with pytest.raises(SettingError, match="lead out of it") as caught:
         reject_outward(read.root, read.outward)
-    assert refused.value.found == f"label.txt -> {key}"
-    assert "--follow-links" in refused.value.remedy
+    assert caught.value.found == f"label.txt -> {key}"
+    assert "--follow-links" in caught.value.remedy
 
 
-def test_a_path_of_a_made_up_index_leads_nowhere(tmp_path: Path, key: Path) -> None:
-    """Git lists what its index says, also through a link to a folder."""
+def test_reports_index_path_through_folder_link(tmp_path: Path, key: Path) -> None:
+    """Git lists the entries of its index, even behind a link to a folder."""
     folder = repository(tmp_path / "project")
     (folder / "home").mkdir()
     (folder / "home" / key.name).write_text("")
@@ -247,7 +243,7 @@ def test_a_path_of_a_made_up_index_leads_nowhere(tmp_path: Path, key: Path) -> N
     assert tree.read_tree(folder).outward == {f"home/{key.name}": str(key)}
 
 
-def test_links_out_of_data_are_named(tmp_path: Path, key: Path) -> None:
+def test_reports_links_out_of_data(tmp_path: Path, key: Path) -> None:
     (tmp_path / "photos" / "cats").mkdir(parents=True)
     (tmp_path / "photos" / "cats" / "1.png").write_text("")
     (tmp_path / "photos" / "2.png").symlink_to("cats/1.png")
@@ -259,14 +255,14 @@ def test_links_out_of_data_are_named(tmp_path: Path, key: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_folder_reached_through_a_link_is_that_folder(tmp_path: Path) -> None:
+def test_root_behind_link_is_not_outward(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a").write_text("")
     (tmp_path / "link").symlink_to("real")
     assert OutwardLinks(tmp_path / "link").target("a") == ""
 
 
-def test_a_snapshot_of_the_hub_is_whole(tmp_path: Path, key: Path) -> None:
+def test_hub_snapshot_may_link_to_its_blobs(tmp_path: Path, key: Path) -> None:
     model = tmp_path / "models--x"
     (model / "blobs").mkdir(parents=True)
     (model / "blobs" / "ab").write_text("{}")

@@ -1,4 +1,4 @@
-"""The files by which waiting agents are found, and when a fork server can serve once more."""
+"""Tests the files through which warm agents are found, and when a fork server can be reused."""
 
 from __future__ import annotations
 
@@ -26,67 +26,67 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def nest(host: Host = HOST, python: str = PYTHON, ssh: SshOptions = SSH) -> warm.WarmSlot:
+def make_slot(host: Host = HOST, python: str = PYTHON, ssh: SshOptions = SSH) -> warm.WarmSlot:
     return warm.WarmSlot(host, python, ssh)
 
 
-def left(seconds: float = 60.0) -> warm.WarmAgent:
-    """An agent that waits for the next command."""
-    one = nest()
-    waiting = one.offer(seconds, "boot", "torch 2", restart_timer=True)
-    assert waiting is not None
+def offer_agent(seconds: float = 60.0) -> warm.WarmAgent:
+    """Returns a warm agent that waits for the next command."""
+    one = make_slot()
+    warm_agent = one.offer(seconds, "boot", "torch 2", restart_timer=True)
+    assert warm_agent is not None
     one.release()
-    return waiting
+    return warm_agent
 
 
-def test_what_was_left_is_taken_once() -> None:
-    waiting = left()
-    first, second = nest(), nest()
-    assert first.claim() == waiting
+def test_warm_agent_is_claimed_once() -> None:
+    warm_agent = offer_agent()
+    first, second = make_slot(), make_slot()
+    assert first.claim() == warm_agent
     assert second.claim() is None
     assert (
         second.offer(60.0, "boot", "", restart_timer=True) is None
-    )  # the other's place is not lost
+    )  # the other agent keeps its place
     first.release()
-    third = nest()
-    assert third.claim() == waiting
+    third = make_slot()
+    assert third.claim() == warm_agent
     third.forget()
     assert not third.path.exists()
 
 
-def test_nobody_else_can_read_it_and_its_key_is_not_shown() -> None:
-    waiting, path = left(), nest().path
+def test_slot_file_is_private_and_key_is_hidden() -> None:
+    warm_agent, path = offer_agent(), make_slot().path
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert waiting.key not in repr(waiting)
-    assert waiting.key not in repr(waiting.agent_address())
+    assert warm_agent.key not in repr(warm_agent)
+    assert warm_agent.key not in repr(warm_agent.agent_address())
 
 
-OTHERS = {
-    "another host": lambda: nest(Host("n2", "10.0.0.2")),
-    "another login": lambda: nest(Host("n1", "10.0.0.1", user="me")),
-    "another port": lambda: nest(Host("n1", "10.0.0.1", port=2222)),
-    "another interpreter": lambda: nest(python="/opt/python"),
-    "another ssh config": lambda: nest(ssh=SshOptions(Path("config"))),
-    "this machine": lambda: nest(Host("n1", "10.0.0.1", local=True)),
+MISMATCHES = {
+    "another host": lambda: make_slot(Host("n2", "10.0.0.2")),
+    "another login": lambda: make_slot(Host("n1", "10.0.0.1", user="me")),
+    "another port": lambda: make_slot(Host("n1", "10.0.0.1", port=2222)),
+    "another interpreter": lambda: make_slot(python="/opt/python"),
+    "another ssh config": lambda: make_slot(ssh=SshOptions(Path("config"))),
+    "this machine": lambda: make_slot(Host("n1", "10.0.0.1", local=True)),
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_who_would_start_another_agent_does_not_find_it(other: str) -> None:
-    left()
-    assert OTHERS[other]().claim() is None
-    own = nest()
-    assert own.claim() is not None
-    own.forget()
+@pytest.mark.parametrize("other", MISMATCHES)
+def test_slot_requires_matching_host_and_settings(other: str) -> None:
+    offer_agent()
+    assert MISMATCHES[other]().claim() is None
+    matching_slot = make_slot()
+    assert matching_slot.claim() is not None
+    matching_slot.forget()
 
 
-def test_another_version_does_not_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    left()
+def test_slot_requires_matching_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_agent()
     code = warm.agent_code()
     other = type(code)("0" * 64, code.first_line, code.files)
     monkeypatch.setattr(warm, "agent_code", lambda: other)
-    assert nest().claim() is None
+    assert make_slot().claim() is None
 
 
 DAMAGE: dict[str, Any] = {
@@ -107,13 +107,13 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_not_as_it_was_written_is_nothing(damage: str) -> None:
-    left()
-    DAMAGE[damage](nest().path)
-    assert nest().claim() is None
+def test_ignores_damaged_slot_file(damage: str) -> None:
+    offer_agent()
+    DAMAGE[damage](make_slot().path)
+    assert make_slot().claim() is None
 
 
-PLACES: dict[str, Any] = {
+INSECURE_FOLDERS: dict[str, Any] = {
     "others can write above it": lambda folder: folder.parent.chmod(0o777),
     "a group can write above that": lambda folder: folder.parent.parent.chmod(0o775),
     "others can look into it": lambda folder: folder.chmod(0o755),
@@ -121,63 +121,61 @@ PLACES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_folder_that_others_could_have_filled_is_not_looked_into(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("place", INSECURE_FOLDERS)
+def test_ignores_insecure_slot_folder(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "is_private_group", lambda number: False)
-    left()
-    PLACES[place](nest().path.parent)
-    assert nest().claim() is None
-    assert nest().offer(60.0, "boot", "", restart_timer=True) is None
+    offer_agent()
+    INSECURE_FOLDERS[place](make_slot().path.parent)
+    assert make_slot().claim() is None
+    assert make_slot().offer(60.0, "boot", "", restart_timer=True) is None
     assert list(warm.warm_slots()) == []
     assert warm.control_path() is None
 
 
-def test_the_folder_is_the_users_alone_whatever_the_umask(
+def test_slot_folder_is_private_despite_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one" / "two"))
     before = os.umask(0)
     try:
-        left()
+        offer_agent()
     finally:
         os.umask(before)
-    made = [tmp_path / name for name in ("one", "one/two", "one/two/paceline")]
-    assert [one.stat().st_mode & 0o777 for one in made] == [0o700] * 3
+    folders = [tmp_path / name for name in ("one", "one/two", "one/two/paceline")]
+    assert [one.stat().st_mode & 0o777 for one in folders] == [0o700] * 3
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_nobody_up() -> None:
-    path = nest().path
-    left()
+def test_does_not_block_on_pipe_as_slot_file() -> None:
+    path = make_slot().path
+    offer_agent()
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert nest().claim() is None
+    assert make_slot().claim() is None
     assert list(warm.warm_slots()) == []
 
 
-def test_without_room_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_prevents_offer(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", full)
-    one = nest()
+    one = make_slot()
     assert one.offer(60.0, "boot", "", restart_timer=True) is None
     assert not one.path.exists()
 
 
-def test_a_look_at_it_does_not_begin_its_time_anew() -> None:
-    before = left(60.0)
-    one = nest()
+def test_claim_does_not_restart_timer() -> None:
+    before = offer_agent(60.0)
+    one = make_slot()
     one.claim()
-    again_there = one.offer(60.0, "boot", "", restart_timer=False)
-    assert again_there is not None
-    assert again_there.until == before.until
-    assert (again_there.imported, again_there.key == before.key) == ("torch 2", False)
+    renewed = one.offer(60.0, "boot", "", restart_timer=False)
+    assert renewed is not None
+    assert renewed.until == before.until
+    assert (renewed.imported, renewed.key == before.key) == ("torch 2", False)
     one.forget()
 
 
-def test_a_kept_connection_is_one_only_where_it_is_asked_for(
+def test_ssh_shares_connection_only_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert "ControlPath=none" in ssh_command(HOST, SSH, ["true"])
@@ -188,67 +186,73 @@ def test_a_kept_connection_is_one_only_where_it_is_asked_for(
     assert warm.control_path() is None
 
 
-# --- a fork server that has imported
+# --- a fork server that has imported modules
 
 
-def asked(**other: Any) -> agents.ServerSpec:
+def server_spec(**other: Any) -> agents.ServerSpec:
     request = {"python": PYTHON, "preload": ["torch"], **other.pop("request", {})}
     env = {"A": "1", "PATH": "/bin", "SSH_CONNECTION": "x", "PACELINE_JOB_TOKEN": "t"}
     return agents.make_spec(request, {**env, **other.pop("env", {})}, other.pop("libraries", []))
 
 
-def test_what_every_login_has_of_its_own_makes_no_difference() -> None:
+def test_spec_ignores_login_specific_variables() -> None:
     other = {"SSH_CONNECTION": "y", "SHLVL": "3", "PACELINE_JOB_TOKEN": "u"}
-    assert asked() == asked(env=other)
+    assert server_spec() == server_spec(env=other)
 
 
 @pytest.mark.parametrize("other", [
     {"env": {"A": "2"}}, {"env": {"B": ""}}, {"request": {"preload": ["torch", "numpy"]}},
     {"request": {"python": "/opt/python"}}, {"libraries": ["/usr"]}, {"env": {"PYTHONPATH": "."}},
 ])  # fmt: skip
-def test_another_setting_is_another_fork_server(other: Any) -> None:
-    assert asked() != asked(**other)
+def test_spec_differs_by_setting(other: Any) -> None:
+    assert server_spec() != server_spec(**other)
 
 
-def test_a_package_that_was_installed_since_is_another_fork_server(tmp_path: Path) -> None:
-    before = asked(libraries=[str(tmp_path)])
-    assert asked(libraries=[str(tmp_path)]) == before
+def test_spec_differs_after_package_install(tmp_path: Path) -> None:
+    before = server_spec(libraries=[str(tmp_path)])
+    assert server_spec(libraries=[str(tmp_path)]) == before
     os.utime(tmp_path, ns=(1, 1))
-    assert asked(libraries=[str(tmp_path)]) != before
+    assert server_spec(libraries=[str(tmp_path)]) != before
 
 
-# --- an agent that waits
+# --- a waiting agent
 
 
-def lasting() -> agents.Resumable:
+def make_resumable() -> agents.Resumable:
     return agents.Resumable(os.pipe(), os.pipe(), None, [])
 
 
-def closed(one: agents.Resumable) -> None:
+def close_pipes(one: agents.Resumable) -> None:
     for fd in (*one.wake, *one.stderr_pipe):
         os.close(fd)
 
 
-def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> None:
-    one = lasting()
+def test_warm_agent_ends_on_timeout_or_request() -> None:
+    one = make_resumable()
     try:
-        rest = agents.WarmWait(agents_half.ReconnectListener(b"k" * 32), 0.3)
-        assert rest.wait(one, lambda: False) is None
-        rest = agents.WarmWait(agents_half.ReconnectListener(b"k" * 32), 600.0)
-        assert rest.wait(one, lambda: True) is None
-        name = rest.place.name
-        with socket.socket(socket.AF_UNIX) as there, pytest.raises(ConnectionRefusedError):
-            there.connect("\0" + name)
+        warm_wait = agents.WarmWait(agents_half.ReconnectListener(b"k" * 32), 0.3)
+        assert warm_wait.wait(one, lambda: False) is None
+        warm_wait = agents.WarmWait(agents_half.ReconnectListener(b"k" * 32), 600.0)
+        assert warm_wait.wait(one, lambda: True) is None
+        name = warm_wait.place.name
+        with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+            client.connect("\0" + name)
     finally:
-        closed(one)
+        close_pipes(one)
 
 
-def test_a_login_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_round_trips_and_malformed_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", "a\nb\udce9")
-    told = agents.parse_login(reattach.describe_login())
-    assert told.env["ODD"] == "a\nb\udce9"
-    assert told.cwd == str(Path.cwd())
-    assert told.umask == agents.current_umask()
-    for odd in (b"", b"[]", b'{"env": 3}', b'{"env": {}}', b'{"env": {}, "cwd": "/", "umask": []}'):
+    login = agents.parse_login(reattach.describe_login())
+    assert login.env["ODD"] == "a\nb\udce9"
+    assert login.cwd == str(Path.cwd())
+    assert login.umask == agents.current_umask()
+    for malformed in (
+        b"",
+        b"[]",
+        b'{"env": 3}',
+        b'{"env": {}}',
+        b'{"env": {}, "cwd": "/", "umask": []}',
+    ):
         with pytest.raises(ValueError, match=r"login|Expecting|JSON"):
-            agents.parse_login(odd)
+            agents.parse_login(malformed)

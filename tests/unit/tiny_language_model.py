@@ -1,4 +1,4 @@
-"""A tiny language model with random weights and a tokenizer of single bytes, made in a moment."""
+"""Creates a tiny language model with random weights and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import tqdm
 
-tqdm.tqdm.monitor_interval = 0  # a thread that would outlive the test
+tqdm.tqdm.monitor_interval = 0  # disables a thread that would outlive the test
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -38,8 +38,8 @@ def make_tokenizer(template: str | None = CHATML) -> Any:
 
 
 def make_model(num_tokens: int = 258, kind: str = "Llama", width: int = 16) -> Any:
-    """Makes a model: ``Llama``, whose norms are in float32; ``GPTNeoX``, all in one dtype; or
-    ``GPT2``, whose positions are learnt.
+    """Makes a ``Llama`` (float32 norms), ``GPTNeoX`` (one dtype), or ``GPT2``, which has
+    learned positions.
     """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -61,14 +61,14 @@ def make_model(num_tokens: int = 258, kind: str = "Llama", width: int = 16) -> A
 def save(
     folder: Path, template: str | None = CHATML, num_tokens: int = 258, kind: str = "Llama"
 ) -> Path:
-    """Writes tokenizer and model."""
+    """Writes the tokenizer and the model."""
     make_tokenizer(template).save_pretrained(str(folder))
     make_model(num_tokens, kind).save_pretrained(str(folder))
     return folder
 
 
 def chats(count: int) -> list[dict[str, Any]]:
-    """Conversations of uneven lengths, some with a system message, some of two turns."""
+    """Returns conversations of different lengths, some with a system message or two turns."""
     rows = []
     for n in range(count):
         turns = [{"role": "system", "content": "Be brief."}] if n % 3 else []
@@ -86,7 +86,7 @@ def chats(count: int) -> list[dict[str, Any]]:
 
 
 def preferences(count: int) -> list[dict[str, Any]]:
-    """Pairs of answers of uneven lengths."""
+    """Returns pairs of answers of different lengths."""
     return [
         {
             "prompt": f"How much is {n} plus {n}?",

@@ -1,8 +1,8 @@
-"""Meets as pytorch/examples' imagenet/main.py does, without its data, models and torchvision.
+"""Initializes like pytorch/examples' imagenet/main.py, without its data, models and torchvision.
 
-The same options with the same defaults, the multicast address and nccl included, so that a command
-line that lacks one fails here, too. It spawns two ranks a node, as on a machine with two GPUs, and
-trains, as that does on CPUs, without wrapping the model.
+It has the same options with the same defaults, the multicast address and nccl included, so that a
+command line that lacks an option fails here, too. It spawns two ranks per node, as on a machine
+with two GPUs. It trains without wrapping the model, as the original does on CPUs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def worker(local: int, options: argparse.Namespace) -> None:
         optimizer.step()
     total = torch.ones(1)
     dist.all_reduce(total)
-    os.write(1, b"spawned %d of %d\n" % (rank, total))  # one call: ranks share a pipe
+    os.write(1, b"spawned %d of %d\n" % (rank, total))  # one call, because ranks share a pipe
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""Meets as the demo of Intel's containers does, without its data set, torchvision and tensorboardX.
+"""Initializes like the demo of Intel's containers, without its data, torchvision and tensorboardX.
 
-It knows its place by Hydra's variables alone, and asks for oneCCL's backend.
+It reads its rank only from Hydra's variables, and requests oneCCL's backend.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""As written for torchrun: RANK and LOCAL_RANK from the environment, DDP, one line at the end."""
+"""A DDP script for torchrun: reads RANK and LOCAL_RANK, and prints one line at the end."""
 
 import argparse
 import os

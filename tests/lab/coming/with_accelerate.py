@@ -1,4 +1,4 @@
-"""As in Accelerate's guide: prepare, backward, gather."""
+"""A script as in Accelerate's guide: prepare, backward, gather."""
 
 import torch
 from accelerate import Accelerator

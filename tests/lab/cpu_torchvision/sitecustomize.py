@@ -1,8 +1,8 @@
-"""Lets torchvision's wheel be imported beside a torch without CUDA, for which it is not built.
+"""Makes torchvision's CUDA wheel importable with a torch that was built without CUDA.
 
-Its compiled operators cannot be loaded there, and it looks for their names while it is imported.
-They are named here, without code: models, transforms and data sets of images need none of them.
-Stands on PYTHONPATH of the scripts under test only.
+Torchvision's compiled operators cannot be loaded with this torch, but torchvision looks up their
+names during its import. This module defines the names without code; models, transforms and image
+data sets need none of the operators. It is on the PYTHONPATH of the scripts under test only.
 """
 
 import importlib.abc
@@ -10,11 +10,11 @@ import sys
 
 _OPERATORS = ["nms", "qnms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool",
               "deform_conv2d", "qroi_align", "box_iou_rotated"]  # fmt: skip
-_libraries = []  # torch forgets an operator when its library goes
+_libraries = []  # keeps the library alive: torch drops its operators with it
 
 
 class _Namer(importlib.abc.MetaPathFinder):
-    """Names the operators when torchvision is about to be imported, and finds nothing itself."""
+    """Defines the operators before torchvision is imported; finds no module itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision" and not _libraries:

@@ -1,7 +1,7 @@
-"""Takes from this Python what only Linux has, and calls the system Darwin.
+"""Removes what only Linux has from this Python, and names the system Darwin.
 
-Found on PYTHONPATH by the ``paceline`` of ``test_launching_elsewhere.py`` and by no other process:
-what is started from there (ssh, the lab's hosts) is as it always was.
+Only the ``paceline`` of ``test_launching_elsewhere.py`` has this module on its PYTHONPATH.
+Processes that it starts (ssh, the lab's hosts) are unchanged.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import ctypes
 import os
 import sys
 
-_PROC = os.environ.get("TEST_PROC")  # where this machine's /proc is, which /proc itself is not
+_PROC = os.environ.get("TEST_PROC")  # path to this machine's real /proc; /proc itself is empty
 _OF_LINUX = {
     "os": ("pidfd_open memfd_create eventfd eventfd_read eventfd_write sched_getaffinity "
            "sched_setaffinity unshare setns splice copy_file_range posix_fadvise getrandom "
@@ -45,11 +45,11 @@ def _without_symbols(library: ctypes.CDLL, name: str) -> object:
 _getattr = ctypes.CDLL.__getattr__
 
 if _PROC and "paceline" in sys.orig_argv:
-    _take_away("select")  # before anything chooses how to wait for descriptors
+    _take_away("select")  # before any module chooses an I/O multiplexer
 
     import platform
 
-    import psutil  # asks the kernel that is really here, as it asks each system's own
+    import psutil  # must see the real kernel; psutil has its own code for each system
 
     psutil.PROCFS_PATH = _PROC
     for _module in _OF_LINUX:

@@ -1,4 +1,4 @@
-"""Writes all packets of this host's networks to FILE until it is ended: ``capture.py FILE``."""
+"""Writes all packets of this host's networks to FILE until it is killed: ``capture.py FILE``."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Does what scripts do, and says what it finds: the same under plain Python and as a rank."""
+"""Prints what a script sees of its process; the same under plain Python and as a rank."""
 
 import atexit
 import json

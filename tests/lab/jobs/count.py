@@ -1,4 +1,4 @@
-"""Numbered lines on both streams: ``count.py LINES PAUSE [WIDTH]``; nothing of torch."""
+"""Prints numbered lines on both streams, without torch: ``count.py LINES PAUSE [WIDTH]``."""
 
 import os
 import sys

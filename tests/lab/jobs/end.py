@@ -1,4 +1,4 @@
-"""Ends, or does not end, in the way that it is told: ``end.py WAY [RANK]`` (the others wait)."""
+"""Ends, or refuses to end, in the way of its argument: ``end.py WAY [RANK]`` (other ranks wait)."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def wait() -> None:
 
 
 def daemon() -> None:
-    """A grandchild that left session, parent and output behind."""
+    """Starts a grandchild with its own session that has left its parent and closed its output."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Joins, fails in the first attempt, and gets through in the second."""
+"""Joins the process group, fails in the first attempt, and succeeds in the second."""
 
 import os
 import sys

@@ -1,10 +1,10 @@
-"""Rank 1 hangs in one way after the other: ``hang.py plain|session``; ``… WAY`` in one of them.
+"""Rank 1 hangs in several ways in turn (``hang.py plain|session``), or in one (``… WAY``).
 
-``sleep``: in a function of the script; ``pipe``: it writes into a pipe that nobody reads;
-``child``: it waits for a program whose output it does not read; ``worker``: a process that makes
-its data waits for a lock that nobody gives back; ``extra``: it is in a collective that the others
-do not call. A file ``WAY`` in the run directory ends each of them but the last. ``shape`` gives
-one collective another tensor's shape.
+Ways: ``sleep``: in a function of the script; ``pipe``: writes to a pipe that has no reader;
+``child``: waits for a program whose output it does not read; ``worker``: a data loader's worker
+waits for a lock that is never released; ``extra``: is in a collective that the other ranks do not
+call. A file ``WAY`` in the run directory ends each of these hangs except ``extra``. ``shape`` gives
+one collective a tensor of another shape.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 kind, ways = sys.argv[1], sys.argv[2:] or ["sleep", "pipe", "child", "worker", "extra"]
 STEPS = {way: 40 + 40 * n for n, way in enumerate(ways)}
 BATCH = 8
-RELEASE = signal.SIGRTMIN  # others have a meaning to a session or its workers
+RELEASE = signal.SIGRTMIN  # sessions and their workers use other signals
 odd = os.environ["RANK"] == "1" and "PACELINE_NEWCOMER" not in os.environ
 lock = threading.Lock()
 
@@ -46,7 +46,7 @@ def until_released() -> Iterator[None]:
 
 
 class Samples(Dataset):
-    """Whoever makes the last sample before the step of ``worker`` waits for ever."""
+    """The process that makes the last sample before the step of ``worker`` waits for ever."""
 
     made = 0
 
@@ -63,7 +63,7 @@ class Samples(Dataset):
 
 
 def release() -> None:
-    """Ends each hang when its file is there."""
+    """Ends each hang when its file exists."""
     for way in STEPS:
         sign = Path(os.environ["PACELINE_RUN_DIR"]) / way
         while not sign.exists():
@@ -88,7 +88,7 @@ def hang(way: str) -> None:
         time.sleep(600)
     if way == "pipe":
         _, end = os.pipe()
-        while True:  # a signal ends a write that has got rid of a part
+        while True:  # a signal interrupts a write that has written a part
             os.write(end, bytes(1 << 16))
     if way == "child":
         with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as child:

@@ -1,10 +1,10 @@
-"""Connects to sockets, and looks for files, of a job that is not this user's or this host's.
+"""Tries sockets and files of a job of another user or another host.
 
-Reads JSON from standard input: ``places`` (``HOST:PORT``, and whether connections there may stay
-open), ``payloads`` (in hex, to send), whether to act as another ``user``, who also tries Unix
-sockets and files newer than ``since``. Prints as JSON: for each place the ``most`` bytes that one
-connection got and how many connections stayed ``open``; new ``files`` that this user can read or
-write; ``environments`` that it can read.
+Reads JSON from standard input: ``places`` (``HOST:PORT``, and whether connections to it may stay
+open), ``payloads`` to send (in hex), and whether to act as another ``user``, which also tries Unix
+sockets and files newer than ``since``. Prints JSON: for each place the maximum number of bytes that
+one connection received (``most``) and the number of connections that stayed ``open``; new ``files``
+that this user can read or write; ``environments`` that it can read.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ import termios
 import time
 from pathlib import Path
 
-SILENT = 70  # connections that send nothing: more than most listeners keep
-PROOF_S = 6.0  # unproven connections are closed after 5 s
-TIMEOUT_S = 20.0  # with a host that is busy
+SILENT = 70  # connections that send nothing; more than most listeners accept
+PROOF_S = 6.0  # unauthenticated connections are closed after 5 s
+TIMEOUT_S = 20.0  # for a busy host
 PROBE_S = 0.5
 OTHER_USER = 65534
 ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run", str(Path.home()))
-# programs that are not Paceline's, and what Python compiles for any of its users
+# files of other programs, and bytecode that Python compiles for any user
 FOREIGN = ("docker", "containerd", "munge", "slurm", "__pycache__")
 
 
 class Call:
-    """A connection, and what came of it."""
+    """One connection and what it received."""
 
     def __init__(self, place: str, payload: bytes) -> None:
         self.place, self.payload = place, payload
@@ -51,7 +51,7 @@ class Call:
             self.is_closed = True
 
     def handle(self, events: int) -> None:
-        """Sends the payload once it is connected, then counts what arrives."""
+        """Sends the payload once the socket is connected; later counts received bytes."""
         try:
             if events & select.POLLOUT:
                 self.socket.send(self.payload)
@@ -71,9 +71,10 @@ class Call:
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether the host has received all that was sent.
+        """Returns whether the host has acknowledged all bytes that were sent.
 
-        It has not if a packet filter drops it: then the connection exists on this side only.
+        If a packet filter drops the packets, it has not: then the connection exists on this side
+        only.
         """
         try:
             self.socket.getpeername()

@@ -1,4 +1,4 @@
-"""A session that makes checkpoints when it is asked to: ``keep.py [STEPS [SECONDS]]`` of a step."""
+"""A session that saves checkpoints on request: ``keep.py [STEPS [SECONDS]]`` (SECONDS per step)."""
 
 import sys
 import time

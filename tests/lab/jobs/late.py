@@ -1,4 +1,4 @@
-"""The last rank still asks the store for something after the first rank has gone."""
+"""The last rank uses the store after the first rank has exited."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A session in whose weights, gradients, messages and checkpoints the same bytes stand."""
+"""A session whose weights, gradients, messages and checkpoints contain fixed byte patterns."""
 
 import struct
 import sys
@@ -17,7 +17,7 @@ data = torch.utils.data.TensorDataset(torch.ones(1024, 256))
 network = session.place(nn.Linear(256, 256, bias=False))
 nn.init.constant_(network.weight, WEIGHT)
 model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
-loader = session.loader(data, global_batch=2)  # one sample each: gradients are not rounded
+loader = session.loader(data, global_batch=2)  # one sample each, so that gradients are not rounded
 session.checkpoints(every="10")
 dist.distributed_c10d._get_default_store().set("mark", "paceline's message")
 dist.broadcast(torch.frombuffer(bytearray(b"a whole message"), dtype=torch.uint8), 0)

@@ -1,6 +1,7 @@
-"""Meets the other ranks in all ways that scripts use; waits for a file ``enough`` in the end.
+"""Joins the other ranks in all ways that scripts use; then waits for a file ``enough``.
 
-``meet.py ADDRESS PORT``: meanwhile rank 1 keeps silent connections to this place.
+``meet.py ADDRESS PORT``: meanwhile rank 1 keeps connections to this address open, and sends
+nothing.
 """
 
 import os

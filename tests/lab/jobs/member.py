@@ -1,10 +1,10 @@
-"""A rank that recovers in place, without a training: it says and hears what one does.
+"""A rank that exchanges the messages of an in-place recovery, without training.
 
-``member.py SECONDS [WAY [SLOT]]``: to the end of them, or until a file ``over`` is there; of that
-slot something special: ``fails`` raises once, ``dies`` is killed once, ``orphan`` kills its agent,
-``bereft`` raises soon after another is lost, ``unable`` says that it cannot recover, ``late`` is a
-newcomer that takes its time, ``short`` one that fails. After ``dies`` and ``orphan`` it is over
-when all are together again.
+``member.py SECONDS [WAY [SLOT]]``: runs for SECONDS, or until a file ``over`` exists. The rank of
+SLOT behaves specially: ``fails`` raises once, ``dies`` is killed once, ``orphan`` kills its agent,
+``bereft`` raises soon after another rank is lost, ``unable`` says that it cannot recover, ``late``
+is a slow newcomer, ``short`` a newcomer that fails. After ``dies`` and ``orphan``, all ranks end
+when the group is complete again.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A training in float64 with Adam: ``outlive.py STEPS [PAUSE [WIDTH]]``. Ranks tell their steps.
+"""Trains in float64 with Adam and prints steps: ``outlive.py STEPS [PAUSE [WIDTH]]``.
 
-While there is a file ``struck``, steps take long (PAUSE, a quarter of a second): what befalls it
-befalls it before its end. While there is a file ``loading``, the ranks do so before they train.
+While a file ``struck`` exists, each step takes PAUSE seconds (default 0.25), so that a fault occurs
+before the training ends. While a file ``loading`` exists, the ranks wait before they train.
 """
 
 import sys
@@ -17,7 +17,7 @@ SAMPLES, FEATURES = 2048, 16
 
 
 class Samples:
-    """With an augmentation that is a function of the sample, on whichever rank it is drawn."""
+    """Samples with an augmentation that depends only on the sample, not on the rank."""
 
     def __init__(self) -> None:
         drawn = torch.Generator().manual_seed(5)

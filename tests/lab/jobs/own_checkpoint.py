@@ -1,7 +1,7 @@
-"""A script that knows torch only: DDP over gloo, and a checkpoint of its own by rank 0.
+"""A plain torch script: DDP over gloo; rank 0 saves a checkpoint of its own.
 
-``own_checkpoint.py FOLDER STEPS [SECONDS]``: each step takes so long. STEPS may be ``over``: it
-ends after the step in which all are told so by a file of that name in the folder.
+``own_checkpoint.py FOLDER STEPS [SECONDS]``: each step takes SECONDS. If STEPS is ``over``, all
+ranks stop after the step in which a file of that name exists in FOLDER.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-BEGAN = time.time()  # the fork server has imported torch: this is as good as the first line
+BEGAN = time.time()  # close to the process's start: the fork server has imported torch
 
 folder, steps = Path(sys.argv[1]), sys.argv[2]
 pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.02

@@ -1,4 +1,4 @@
-"""Lightning with checkpoints of its own: ``own_lightning.py FOLDER STEPS``."""
+"""Trains with Lightning, which saves its own checkpoints: ``own_lightning.py FOLDER STEPS``."""
 
 import os
 import sys

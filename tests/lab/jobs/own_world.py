@@ -1,4 +1,4 @@
-"""A script that brings its own world: it must not get to its first step."""
+"""A script that forms a process group of its own; it must be stopped before its first step."""
 
 import os
 

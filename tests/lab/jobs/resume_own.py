@@ -1,7 +1,7 @@
-"""A script that knows torch only: DDP, numbered checkpoints below ``out``, resumes from the newest.
+"""A plain torch script: DDP, numbered checkpoints below ``out``, resumes from the newest.
 
-``resume_own.py STEPS EVERY SECONDS [MEGABYTES]``: rank 0 saves after each EVERY steps, and not
-atomically; each step takes so long. All ranks must resume at the same step, and end equally.
+``resume_own.py STEPS EVERY SECONDS [MEGABYTES]``: rank 0 saves every EVERY steps, not atomically;
+each step takes SECONDS. All ranks must resume at the same step and end with the same weights.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
-"""Small steps of a session: ``steps.py [STEPS [WAY RANK AT]]``; a rank does WAY in step AT.
+"""Trains in small steps; a rank misbehaves in step AT: ``steps.py [STEPS [WAY RANK AT]]``.
 
-Of several ways, with commas, each comes ten steps after the one before.
+WAY may be a list with commas; each next way comes ten steps later.
 
-``exit`` ends with status 0, ``sleep`` and ``spin`` stop joining, ``evaluate`` works alone,
-``compile`` has children work that come and go, ``write`` waits for a slow disk.
+``exit`` ends with status 0, ``sleep`` and ``spin`` stop taking part, ``evaluate`` works alone,
+``compile`` runs short-lived child processes, ``write`` writes slowly to a file.
 """
 
 import os

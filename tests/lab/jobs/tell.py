@@ -1,4 +1,4 @@
-"""Says as JSON what reached it: arguments and variables as hexadecimal bytes, and its place."""
+"""Prints its arguments and variables (as hexadecimal bytes) and its rank variables as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The least that trains: joins the world, reduces, says so. ``train.py [WAIT]``."""
+"""A minimal job: joins the process group, reduces, prints the result. ``train.py [WAIT]``."""
 
 import os
 import sys

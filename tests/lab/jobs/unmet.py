@@ -1,4 +1,4 @@
-"""Each rank starts one process; these wait for a third, which nobody starts."""
+"""Each rank spawns one process; the two wait for a third process that is never started."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Stated weights of three hosts, in a loader that is made anew for each epoch's end."""
+"""Trains with given weights of three hosts, and makes another loader after each epoch."""
 
 import torch
 from torch.utils.data import TensorDataset

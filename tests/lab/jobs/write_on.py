@@ -1,4 +1,4 @@
-"""Writes a little, for ever: ``write_on.py FILE``; only rank 0 does."""
+"""Rank 0 writes to a file without end: ``write_on.py FILE``."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""Runs as the first program of a small kernel: a server, two mounts of its share, and our code.
+"""Init program of a user-mode kernel: serves a share, mounts it twice, and tests our code on it.
 
-Each mount has a connection of its own, so that they are two hosts to the server. One line of JSON
-tells what became of each trial; the folders of the host are read-only here.
+Each mount has its own connection, so that the server sees two hosts. Prints the result of each
+trial as one line of JSON. The host's folders are read-only here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def tell(name: str, said: Any) -> None:
     print("SAID " + json.dumps([name, said]), flush=True)
 
 
-# --- the small kernel
+# --- kernel set-up
 
 
 def load(*names: str) -> None:
-    """Loads modules of the kernel, with those that they need."""
+    """Loads kernel modules with their dependencies."""
     libc = ctypes.CDLL(None, use_errno=True)
     needs = {}
     for line in (MODULES / "modules.dep").read_text().splitlines():
@@ -92,7 +92,7 @@ read only = no
 
 
 def cifs() -> None:
-    """Samba's server, and the kernel's mounts with user and password, as a guide types them."""
+    """Starts Samba's server and mounts its share with user and password, as in a common guide."""
     load("hmac", "cmac", "ecb", "ccm", "gcm", "ctr", "sha512_generic", "nls_utf8", "cifs")
     Path("/mnt/smb").mkdir()
     config = Path("/mnt/smb/smb.conf")
@@ -107,7 +107,7 @@ def cifs() -> None:
 
 
 def nfs() -> None:
-    """The kernel's own server and client, version 4.2."""
+    """Starts the kernel's NFS server and client, version 4.2."""
     load("nfsd", "nfsv4", "nfs")
     Path("/run/exports").write_text("/mnt/share 127.0.0.1(rw,no_root_squash,insecure,fsid=0)\n")
     for place in ("/run/nfs", "/run/rpc_pipefs"):
@@ -127,12 +127,12 @@ def nfs() -> None:
 
 
 def mount_nfs(place: Path) -> None:
-    """Mounts the share once more, as another host does: with a cache of its own."""
+    """Mounts the share with its own cache, as another host would."""
     options = "vers=4.2,nosharecache,addr=127.0.0.1,clientaddr=127.0.0.1"
     sh("mount", "-i", "-t", "nfs4", "127.0.0.1:/", str(place), "-o", options)
 
 
-# --- what our code needs of a disk
+# --- what our code requires of a file system
 
 
 @trial
@@ -156,7 +156,7 @@ def a_lock_holds_for_both() -> Any:
 
 @trial
 def a_file_is_replaced_while_it_is_read() -> Any:
-    """By this host and by the other one; the reader keeps what it has opened."""
+    """This host or the other one replaces it; a reader keeps the file that it opened."""
     from paceline.train.files import write_bytes
 
     write_bytes(A / "pointer", b"old")
@@ -165,7 +165,7 @@ def a_file_is_replaced_while_it_is_read() -> Any:
         reader = (place / "pointer").open("rb")
         threading.Timer(0.5, reader.close).start()
         write_bytes(A / "pointer", b"new from " + place.name.encode())
-        time.sleep(1.5)  # what was read may be kept for a second
+        time.sleep(1.5)  # attributes may be cached for a second
         said.append([(one / "pointer").read_bytes().decode() for one in (A, B)])
     return said
 
@@ -184,7 +184,7 @@ def what_arrives_is_whole_on_the_other_host() -> Any:
 
 @trial
 def checkpoints() -> Any:
-    """Published here, found there; a second writer is refused, or takes over, on either host."""
+    """Published on one mount, found on the other; a second writer is refused or takes over."""
     from paceline.spec.errors import SettingError
     from paceline.spec.rundir import LATEST, read_pointer
     from paceline.spec.training.checkpoint_manifest import Manifest
@@ -199,7 +199,7 @@ def checkpoints() -> Any:
             said.append("taken")
         except SettingError as refused:
             said.append(refused.message.split(str(other.root))[0])
-    for step in (10, 20, 30, 30):  # the last again, as after an attempt that was given up
+    for step in (10, 20, 30, 30):  # 30 again, as after a failed attempt
         made = ours.temporary(step)
         (made / "weights").write_bytes(b"w" * 100_000)
         ours.publish(made, Manifest(step, {}, {}))
@@ -260,7 +260,7 @@ def a_data_set_is_downloaded_once_by_two_hosts() -> Any:
 
 @trial
 def the_cache_of_an_agent() -> Any:
-    """Contents, trees and copies of data, in a cache that lies on the share."""
+    """Stores contents, trees and copies of data in a cache that lies on the share."""
     os.environ["XDG_CACHE_HOME"] = str(A / "cache")
     from paceline.agent.files import data, snapshot
 
@@ -275,7 +275,7 @@ def the_cache_of_an_agent() -> Any:
     copies.write_many(key, "photos", [["cats/1", 3, mtime]], b"one")
     copies.resume(key, "photos", "big")
     copies.write_block(key, "photos", "big", {"offset": 0, "last": False}, body)
-    copies.close()  # cut off
+    copies.close()  # interrupted
     again = data.DataCopies("cd" * 16)
     had = again.resume(key, "photos", "big")[0]
     last = {"offset": had, "last": True, "sha256": hashlib.sha256(body * 2).hexdigest()}
@@ -289,7 +289,7 @@ def the_cache_of_an_agent() -> Any:
 
 @trial
 def a_training_goes_on_at_the_other_host() -> Any:
-    """The recipe itself, with torch: ten steps and a checkpoint here, the rest there."""
+    """Runs the recipe with torch: ten steps and a checkpoint here, the rest on the other mount."""
     script = [sys.executable, "-B", "-m", "paceline.recipes.image", "--backend=gloo"]
     flags = ["--checkpoint-every=5", "--device=cpu", "--global-batch=32", "--keep=2"]
     said = []
@@ -314,7 +314,7 @@ def a_launched_run_has_its_folder_there() -> Any:
         with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
             while child.poll() is None:
                 for path in (place / "run2").glob("*.json*"):
-                    with contextlib.suppress(FileNotFoundError):  # the listing was a moment older
+                    with contextlib.suppress(FileNotFoundError):  # deleted after the listing
                         path.read_bytes()
                 time.sleep(0.05)
             assert child.stdout is not None

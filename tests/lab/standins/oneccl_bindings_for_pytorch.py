@@ -1,6 +1,6 @@
-"""Stands in for Intel's bindings: the backend of their name, on gloo.
+"""Stand-in for Intel's oneCCL bindings: registers their backend's name for gloo.
 
-Theirs are built for Intel's own torch; there is no build for the torch under test.
+Intel's bindings need Intel's own torch; there is no build for the torch under test.
 """
 
 import torch.distributed as dist

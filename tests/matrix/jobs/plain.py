@@ -1,4 +1,4 @@
-"""Reads the data, says where it runs, writes a result: ``plain.py [SECONDS]``; no torch."""
+"""Reads the data, prints its rank, writes a result; without torch: ``plain.py [SECONDS]``."""
 
 import os
 import sys

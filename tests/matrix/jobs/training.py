@@ -1,4 +1,4 @@
-"""A small session: ``training.py STEPS``, each of which takes ``$STEP_S`` seconds."""
+"""A small training session: ``training.py STEPS``; each step takes ``$STEP_S`` seconds."""
 
 import os
 import sys

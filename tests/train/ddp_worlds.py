@@ -202,11 +202,11 @@ def uneven() -> bool:
     return True
 
 
-def relaid() -> bool:
+def relaid(**options: Any) -> bool:
     """Buckets change while gradients are accumulated; no gradient is lost."""
     found = []
     for changes in (False, True):
-        model = made(gradient_as_bucket_view=True)
+        model = made(**options)
         exchange, hook = communication_hook(model, "fp16")
         assert isinstance(exchange, ScriptExchange)
         model.register_comm_hook(exchange, hook)
@@ -253,7 +253,8 @@ def world(found: dict[str, Any]) -> None:
     found["two models"] = two_models()
     found["overflowed"] = overflowed()
     found["uneven"] = uneven()
-    found["relaid"] = relaid()
+    found["relaid"] = relaid(gradient_as_bucket_view=True)
+    found["relaid, static graph"] = relaid(static_graph=True)
     found["freed"] = freed()
     found["small"] = small()
     if dist.get_world_size() > 2:

@@ -62,6 +62,7 @@ def test_two_models_uneven_inputs_and_bucket_changes(results: dict[str, Any]) ->
     assert results["two models"]
     assert results["uneven"]
     assert results["relaid"]
+    assert results["relaid, static graph"]
     assert results["freed"]
 
 

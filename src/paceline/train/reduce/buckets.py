@@ -162,6 +162,8 @@ class BucketExchange:
             model._has_rebuilt_buckets = False
             if model.static_graph:
                 model.reducer._set_static_graph()
+                # Else DDP would not average this reducer's first pass, nor any later one.
+                model._static_graph_delay_allreduce_enqueued = False
             self._hook()
             if as_initial:
                 build_buckets(model)

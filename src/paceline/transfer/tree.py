@@ -260,6 +260,8 @@ def files_of(root: Path, data: Path | None = None, empty_submodules: list[str] |
     is_run_folder = functools.cache(lambda folder: _allowed(is_run, root / folder))
     for name in _list_files(root, data, submodules, links):
         parts = name.split("/")
+        if safe_paths.INCOMING in parts:  # a run directory that is just being made has no mark yet
+            continue
         parents = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
         paths = (name.removeprefix(f"{parent}/") for parent in parents if is_run_folder(parent))
         # other files in a run directory may be code

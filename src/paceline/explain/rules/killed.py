@@ -15,10 +15,15 @@ _REMEDY = (
     "clean-up script, a scheduler or container runtime at its limit."
 )
 _NOT_MEMORY = " It was not the kernel's OOM killer: that killed nothing there."
+_WORKER_KILLED = "is killed by signal: Killed"  # torch's message about a DataLoader worker
+_WORKER_CONFIDENCE = 0.7  # more than the exception that the rank raises because of it
 
 
 def match(evidence: Evidence) -> Match | None:
     first = evidence.first_failure
+    if first is not None and first.kind == "exception" and _WORKER_KILLED in first.traceback:
+        cause = f"a DataLoader worker of {first.where} was {describe_end(None, signal.SIGKILL)}"
+        return Match(cause, (first.host,), first.rank, _WORKER_CONFIDENCE)
     if first is not None and first.kind not in ("signal", "exit"):
         return None
     if first is not None and first.was_requested:
@@ -31,11 +36,11 @@ def match(evidence: Evidence) -> Match | None:
             return match_exit(end, cause, 0.6, remedy=remedy, confirm=confirm)
     if not evidence.exits and not evidence.events:
         for unit in evidence.outcome.failures:
-            is_worker = "is killed by signal: Killed" in unit.text
+            is_worker = _WORKER_KILLED in unit.text
             if is_worker or any(end.signal == signal.SIGKILL for end in unit.exits):
                 victim = f"a DataLoader worker of {unit.label}" if is_worker else unit.label
                 cause = f"{victim} was {describe_end(None, signal.SIGKILL)}"
-                return match_unit(unit, cause, 0.6)
+                return match_unit(unit, cause, _WORKER_CONFIDENCE if is_worker else 0.6)
     return None
 
 

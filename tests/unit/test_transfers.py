@@ -8,12 +8,14 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -24,6 +26,7 @@ from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
+from paceline.launch.results import collector as collector_module
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote import channel as channel_module
@@ -405,6 +408,26 @@ def test_fetches_files_written_outside_project(
     assert arrived == [run_dir.path / "files/n1/outside-project/out/step_1/w.pt"]
 
 
+def test_names_files_to_copy_after_run_dir_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run directory at the same path does not know the files of this run."""
+    home = RunDirectory(tmp_path / "run")
+    shutil.rmtree(home.path, ignore_errors=True)
+    keep_folder = AsyncMock(return_value={})
+    monkeypatch.setattr(collector_module, "try_request", keep_folder)
+    node = Mock(copies={"code": ("/copy", [])})
+    node.name = "n1"
+    notes: list[str] = []
+    results = ResultCollector(home, notes.append, OutputSync(home.path, notes.append))
+    results.first = node
+    asyncio.run(results._keep_on_node(node))
+    assert notes == [
+        "paceline: n1 keeps its files for a month in /copy;"
+        " the run directory was removed, so copy from there what you need"
+    ]
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 def test_results_beyond_disk_space_stay_on_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
@@ -428,6 +451,7 @@ def test_results_beyond_disk_space_stay_on_host(
         collector.set_first_node(node)
         await collector.fetch(make_fleet(node))
         assert any("n1 keeps its files for a month" in note for note in notes) == is_full
+        assert any("the next start in this run directory" in note for note in notes) == is_full
         lacking = collector.missing_results(make_fleet(node))
         problem = "could not fetch the results of n1: the results on n1 do not fit on this disk"
         assert (lacking is not None and lacking.headline == problem) is is_full

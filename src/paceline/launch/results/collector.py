@@ -136,9 +136,12 @@ class ResultCollector:
             return
         root, _ = node.copies["code"]
         if await try_request(node, "keep_folder", root=root) is not None:
-            again = ", and the next start in this run directory fetches those that rank 0 wrote"
-            self._note(f"paceline: {node.name} keeps its files for a month in {root}"
-                       f"{again if node is self.first else ''}")  # fmt: skip
+            then = ""
+            if not self._directory.path.is_dir():  # a new one would not know this run's files
+                then = "; the run directory was removed, so copy from there what you need"
+            elif node is self.first:
+                then = ", and the next start in this run directory fetches those that rank 0 wrote"
+            self._note(f"paceline: {node.name} keeps its files for a month in {root}{then}")
 
     async def _fetch_model(self, nodes: Sequence[Node]) -> None:
         """Fetches the model from the host that wrote it if rank 0 has moved to another."""

@@ -585,7 +585,7 @@ class OutputStore:
             folder.seen -= set(hidden)
         sizes = {str(path): int(str(size)) for path, _, _, size in manifest}
         if (total := sum(sizes[path] for path in missing)) > MIN_NOTED_BYTES:
-            self._note(f"paceline: sending {folder.host} {format_size(total)} that this run wrote")
+            self._note(f"paceline: sending {folder.host} {format_size(total)} that ranks wrote")
         await self._send_files(folder, missing, paths)
         folder.fetched |= {path: (sizes[path], paths[path][1]) for path in sizes}
 

@@ -51,15 +51,15 @@ def test_omits_environments_runs_and_caches(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("repository", [False, True])
-def test_code_excludes_a_run_directory_that_is_being_made(folder: Path, repository: bool) -> None:
+def test_omits_new_run_directory_of_another_start(folder: Path, repository: bool) -> None:
     """Another start's first file has a temporary name, and is gone when the code is sent."""
     if repository:
         git(folder, "init", "-q")
-    expected = files(folder)
+    expected = listed_files(folder)
     incoming = folder / "pack" / "my-run" / safe_paths.INCOMING
     incoming.mkdir(parents=True)
     (incoming / "154403d3f939cae9").write_text("")
-    assert files(folder) == expected
+    assert listed_files(folder) == expected
 
 
 @pytest.mark.parametrize("tracked", [False, True])

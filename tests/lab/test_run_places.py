@@ -347,7 +347,7 @@ def test_agent_command_works_in_login_shells() -> None:
     from paceline.remote.openssh import agent_command
     from paceline.spec.formatting import shell_text
 
-    line = shell_text(agent_command("/usr/bin/python3"))
+    line = "exec " + shell_text(agent_command("/usr/bin/python3"))
     for shell in ("bash", "dash", "csh", "tcsh", "fish", "zsh", "ksh"):
         which = subprocess.run(["sh", "-c", f"command -v {shell}"], capture_output=True)
         if which.returncode == 0:

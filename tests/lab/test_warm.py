@@ -43,6 +43,10 @@ def lab_site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("warm")
     site = Site(new_lab(hosts=2), project_at(folder / "project"))
     (site.project / "tell.py").write_text(TELL)
+    passwd = site.lab.layout.etc("n2") / "passwd"
+    account, *others = passwd.read_text().splitlines()
+    account = account.rpartition(":")[0] + ":/bin/sh"  # which stays beside a command that it runs
+    passwd.write_text("\n".join([account, *others]) + "\n")
     return site
 
 

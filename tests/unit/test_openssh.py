@@ -184,7 +184,7 @@ def test_fingerprint_has_openssh_format() -> None:
 def test_ssh_command_options() -> None:
     argv = openssh.ssh_command(HOST, SshOptions(Path("/c")), ["a b", ";"])
     assert argv[0] == "ssh"
-    assert argv[-3:] == ["--", "10.77.0.12", "'a b' ';'"]
+    assert argv[-3:] == ["--", "10.77.0.12", "exec 'a b' ';'"]
     options = " ".join(argv)
     for expected in ("-F /c", "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no",
                    "-l me", "-p 2222", "ControlMaster=no", "RemoteCommand=none", "RequestTTY=no",

@@ -102,7 +102,8 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str
     if options.accept_new_host_keys:
         argv += ["-v"]  # ssh prints the fingerprint only then
     argv += [*flags, *login_flags(host)]
-    return [*argv, "--", host.address, *([shell_text(remote)] if remote else [])]
+    # A login shell that stayed would keep the connection of an agent open that waits for later use.
+    return [*argv, "--", host.address, *([f"exec {shell_text(remote)}"] if remote else [])]
 
 
 def login_flags(host: Host) -> list[str]:

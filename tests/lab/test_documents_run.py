@@ -309,6 +309,7 @@ def write_project_files(folder: Path) -> None:
     for name in ("train.py", "package/train.py"):
         (folder / name).write_text(SCRIPT)
     (folder / "script.py").write_text("print('hello')\n")
+    (folder / "train.sh").write_text("exec python script.py\n")
     (folder / "broken.py").write_text("import wheels\n")
     (folder / "requirements.txt").write_text("# nothing, because a lab has no way out\n")
     for name in ("hostfile", "hosts"):

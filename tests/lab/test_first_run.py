@@ -29,7 +29,7 @@ FAILURE_PREFIXES = (
 TIMEOUT_S = 200
 
 
-def test_tutorial_commands_print_shown_output(tmp_path: Path) -> None:
+def test_tutorial_output(tmp_path: Path) -> None:
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)

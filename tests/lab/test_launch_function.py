@@ -129,7 +129,7 @@ def test_raises_exception_of_first_failed_rank(launch_options: dict[str, Any]) -
     cause = raised.value.__cause__
     assert isinstance(cause, RankError)
     assert (cause.host, cause.rank) == ("n2", 1)
-    assert "raise OddError(1, 2)" in cause.traceback
+    assert "raise TwoArgumentError(1, 2)" in cause.traceback
     assert "agent" not in cause.traceback
     assert (cause.outcome.path / "logs" / "n2" / "1.log").exists()
 

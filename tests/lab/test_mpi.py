@@ -53,24 +53,24 @@ class TestMpi(EveryTransport):
     """
 
     @openmpi_only
-    def test_same_parameters_and_files_as_over_ssh(self, transport: Transport) -> None:
-        super().test_same_parameters_and_files_as_over_ssh(transport)
+    def test_result_matches_ssh_run(self, transport: Transport) -> None:
+        super().test_result_matches_ssh_run(transport)
 
     @openmpi_only
-    def test_a_rank_is_killed(self, transport: Transport) -> None:
-        super().test_a_rank_is_killed(transport)
+    def test_reports_killed_rank(self, transport: Transport) -> None:
+        super().test_reports_killed_rank(transport)
 
     @intel_only
-    def test_strangers_and_other_users_get_nothing(self, transport: Transport) -> None:
-        super().test_strangers_and_other_users_get_nothing(transport)
+    def test_rejects_intruders(self, transport: Transport) -> None:
+        super().test_rejects_intruders(transport)
 
     @intel_only
-    def test_interrupted(self, transport: Transport) -> None:
-        super().test_interrupted(transport)
+    def test_interrupt_ends_unresponsive_ranks(self, transport: Transport) -> None:
+        super().test_interrupt_ends_unresponsive_ranks(transport)
 
     @intel_only
-    def test_stopped_from_another_terminal(self, transport: Transport) -> None:
-        super().test_stopped_from_another_terminal(transport)
+    def test_stop_command_saves_and_ends_run(self, transport: Transport) -> None:
+        super().test_stop_command_saves_and_ends_run(transport)
 
 
 def test_secrets_are_not_in_command_lines_or_traffic(

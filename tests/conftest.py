@@ -108,10 +108,10 @@ def _marked_session(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in mine.items():
             patch.setenv(name, value)
-        if (ranks := sys.modules.get("ranks")) and any(
+        if (local_ranks := sys.modules.get("local_ranks")) and any(
             item.path.parent == TRAIN for item in request.session.items
         ):
-            ranks.start_fork_server()  # or the first test seems to leak it
+            local_ranks.start_fork_server()  # or the first test seems to leak it
         yield
 
 

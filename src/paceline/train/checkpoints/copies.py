@@ -36,6 +36,7 @@ to a training that does nothing but send."""
 
 _MAX_REST_S = 5.0
 _CONNECT_S = 5.0
+_PREDECESSOR_S = 2.0  # for a closed sender to end its connection
 _TIMEOUT_S = 15.0  # for each acknowledgement, when another host could take the copy
 _GREETING = record(
     host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"), address=text()
@@ -224,6 +225,7 @@ class _Sender:
         self._peers, self._count, self._report = [*peers], count, report
         self._hosts_by_name: dict[str, set[str]] = {}  # hosts by the name of what they have
         self.in_progress = ""  # its name
+        self._predecessor = predecessor
         if predecessor is not None:
             hosts = {peer.host for peer in peers}
             self._hosts_by_name = {
@@ -254,6 +256,10 @@ class _Sender:
         self._wakeup.set()
 
     def _work(self) -> None:
+        predecessor, self._predecessor = self._predecessor, None
+        if predecessor is not None:  # a receiver may end the second of two connections
+            predecessor._thread.join(_PREDECESSOR_S)
+        del predecessor
         while True:
             self._wakeup.wait()
             self._wakeup.clear()

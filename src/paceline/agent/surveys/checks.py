@@ -221,8 +221,8 @@ def read_tokens(folder: str, names: List[str]) -> Message:
     for name in names:
         with contextlib.suppress(OSError):
             fd = safe_paths.open_file(folder, name, os.O_RDONLY)
-            seen[name] = os.read(fd, MAX_TOKEN_BYTES).decode(errors="replace")
-            os.close(fd)
+            with os.fdopen(fd, "rb") as file:
+                seen[name] = file.read(MAX_TOKEN_BYTES).decode(errors="replace")
     return {
         "exists": os.path.isdir(folder),
         "seen": seen,

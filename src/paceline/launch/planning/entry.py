@@ -63,8 +63,11 @@ def _foreign_program(path: Path) -> tuple[str, list[str]] | None:
     """Describes a file that Python cannot run, and how to run it; ``None`` for other files."""
     if not path.is_file() or path.suffix in (".py", ".pyz"):
         return None
-    with path.open("rb") as file:
-        head = file.read(200)
+    try:
+        with path.open("rb") as file:
+            head = file.read(200)
+    except OSError:
+        return None  # the ranks may be able to read it
     name = str(path) if "/" in str(path) else f"./{path}"
     if head.startswith(b"\x7fELF"):
         return "a compiled program", ["--no-python", name]

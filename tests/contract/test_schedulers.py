@@ -655,7 +655,7 @@ def test_mpi_command_line(flavour: str) -> None:
     assert mpi.command(result, HOSTS, options, "/c") == shlex.split(MPIS[flavour])
 
 
-def test_mpiexec_gets_key_only_without_ssh_logins_of_ours() -> None:
+def test_mpiexec_gets_key_only_if_ssh_cannot_carry_it() -> None:
     result = mpi.Mpi("openmpi", "1", "mpiexec")
     for arguments, gets_key in (("-v",), False), (("--mca", "plm", "slurm"), True):
         options = Options(arguments=arguments)

@@ -78,7 +78,7 @@ def span(seconds: float) -> str:
 
 
 def closest_match(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The shortest name that ``name`` begins, else the most similar one, or an empty string."""
+    """The shortest name that starts with ``name``, else the most similar; empty if none is."""
     import difflib  # needed only after a mistake
 
     candidates = list(names)

@@ -82,7 +82,7 @@ FAULTS = (
     Fault(
         "the login shell is bash",
         "remote/openssh.py",
-        '"--", host.address, *([shell_text(remote)]',
+        '"--", host.address, *([f"exec {shell_text(remote)}"]',
         '"--", host.address, *(["[[ -n $HOME ]] && " + shell_text(remote)]',
         (("shell", "dash"), ("shell", "tcsh")),
     ),

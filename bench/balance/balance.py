@@ -225,7 +225,8 @@ def isolated_rates(name: str, case: Case, folder: Path) -> list[float]:
 
     def measure_rank(rank: int) -> Any:
         subfolder, sized_case = folder / f"alone-{rank}", replace(case, batch=sizes[rank])
-        steps = 3 * FEW_STEPS if case.quotas else FEW_STEPS
+        # As many steps as take about the same time on all ranks.
+        steps = FEW_STEPS * (3 if case.quotas else round(max(case.costs) / case.costs[rank]))
         return run(name, sized_case, subfolder, "even", [rank], steps, folder)[0]["ends"]
 
     with ThreadPoolExecutor(case.ranks) as pool:

@@ -67,7 +67,7 @@ def main() -> None:
         if not (folder / "model").exists():
             two_hosts.save_model(folder / "model")
         if not (folder / "text.txt").exists():
-            two_hosts.write_data(folder / "data", folder / "model", 4)
+            two_hosts.write_data(folder / "data", folder / "model", batch=4, steps=60)
             answers = [answer for _, answer in two_hosts.conversations()]
             (folder / "text.txt").write_text("\n\n".join(answers))
         for number, (title, flags) in enumerate(CONFIGURATIONS.items()):

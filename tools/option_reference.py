@@ -47,9 +47,9 @@ it is in several, the first of this list counts:
 
 Below a command's table, the line "Settings" lists every setting that the command takes. Only the
 options in this line have an environment variable and a key in `[run]`. If an option is only in the
-table, it has neither, even if another command has a setting of that name. See [how settings are
-read](run.md#settings). Some settings in `paceline.toml` need [your
-trust](run.md#settings-that-start-programs).
+table, it has neither, even if another command has a setting of that name (but `train` uses the
+`data` and `communication` of `[run]`). See [how settings are read](run.md#settings). Some settings
+in `paceline.toml` need [your trust](run.md#settings-that-start-programs).
 """
 RECIPE_TEXT = """\
 ## Recipes

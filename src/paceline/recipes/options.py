@@ -386,8 +386,8 @@ class ImageOptions(Options):
     add_layers: tuple[int, ...] = ()
     """Widths of linear layers with ReLU to add between the backbone and the output layer."""
     fast: bool = True
-    """Compute in bf16 if the machine is faster with it, and in the memory format channels_last
-    (except cnn on images below 16 pixels). --no-fast uses --dtype."""
+    """Compute in bf16 if the machine is faster with it, and in the memory format channels_last;
+    neither for cnn on images below 16 pixels. --no-fast uses --dtype."""
     data: str = "digits"
     """digits, fashion-mnist, mnist, cifar10, cifar100, dummy; a folder with one folder per class or
     with tar shards; or a Hugging Face data set by id or folder."""
@@ -489,7 +489,7 @@ class TextOptions(Options):
     label_column: str = ""
     """Name of the column with labels (default: the first, or label)."""
     text_column: str = ""
-    """Name of the column with texts (default: the second, or text)."""
+    """Name of the column with texts (default: all but the first, or text)."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, if labels are numbers that start at 0 or 1."""
     test_fraction: float = 0.1

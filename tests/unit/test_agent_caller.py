@@ -1,10 +1,17 @@
-"""Tests which sockets a process on a node closes that it inherited from an MPI launcher."""
+"""Tests what a node does before its agent runs: inherited sockets, and the launcher's answer."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import subprocess
 import sys
+import threading
+from typing import cast
+
+import pytest
+
+from paceline.agent.caller import read_line
 
 CLOSES = """
 import os, sys
@@ -27,3 +34,30 @@ def test_closes_only_listening_sockets() -> None:
         argv = [sys.executable, "-c", CLOSES, *map(str, fds)]
         result = subprocess.run(argv, pass_fds=fds, capture_output=True, text=True, check=True)
     assert result.stdout == "[False, True, True]\n"
+
+
+def test_slow_answer_has_one_deadline() -> None:
+    """A stranger at the launcher's address may send a byte now and then, but no line."""
+    local_end, remote_end = socket.socketpair()
+    stopping = threading.Event()
+
+    def send_slowly() -> None:
+        while not stopping.wait(0.02):
+            remote_end.sendall(b"x")
+
+    thread = threading.Thread(target=send_slowly)
+    with local_end, remote_end:
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError):
+                read_line(cast(ssl.SSLSocket, local_end), 0.3)
+        finally:
+            stopping.set()
+            thread.join()
+
+
+def test_undecodable_answer_is_text() -> None:
+    local_end, remote_end = socket.socketpair()
+    with local_end, remote_end:
+        remote_end.sendall(b"\xff\xfe\n")
+        assert read_line(cast(ssl.SSLSocket, local_end), 5.0) == "\ufffd\ufffd\n"

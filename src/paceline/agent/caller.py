@@ -130,8 +130,7 @@ def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], timeout
     nonce = os.urandom(16).hex()
     proof = mac(key, "caller", certificate, nonce)
     connection.sendall(("%s %s %s\n%s\n" % (MAGIC, nonce, proof, json.dumps(caller))).encode())
-    connection.settimeout(timeout_s)
-    reply = read_line(connection).rstrip("\n")
+    reply = read_line(connection, timeout_s).rstrip("\n")
     if reply == WRONG_KEY:
         raise OSError("the launcher that answers there has another key")
     proof_received, _, answer = reply.partition(" ")
@@ -143,15 +142,20 @@ def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], timeout
         raise CallRefused(json.loads(answer)["error"])
 
 
-def read_line(connection: ssl.SSLSocket) -> str:
-    """Reads a line byte by byte, because the bytes after it belong to the agent."""
-    line = b""
+def read_line(connection: ssl.SSLSocket, timeout_s: float) -> str:
+    """Reads a line byte by byte, because the bytes after it belong to the agent.
+
+    Raises:
+        OSError: The line is too long, or not complete in ``timeout_s``.
+    """
+    line, deadline = b"", time.monotonic() + timeout_s
     while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         byte = connection.recv(1)
         if not byte or len(line) > LINE_LIMIT:
             raise OSError("the launcher hung up")
         line += byte
-    return line.decode()
+    return line.decode(errors="replace")
 
 
 class StreamRelay:

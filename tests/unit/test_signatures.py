@@ -114,6 +114,33 @@ def test_accepts_removed_and_re_signed_checkpoints(run: Path) -> None:
     assert statuses(run) == ["signed"] * 3
 
 
+def test_does_not_sign_checkpoint_that_was_replaced(run: Path) -> None:
+    """A host may report a checkpoint again that it has replaced."""
+    write_checkpoint(run, 20, b"other weights")
+    signatures.sign_step(run, 20)
+    signatures.sign(run, "20")
+    assert statuses(run)[1] == "changed"
+    with pytest.raises(SettingError, match="checkpoint 20 was replaced"):
+        signatures.require_unchanged(run)
+
+
+@pytest.mark.parametrize("name", ["extra.pt", "deep/er/file.json"])
+def test_reports_any_file_missing_from_manifest(run: Path, name: str) -> None:
+    file = run / CHECKPOINTS / "20" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    (_, changed, _) = signatures.verify(run)
+    assert (changed.status, changed.problem) == ("changed", f"{name!r} is not in its manifest")
+
+
+def test_reports_link_to_equal_content(run: Path, tmp_path: Path) -> None:
+    file = run / CHECKPOINTS / "20" / "weights.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    (_, changed, _) = signatures.verify(run)
+    assert (changed.status, changed.problem) == ("changed", "'weights.safetensors' is a link")
+
+
 def test_checkpoint_may_reuse_name_of_removed_checkpoint(run: Path) -> None:
     for file in (run / CHECKPOINTS / "30").iterdir():
         file.unlink()

@@ -986,6 +986,33 @@ def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: 
     run_dir.close()
 
 
+def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
+    run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(remote_end / "checkpoints", steps(10))
+    other = {"weights": b"other weights"}
+    other["manifest.json"] = manifest_of(10, other)
+    replaced = {f"10/{file}": data for file, data in other.items()}
+    messages: list[str] = []
+
+    async def work(served: Served) -> None:
+        follow = CheckpointFetcher(
+            served.node.channel, str(remote_end), run_dir.path, Fetcher(run_dir.path),
+            note=messages.append,
+        )  # fmt: skip
+        await follow.sync()
+        fill(remote_end / "checkpoints", replaced)
+        await follow.sync()
+
+    run(work)
+    assert read_final_files(run_dir.path / "checkpoints") == steps(10)
+    assert messages == [
+        "paceline: checkpoint 10 of n1 was left there: it differs from the checkpoint of that name"
+        " here"
+    ]
+    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"]
+    run_dir.close()
+
+
 def test_accepts_few_additional_writer_tokens(tmp_path: Path) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(run_dir.path / "checkpoints", renamed(steps(10), "10.5"))

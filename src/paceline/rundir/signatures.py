@@ -1,7 +1,9 @@
 """Signs the manifests of a run's checkpoints, and finds those that were changed later.
 
 A signature is an HMAC under a key that only this user of this machine can read. It is valid in the
-run directory where it was made. The launcher signs a checkpoint when it arrives.
+run directory where it was made. The launcher signs a checkpoint when it arrives. A later one of the
+same name gets a signature only if it has the same weights: ranks write a state again that turns out
+to be the best, but a host could also replace a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,45 @@ class VerifiedCheckpoint:
         return "signed" if self.is_signed else "unsigned"
 
 
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What was signed: SHA-256 of a manifest, and of the names and hashes of its weights."""
+
+    manifest: str
+    weights: str
+
+
 def sign(run: Path, name: str) -> None:
     """Signs a checkpoint that has just been made. Without a key, or on a full disk, does nothing.
+
+    Does nothing either if a checkpoint of that name was signed with other weights.
 
     ``name``: of the checkpoint's folder.
     """
     seals = LineSeals(run)
-    with contextlib.suppress(OSError):
-        digest = hashlib.sha256(_read_manifest(run / CHECKPOINTS / name)).hexdigest()
-        if _signed_manifests(run, seals).get(name) == digest:
+    with contextlib.suppress(OSError, DamagedCheckpoint):
+        raw = _read_manifest(run / CHECKPOINTS / name)
+        manifest, former = parse_manifest(raw), _signatures(run, seals).get(name)
+        signature = _Signature(hashlib.sha256(raw).hexdigest(), _weights_digest(manifest))
+        if former is not None and (former == signature or former.weights != signature.weights):
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         fd = safe_paths.open_file(str(run), SIGNATURES, flags)
         with os.fdopen(fd, "wb") as file:
-            file.write(b"\n" + _encode(seals, name, digest))  # the line before may be cut off
+            file.write(b"\n" + _encode(seals, name, signature))  # the line before may be cut off
+
+
+def has_other_weights(run: Path, name: str, manifest: Manifest) -> bool:
+    """Whether a checkpoint of that name was signed with other weights than ``manifest`` has."""
+    former = _signatures(run, LineSeals(run)).get(name)
+    return former is not None and former.weights != _weights_digest(manifest)
+
+
+def _weights_digest(manifest: Manifest) -> str:
+    # an evaluation changes the random state and the progress, but not the weights
+    weights = {name: entry.sha256 for name, entry in manifest.files.items()
+               if not name.startswith(("optimizer", "random.", "state."))}  # fmt: skip
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 
 def sign_step(run: Path, step: int | None) -> None:
@@ -80,15 +107,15 @@ def sign_step(run: Path, step: int | None) -> None:
 
 def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
     """Compares each checkpoint of a run directory with what was written, newest first."""
-    signed = _signed_manifests(run, LineSeals(run))
+    signed = _signatures(run, LineSeals(run))
     for path in checkpoints(run):
         manifest, problem, is_signed = None, "", False
         try:
             raw = _read_manifest(path)
-            is_signed = signed.get(path.name) == hashlib.sha256(raw).hexdigest()
+            is_signed = _is_signed(signed.get(path.name), raw)
             manifest = parse_manifest(raw)
             manifest.verify(path)
-            problem = _chain_problem(run, manifest)
+            problem = _foreign_file(path, manifest) or _chain_problem(run, manifest)
         except DamagedCheckpoint as damage:
             problem = str(damage)
         except OSError as error:
@@ -103,12 +130,12 @@ def require_unchanged(run: Path) -> None:
 
     Ranks skip damaged checkpoints by themselves; this one looks intact to them.
     """
-    signed = _signed_manifests(run, LineSeals(run))
+    signed = _signatures(run, LineSeals(run))
     for path in checkpoints(run) if signed else ():
         with contextlib.suppress(OSError, DamagedCheckpoint):
             raw = _read_manifest(path)
             parse_manifest(raw)
-            if signed.get(path.name) not in (None, hashlib.sha256(raw).hexdigest()):
+            if path.name in signed and not _is_signed(signed[path.name], raw):
                 raise SettingError(
                     f"checkpoint {path.name} was replaced after it was written",
                     found=f"{path / MANIFEST} is not the file that you signed",
@@ -122,15 +149,32 @@ def require_unchanged(run: Path) -> None:
 def forget_removed(run: Path) -> None:
     """Removes the signatures of checkpoints that are gone: a new one may get such a name."""
     seals = LineSeals(run)
-    signed, present = _signed_manifests(run, seals), {path.name for path in checkpoints(run)}
+    signed, present = _signatures(run, seals), {path.name for path in checkpoints(run)}
     if not signed.keys() <= present:
         lines = [_encode(seals, name, signed[name]) for name in signed if name in present]
         with contextlib.suppress(OSError):
             safe_paths.write_file(str(run), SIGNATURES, b"".join(lines))
 
 
-def _encode(seals: LineSeals, name: str, digest: str) -> bytes:
-    return json.dumps(seals.sealed({"checkpoint": name, "manifest": digest})).encode() + b"\n"
+def _encode(seals: LineSeals, name: str, signature: _Signature) -> bytes:
+    line = seals.sealed({"checkpoint": name, **asdict(signature)})
+    return json.dumps(line).encode() + b"\n"
+
+
+def _is_signed(signature: _Signature | None, raw: bytes) -> bool:
+    return signature is not None and signature.manifest == hashlib.sha256(raw).hexdigest()
+
+
+def _foreign_file(checkpoint: Path, manifest: Manifest) -> str:
+    """Names a file that the manifest does not, or a link: its target can change at any time."""
+    for folder, _, names in safe_paths.walk(str(checkpoint)):
+        for name in (f"{folder}/{name}" if folder else name for name in names):
+            if (checkpoint / name).is_symlink():
+                return f"{name!r:.100} is a link"
+            is_known = name == MANIFEST or name in manifest.files
+            if not is_known and not Path(name).name.startswith(".nfs"):  # NFS: still open somewhere
+                return f"{name!r:.100} is not in its manifest"
+    return ""
 
 
 def _read_manifest(checkpoint: Path) -> bytes:
@@ -153,17 +197,18 @@ def _chain_problem(run: Path, manifest: Manifest) -> str:
     return ""
 
 
-def _signed_manifests(run: Path, seals: LineSeals) -> Mapping[str, str]:
-    """The SHA-256 of each signed manifest, by checkpoint."""
+def _signatures(run: Path, seals: LineSeals) -> Mapping[str, _Signature]:
+    """The last valid signature of each checkpoint, by name."""
     try:
         head, tail = records.head_and_tail(run / SIGNATURES, 0, MAX_BYTES)
     except OSError:
         return {}
-    signed: dict[str, str] = {}
+    signed: dict[str, _Signature] = {}
     for text in (head or tail).split(b"\n"):
         line: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
         if isinstance(line, dict) and seals.is_valid(line):
-            signed[str(line.get("checkpoint"))] = str(line.get("manifest"))
+            signature = _Signature(str(line.get("manifest")), str(line.get("weights")))
+            signed[str(line.get("checkpoint"))] = signature
     return signed

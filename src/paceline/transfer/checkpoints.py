@@ -34,6 +34,7 @@ from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manife
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher, Sizes, room_problem
 
+OTHER_CHECKPOINT = "it differs from the checkpoint of that name here"
 MAX_REFUSAL_NOTES = 20  # a hostile node may list very many checkpoints
 MAX_NEW_WRITERS = 1000  # each start and each change of rank 0 adds one writer token
 MAX_NEW_STEPS = 10**10  # more than a year at 300 steps a second
@@ -206,7 +207,8 @@ class CheckpointFetcher:
         """Fetches new checkpoints and removes those that the node has removed.
 
         A node can be hostile. It cannot replace complete checkpoints that were here at the first
-        call, nor have the newest and the best of them removed. If ``keep`` is 0, only checkpoints
+        call, nor have the newest and the best of them removed. Nor can it replace a checkpoint that
+        was signed here by one with other weights. If ``keep`` is 0, only checkpoints
         that were fetched by this object are removed.
 
         A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
@@ -266,7 +268,7 @@ class CheckpointFetcher:
         if token > max_token or step > max_step:
             return "its number is far above those here"
         if name in (self._initial or ()):
-            return "it differs from the checkpoint of that name here"
+            return OTHER_CHECKPOINT
         return ""
 
     def _refuse(self, name: str, reason: str) -> None:
@@ -317,9 +319,12 @@ class CheckpointFetcher:
             return f"it has no {MANIFEST} of at most {records.MAX_OBJECT_BYTES} bytes"
         await self._fetch({f"{name}/{MANIFEST}": manifest_bytes}, arriving)
         try:
-            entries = (await asyncio.to_thread(_read_manifest, folder, name)).files
+            manifest = await asyncio.to_thread(_read_manifest, folder, name)
         except DamagedCheckpoint as damage:
             return f"it is damaged: {damage}"
+        run, entries = Path(self._run), manifest.files
+        if await asyncio.to_thread(signatures.has_other_weights, run, name, manifest):
+            return OTHER_CHECKPOINT
         sizes = {file: entry.bytes for file, entry in entries.items()}
         for file, size in sizes.items():
             if listed.get(file) != size:

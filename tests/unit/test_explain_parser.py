@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.explain.outcome import Outcome
 from paceline.explain.prefixes import strip_prefixes
 from paceline.explain.unit_parser import parse_units
 from paceline.explain.units import Exit
+from paceline.spec.errors import DataError
 
 TRACEBACK = """\
 Traceback (most recent call last):
@@ -132,6 +134,22 @@ def test_parses_traceback_in_json_record(record: object) -> None:
     assert unit.error is not None
     assert unit.error.type == "KeyError"
     assert unit.error.is_in_script
+
+
+def test_rejects_named_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.log")
+    with pytest.raises(DataError, match="is a named pipe"):
+        read_named(tmp_path / "pipe.log")
+
+
+def test_reads_pipe_of_shell() -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"KeyError: 'names'\n")
+    os.close(write_end)
+    try:
+        assert read_named(Path(f"/proc/self/fd/{read_end}")) == "KeyError: 'names'\n"
+    finally:
+        os.close(read_end)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])

@@ -271,11 +271,17 @@ def read_log(file: Path, tail_bytes: int = TAIL_BYTES, begin: int = 0) -> str:
 def read_named(file: Path) -> str:
     """Reads the beginning and the end of a log that the user names.
 
-    Unlike :func:`read_log`, it accepts links, pipes, and ``-`` for standard input.
+    Unlike :func:`read_log`, it accepts links, a shell's ``<(…)``, and ``-`` for standard input.
 
     Raises:
         DataError: The log cannot be read.
     """
+    # bash's <(…) is in /dev/fd, zsh's in /proc/self/fd
+    if file.is_fifo() and file.parts[:2] not in (("/", "dev"), ("/", "proc")):
+        raise DataError(
+            f"{file} is a named pipe, and nobody may be writing to it",
+            remedy="name a file, or pass a command's output: COMMAND | paceline explain --log -",
+        )
     with _readable(file):
         if str(file) == "-":
             return _read_stream(sys.stdin.buffer)

@@ -19,7 +19,8 @@ _MAX_FILES = 256
 def read_text(path: Path, label: str) -> str:
     """Reads a file in UTF-8, or UTF-16 with a byte order mark. Raises HostsError."""
     try:
-        if path.is_fifo() and not path.is_relative_to("/dev"):  # a shell's <(…) is in /dev/fd
+        # bash's <(…) is in /dev/fd, zsh's in /proc/self/fd
+        if path.is_fifo() and path.parts[:2] not in (("/", "dev"), ("/", "proc")):
             raise HostsError(
                 f"{label} is a named pipe, and nobody may be writing to it",
                 remedy="name a file, or pass a command's output: -H <(COMMAND)",

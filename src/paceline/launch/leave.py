@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import json
 import random
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -400,7 +398,7 @@ class _DetachedStart:
             "run": str(run.run_dir.absolute()) if is_local else None,
             "shown": short(run.run_dir.absolute()),
             "command": [redactor.text(argument) for argument in run.command],
-            "launched_by": f"{getpass.getuser()}@{socket.gethostname()}",
+            "launched_by": this_machine.user_at_host(),
             "launched_in": str(run.run_dir.absolute()),
             **run.options,
         }

@@ -6,6 +6,7 @@ Uses netlink and ``/proc`` on Linux, as the agents do, and psutil elsewhere.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import socket
 import sys
@@ -40,6 +41,15 @@ def mark_local(cluster: Cluster) -> Cluster:
     me = find_local_host(cluster, local_names(), {str(entry["address"]) for entry in addresses()})
     hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
     return replace(cluster, hosts=hosts)
+
+
+def user_at_host() -> str:
+    """This user and machine, as ``user@machine``; a container's user may have no name."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def local_names() -> set[str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 from paceline.cli.runs.lost import remaining_lease_s
 from paceline.cli.runs.state import end_run, read_state, request_launcher, require_owner_here
 from paceline.cli.verb import say
+from paceline.remote import this_machine
 from paceline.remote.channel import AgentRefusal, HostSilent, HostUnresponsive
 from paceline.rundir.ownership import detached_of, owner_alive, read_owner
 from paceline.spec.detached import DetachedRecord, SupervisorLocation
@@ -237,8 +236,9 @@ def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
 
 def was_started_here(run: DetachedRecord, path: Path) -> bool:
     """Returns whether the run was started on this machine, with that folder."""
-    me = f"{getpass.getuser()}@{socket.gethostname()}"
-    return run.launched_by == me and run.launched_in == str(path.absolute())
+    return run.launched_by == this_machine.user_at_host() and run.launched_in == str(
+        path.absolute()
+    )
 
 
 LauncherClient = LocalLauncher | RemoteLauncher

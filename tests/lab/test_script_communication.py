@@ -66,14 +66,14 @@ def test_restart_reports_lost_rounding_errors(site: Site) -> None:
     assert ended.err.count("the rounding errors of the last start are lost") == 1
 
 
-def test_reports_diverged_replicas(site: Site) -> None:
-    ended = site.run("job.py", "diverges")
-    assert ended.code == 0, ended.err
-    warning = (
-        "warning: rank 0 on n1, rank 1 on n2 train different models: 0.bias differs after step 0"
-    )
-    assert warning in ended.err
+def test_ends_ranks_that_begin_with_different_models(site: Site) -> None:
+    ended = site.run("--max-restarts", "1", "job.py", "diverges")
+    assert ended.code == 1, ended.err
+    headline = "began with a different model from the other ranks, so they did not train"
+    assert f"failed first: rank 1 on n2: {headline}: 0.bias differs" in ended.err
+    assert "not started again: the ranks would load the same models" in ended.err
     assert len(ended.events("replicas differ")) == 1
+    assert "git add -f FILE" in ended.err
 
 
 def test_no_verify_and_no_measure_options(site: Site) -> None:

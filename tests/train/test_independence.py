@@ -62,7 +62,7 @@ def test_reports_ranks_without_gradient_exchange(
 
 
 SPAWNING = """
-import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
 
 def train(rank):
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -72,8 +72,7 @@ def train(rank):
     optimizer.step()
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = 10_000 + os.getpid() % 20_000  # the system gives none of these to other sockets
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
     mp.spawn(train, nprocs=2)
 """

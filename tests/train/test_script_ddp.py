@@ -93,11 +93,11 @@ def test_replicas_are_compared_by_checksum(folder: Path) -> None:
     messages = json.loads((folder / "watched.json").read_text())["reports"]
     reports = [[entry for entry in rank if entry["event"] == replicas.REPORT] for rank in messages]
     assert [[entry["step"] for entry in rank] for rank in reports] == [[0, 8, 16, 24]] * 3
-    comparison, texts = replicas.ReplicaComparison(), []
+    comparison, differences = replicas.ReplicaComparison(), []
     for rank, messages in enumerate(reports):
         for entry in messages:
-            texts.append(comparison.add(Event(entry["event"], f"n{rank}", rank, 0.0, entry)))
-    assert [text for text in texts if text] == [
+            differences.append(comparison.add(Event(entry["event"], f"n{rank}", rank, 0.0, entry)))
+    assert [difference.text for difference in differences if difference] == [
         "rank 1 on n1 trains a different model from the others: middle.bias differs after step 24"
     ]
 

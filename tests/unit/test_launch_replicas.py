@@ -19,34 +19,39 @@ def test_equal_replicas() -> None:
     comparison = ReplicaComparison()
     for step in (0, 16):
         for rank in (2, 0, 1):
-            assert comparison.add(report(rank, "a", "b", step=step)) == ""
+            assert comparison.add(report(rank, "a", "b", step=step)) is None
     assert not comparison._pending
 
 
 def test_differing_rank_is_named_once_with_first_parameter() -> None:
     comparison = ReplicaComparison()
-    assert comparison.add(report(0, "a", "b", "c", step=16)) == ""
-    assert comparison.add(report(1, "a", "x", "y", step=16)) == ""
-    text = comparison.add(report(2, "a", "b", "c", step=16))
-    assert (
-        text
-        == "rank 1 on n1 trains a different model from the others: layer1 differs after step 16"
+    assert comparison.add(report(0, "a", "b", "c", step=16)) is None
+    assert comparison.add(report(1, "a", "x", "y", step=16)) is None
+    difference = comparison.add(report(2, "a", "b", "c", step=16))
+    assert difference is not None
+    assert difference[:4] == (16, "n1", 1, "layer1")
+    assert difference.text == (
+        "rank 1 on n1 trains a different model from the others: layer1 differs after step 16"
     )
     for rank in range(3):
-        assert comparison.add(report(rank, f"{rank}", step=32)) == ""
+        assert comparison.add(report(rank, f"{rank}", step=32)) is None
 
 
 def test_two_ranks_have_no_majority() -> None:
     comparison = ReplicaComparison()
-    assert comparison.add(report(0, "a", members=2)) == ""
-    text = comparison.add(report(1, "b", members=2))
-    assert text == "rank 0 on n0, rank 1 on n1 train different models: layer0 differs after step 0"
+    assert comparison.add(report(0, "a", members=2)) is None
+    difference = comparison.add(report(1, "b", members=2))
+    assert difference is not None
+    assert difference[:4] == (0, "n1", 1, "layer0")
+    assert difference.text == (
+        "rank 0 on n0, rank 1 on n1 train different models: layer0 differs before the first step"
+    )
 
 
 def test_does_not_compare_different_steps_or_models() -> None:
     comparison = ReplicaComparison()
     for rank, other in enumerate(({"step": 16}, {"step": 32}, {"replica": 1}, {"first": 25})):
-        assert comparison.add(report(rank % 2, f"{rank}", members=2, **other)) == ""
+        assert comparison.add(report(rank % 2, f"{rank}", members=2, **other)) is None
 
 
 def test_drops_incomplete_reports(monkeypatch: Any) -> None:

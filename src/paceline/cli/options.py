@@ -309,7 +309,7 @@ RUN = [
                  help="Say at the end if sending gradients, or waiting for a slow rank, takes much"
                       " of SCRIPT's steps."),
     click.option("--verify/--no-verify", default=True,
-                 help="Warn if the ranks' parameters in SCRIPT's DistributedDataParallel differ."),
+                 help="End the job if the models in SCRIPT's DistributedDataParallel differ before the first step, warn if they differ later."),
     click.option("--pass-local-rank", is_flag=True,
                  help="Pass SCRIPT its local rank as --local_rank=N, or as --local-rank=N if SCRIPT"
                       " uses only that spelling. DeepSpeed and torch.distributed.launch do the"

@@ -22,9 +22,10 @@ from paceline.spec.schema import (
 
 # "agent": it left by itself; "lease": it lost the launcher; "launcher": that was away; "early": a
 # rank ended normally while others needed it; "hang": no progress; "record": the run directory
-# cannot be written; "forkserver": it died, with its ranks; "stranger": a foreign process connected
+# cannot be written; "forkserver": it died, with its ranks; "stranger": a foreign process connected;
+# "replicas": ranks began with different models
 Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "agent", "lease",
-               "launcher", "early", "hang", "stranger"]  # fmt: skip
+               "launcher", "early", "hang", "stranger", "replicas"]  # fmt: skip
 LAUNCHER_HOST = "this machine"
 # Raised by a newcomer that does more than the other ranks did before their first batch
 NEWCOMER_MISMATCH = "this process started differently from the ranks that it joins"

@@ -15,5 +15,5 @@ def match(evidence: Evidence) -> Match | None:
     if early is not None:
         return Match(cause, confidence=0.95, lines=(early.cause, *early.lines))
     failure = evidence.first_failure
-    has_hung = failure is not None and failure.kind == "hang"
-    return Match(cause, confidence=0.95) if has_hung or evidence.result.exit_code == 0 else None
+    is_its_end = failure is not None and failure.kind in ("hang", "replicas")
+    return Match(cause, confidence=0.95) if is_its_end or evidence.result.exit_code == 0 else None

@@ -254,9 +254,8 @@ class Attempt:
         elif event.kind == script_timings.REPORT:
             self._timings.add(event)
         elif event.kind == replicas.REPORT:
-            if text := self._replicas.add(event):
-                self._screen.note(f"paceline: warning: {text}")
-                self._recorder.event("replicas differ", text=text)
+            if difference := self._replicas.add(event):
+                self._on_difference(difference)
         elif event.kind == "communication" and not self._is_compressed:
             self._is_compressed = True
             if self.plan.attempt and (text := communication.lost_errors(self._method)):
@@ -304,6 +303,19 @@ class Attempt:
             self._hangs.rank_ended(node.name, -1 if event.rank is None else event.rank)
         else:
             self.fail(failure)
+
+    def _on_difference(self, difference: replicas.Difference) -> None:
+        """Ends the attempt if ranks begin with different models; later, it may be on purpose."""
+        self._recorder.event("replicas differ", text=difference.text)
+        if difference.step:
+            self._screen.note(f"paceline: warning: {difference.text}")
+        else:
+            headline = (
+                "began with a different model from the other ranks, so they did not train:"
+                f" {difference.parameter} differs"
+            )
+            where = difference.host, difference.rank
+            self.fail(Failure("replicas", *where, time.monotonic(), headline=headline))
 
     def describe_independence(self) -> str:
         """Returns a sentence if the ranks did not work together; else empty."""

@@ -347,7 +347,7 @@ class ElasticDriver:
     async def _diagnose(self, failure: Failure, departing: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip
         """Collects what the hosts show about a failure."""
-        if failure.kind == "stranger":
+        if failure.kind in ("stranger", "replicas"):
             return Diagnosis()
         if self._request.elastic and await self._lost_hosts(failure, departing):
             return Diagnosis(lost_hosts=True)

@@ -192,6 +192,9 @@ class RetryPolicy:
         if failure.kind == "stranger":
             note = "the job is not started again while somebody interferes with it"
             return Verdict(False, notes=(note,))
+        if failure.kind == "replicas":
+            note = "the job is not started again: the ranks would load the same models"
+            return Verdict(False, notes=(note,))
         if diagnosis.lost_hosts:
             return Verdict(True)
         if diagnosis.full_disk:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from paceline.spec.events import Event
 
 REPORT = "replica checksums"
 MAX_PENDING = 4000  # reports for which others are missing; the oldest are dropped
+
+
+class Difference(NamedTuple):
+    """Replicas that are not equal.
+
+    Attributes:
+        step: Number of optimizer steps before. At 0, the script's constructor of
+            DistributedDataParallel had made them equal just before.
+        host, rank: A rank that differs; with two ranks, the second.
+        parameter: The first that differs.
+        text: A sentence that names all ranks that differ.
+    """
+
+    step: int
+    host: str
+    rank: int
+    parameter: str
+    text: str
 
 
 class ReplicaComparison:
@@ -18,23 +37,23 @@ class ReplicaComparison:
         self._pending: dict[tuple[int, int, int], dict[int, Event]] = {}
         self._has_differed = False
 
-    def add(self, event: Event) -> str:
-        """Takes a rank's report; returns a sentence when ranks differ for the first time."""
+    def add(self, event: Event) -> Difference | None:
+        """Takes a rank's report; returns a difference when ranks differ for the first time."""
         key = event["replica"], event["step"], event["first"]
         reports = self._pending.setdefault(key, {})
         reports[-1 if event.rank is None else event.rank] = event
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
         if self._has_differed or len(reports) < len(event["members"]):
-            return ""
+            return None
         del self._pending[key]
-        text = describe_difference(reports)
-        self._has_differed = bool(text)
-        return text
+        difference = find_difference(reports)
+        self._has_differed = difference is not None
+        return difference
 
 
-def describe_difference(reports: Mapping[int, Event]) -> str:
-    """Returns which ranks' parameters differ, by their reports of one step; empty if none."""
+def find_difference(reports: Mapping[int, Event]) -> Difference | None:
+    """Returns which ranks' parameters differ, by their reports of one step."""
     sums = {
         rank: {entry["name"]: entry["value"] for entry in event["sums"]}
         for rank, event in sorted(reports.items())
@@ -51,5 +70,7 @@ def describe_difference(reports: Mapping[int, Event]) -> str:
             text = ", ".join(f"rank {rank} on {reports[rank].host}" for rank in ranks)
             than = "a different model from the others" if has_majority else "different models"
             verb = "trains" if len(ranks) == 1 else "train"
-            return f"{text} {verb} {than}: {name} differs after step {step}"
-    return ""
+            moment = f"after step {step}" if step else "before the first step"
+            sentence = f"{text} {verb} {than}: {name} differs {moment}"
+            return Difference(step, reports[ranks[-1]].host, ranks[-1], name, sentence)
+    return None

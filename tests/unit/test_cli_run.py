@@ -147,6 +147,7 @@ def test_rejects_interpreter_or_folder_as_script(
         ("run.sh", b"torchrun train.py\n", "paceline run --no-python bash run.sh --lr 1"),
         ("run", b"#!/usr/bin/env bash\n", "paceline run --no-python bash run --lr 1"),
         ("solver", b"\x7fELF\2\1\1", "paceline run --no-python ./solver --lr 1"),
+        ("train.ipynb", b"{}", "jupyter nbconvert --to script train.ipynb"),
     ],
 )
 def test_rejects_scripts_that_are_not_python(

@@ -1290,6 +1290,11 @@ def test_cancelled_connections_close_before_event_loop(
     [
         ("OSError: [Errno 28] No space left on device", 4096, "the disk of /r on n1 is still full"),
         ("OSError: [Errno 28] No space left on device", 1 << 30, ""),
+        (
+            "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+            4096,
+            "the disk of /r on n1 is still full",
+        ),
         ("ValueError: boom", 4096, ""),
     ],
 )

@@ -13,6 +13,7 @@ from paceline.spec.failure import LAUNCHER_HOST, OUT_OF_MEMORY, Failure, Kind, d
 
 _DISK_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full"
+    r"|PytorchStreamWriter failed writing|\] \. unexpected pos \d+ vs \d+"  # torch.save
 )
 ASKED_TO_END = "asked to end by SIGTERM, by the scheduler or somebody's kill"
 FAILURE_DELAY_S = 0.5  # to wait for reports of earlier failures

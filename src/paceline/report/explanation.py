@@ -49,7 +49,10 @@ def _describe_unknown(evidence: Evidence) -> list[str]:
     if first is None:
         quoted = _log_tail(evidence)
     else:
-        quoted = ["", f"first failure ({first.label}):", *_indented(first.lines[-MAX_QUOTED:])]
+        failure = evidence.first_failure
+        is_other = failure is not None and failure.where not in first.label
+        heading = "first error in the logs" if is_other else "first failure"
+        quoted = ["", f"{heading} ({first.label}):", *_indented(first.lines[-MAX_QUOTED:])]
         words = [unit.lines[0] for unit in context if unit is not first][-MAX_QUOTED:]
         quoted += ["", "before it:", *_indented(words)] if words else []
     return [*quoted, "", *_labeled("to collect: ", TO_COLLECT)]

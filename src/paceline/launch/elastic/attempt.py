@@ -311,8 +311,7 @@ class Attempt:
             self._screen.note(f"paceline: warning: {difference.text}")
         else:
             headline = (
-                "began with a different model from the other ranks, so they did not train:"
-                f" {difference.parameter} differs"
+                f"began with a different model from the other ranks: {difference.parameter} differs"
             )
             where = difference.host, difference.rank
             self.fail(Failure("replicas", *where, time.monotonic(), headline=headline))

@@ -51,6 +51,12 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
             found="a pipe or a device, which ranks cannot read again",
             remedy="Save the script in a file, and name the file",
         )
+    if path.suffix == ".ipynb":
+        raise SettingError(
+            f"{script} is a notebook, and ranks run scripts",
+            remedy="Save its code as a script, and run that: "
+            + shell_text(["jupyter", "nbconvert", "--to", "script", script]),
+        )
     if program := _foreign_program(path):
         raise SettingError(
             f"{script} is {program[0]}, and the ranks run with Python",

@@ -92,6 +92,8 @@ def test_replaces_only_own_output(state: PathState, arrives: bool) -> None:
 @pytest.mark.parametrize(("path", "unit"), [
     ("out/checkpoint-500/optimizer.pt", "out/checkpoint-500"),
     ("out/checkpoint-500/global_step3/x.pt", "out/checkpoint-500"),
+    ("out/ep_2/optimizer.bin", "out/ep_2"),
+    ("out/eps_0.1/a.png", "out/eps_0.1/a.png"),
     ("step_3/a/b.bin", "step_3"),
     ("logs/version_0/checkpoints/epoch=1-step=2.ckpt", None),
     ("out/ckpt_5.pt", None),

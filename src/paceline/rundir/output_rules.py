@@ -70,7 +70,8 @@ _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
-    r"(?:checkpoint|ckpt|step|epoch|iter|iteration|global[-_]?step)s?[-_=.]?[0-9].*", re.IGNORECASE
+    r"(?:(?:checkpoint|ckpt|step|epoch|iter|iteration|global[-_]?step)s?|ep)[-_=.]?[0-9].*",
+    re.IGNORECASE,
 )
 _LAST_FILES = frozenset({DCP_INDEX, "trainer_state.json"})  # written last, by DCP and HF Trainer
 _CHECKPOINT_SUFFIXES = frozenset({"bin", "ckpt", "distcp", "npz", "pt", "pth", "safetensors"})

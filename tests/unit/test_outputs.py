@@ -15,13 +15,14 @@ import zipfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from paceline.agent.files import outputs as agent_outputs
 from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.supervision.rank_process import RankProcess
+from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.planning.placement import Supplies
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote.channel import AgentRefusal
@@ -32,7 +33,7 @@ from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, sc
 from paceline.transfer import output_folders, outputs, results, torch_files
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
 from paceline.transfer.outputs import OutputStore
-from paceline.transfer.tree import Manifest, read_tree
+from paceline.transfer.tree import Manifest, Tree, read_tree
 from real_agents import Served, agent_in_thread
 
 HOUR_S = 3600.0
@@ -945,6 +946,27 @@ def test_notes_unsent_checkpoint_of_different_run(
     assert not notes_of("third", "out/ckpt.pt")
     (workspace.project / "out/ckpt.pt").write_bytes(b"of the user")
     assert not notes_of("second")
+
+
+@pytest.mark.parametrize(
+    ("num_own", "is_shared", "has_copy", "is_noted"),
+    [(2, False, False, True), (1, False, False, False), (2, True, False, False),
+     (2, False, True, False)],
+)  # fmt: skip
+def test_notes_hosts_with_own_projects(
+    workspace: Workspace, num_own: int, is_shared: bool, has_copy: bool, is_noted: bool
+) -> None:
+    run = workspace.project / "runs/first"
+    run.mkdir(parents=True)
+    notes: list[str] = []
+    sync = OutputSync(run, notes.append)
+    sync.set_code(Supplies(Tree(workspace.project, [["train.py", "", 0o644, 4]])))
+    copies = {"code": ("/copy", "")} if has_copy else {}
+    nodes = [SimpleNamespace(name=f"n{number}", host=SimpleNamespace(local=number > num_own),
+                             shared_run_dir=is_shared, copies=copies)
+             for number in (1, 2)]  # fmt: skip
+    sync._note_own_projects(cast(Fleet, SimpleNamespace(everyone=nodes)))
+    assert [note.partition(" have")[0] for note in notes] == ["paceline: note: n1, n2"] * is_noted
 
 
 def test_files_of_other_run_keep_modification_times(workspace: Workspace) -> None:

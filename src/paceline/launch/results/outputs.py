@@ -89,6 +89,23 @@ class OutputSync:
                           if not node.shared_run_dir])  # fmt: skip
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
         await self._note_unsent_checkpoint(fleet)
+        self._note_own_projects(fleet)
+
+    def _note_own_projects(self, fleet: Fleet) -> None:
+        """Says which hosts have the project themselves, so that files are not sent to others."""
+        if self._tree is None or not self._run.resolve().is_relative_to(self._tree.root):
+            return
+        hosts = [
+            node.name
+            for node in fleet.everyone
+            if not (node.host.local or node.shared_run_dir or node.copies.get("code"))
+        ]
+        if len(hosts) > 1:
+            names = ", ".join(hosts[:5]) + ", …" * (len(hosts) > 5)
+            self._note(
+                f"paceline: note: {names} have the project on disks of their own, where files of"
+                " the script stay. To have its checkpoints on all hosts, add --ship always"
+            )
 
     async def _note_unsent_checkpoint(self, fleet: Fleet) -> None:
         """Says which checkpoint of another run the hosts do not get, and how they would.

@@ -54,9 +54,20 @@ def test_does_not_compare_different_steps_or_models() -> None:
         assert comparison.add(report(rank % 2, f"{rank}", members=2, **other)) is None
 
 
+def test_does_not_compare_different_groups() -> None:
+    comparison = ReplicaComparison()
+    for rank, value in ((0, "a"), (2, "b"), (1, "a"), (3, "b")):
+        group = [0, 1] if rank < 2 else [2, 3]
+        report_of_group = Event(
+            replicas.REPORT, f"n{rank}", rank, 0.0, {**report(rank, value).fields, "members": group}
+        )
+        assert comparison.add(report_of_group) is None
+    assert not comparison._pending
+
+
 def test_drops_incomplete_reports(monkeypatch: Any) -> None:
     monkeypatch.setattr(replicas, "MAX_PENDING", 5)
     comparison = ReplicaComparison()
     for step in range(20):
         comparison.add(report(0, "a", step=step))
-    assert [step for _, step, _ in comparison._pending] == [15, 16, 17, 18, 19]
+    assert [step for _, _, step, _ in comparison._pending] == [15, 16, 17, 18, 19]

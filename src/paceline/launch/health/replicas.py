@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.spec.events import Event
 
@@ -34,12 +34,13 @@ class ReplicaComparison:
     """Finds out whether the ranks of an attempt still train the same model."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[int, int, int], dict[int, Event]] = {}
+        self._pending: dict[tuple[Any, ...], dict[int, Event]] = {}
         self._has_differed = False
 
     def add(self, event: Event) -> Difference | None:
         """Takes a rank's report; returns a difference when ranks differ for the first time."""
-        key = event["replica"], event["step"], event["first"]
+        # the ranks of several groups may train models of the same number
+        key = tuple(event["members"]), event["replica"], event["step"], event["first"]
         reports = self._pending.setdefault(key, {})
         reports[-1 if event.rank is None else event.rank] = event
         if len(self._pending) > MAX_PENDING:

@@ -235,3 +235,11 @@ def test_merges_equal_log_lines_and_shows_progress_bar() -> None:
 def test_parses_progress_bars(text: str, expected: ScriptProgress | None) -> None:
     assert find_progress(text.encode()) == expected
     assert find_progress(f"other\r{text}".encode()) == expected
+
+
+def test_lost_hosts_are_shown_first() -> None:
+    hosts = [{"name": f"n{number}", "cpu": 0.5, "state": "running"} for number in range(1, 9)]
+    hosts[7] |= {"state": "lost", "trouble": "lost: no route to host"}
+    lines = describe_loads(hosts)
+    assert lines[0] == "n8: lost: no route to host"
+    assert lines[-1] == "and 4 more hosts: --json"

@@ -94,7 +94,8 @@ def silence_s(rank: Mapping[str, Any]) -> float:
 
 def describe_loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
-    for host in hosts[:_MAX_LISTED]:
+    lost_first = sorted(hosts, key=lambda host: host.get("state") != "lost")
+    for host in lost_first[:_MAX_LISTED]:
         used = [("CPU", host.get("cpu")), ("memory", host.get("memory"))]
         used += [(f"GPU {at}", load) for at, load in enumerate(host.get("gpus") or ())]
         moved = [("receives", host.get("in_bps")), ("sends", host.get("out_bps"))]

@@ -65,7 +65,7 @@ def measure(session: object, rows: int, rounds: int) -> dict[bool, list[float]]:
     network = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-4))
     total = rows * session.world.size
-    data = TensorDataset(torch.randn(total * CHUNK, 512))
+    data = TensorDataset(torch.zeros(total * CHUNK, 512))
     loader, clock = session.loader(data, total, workers=0), session._loop.pace._clock
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * rounds + 2):

@@ -136,7 +136,9 @@ def session_seconds(
         module = make_model()
         model = session.prepare(module, make_optimizer(module), overlap="auto")
         num_samples = steps * samples * session.world.size
-        data = TensorDataset(torch.randint(0, 256, (num_samples, 129)))
+        data = TensorDataset(
+            torch.randint(0, 256, (num_samples, 129), generator=torch.Generator().manual_seed(1))
+        )
         loader = session.loader(data, samples * session.world.size, workers=0)
         for _ in session.epochs(loader, steps=steps):
             for (inputs,) in loader:

@@ -135,6 +135,13 @@ def test_rejects_different_sample_orders(worlds: Any) -> None:
     assert all("the order of the samples" in entry["orders"] for entry in worlds[2])
 
 
+def test_rejects_different_splits(worlds: Any) -> None:
+    assert worlds[1][0]["split"] == ""
+    for entry in worlds[3]:
+        assert "the data set must be the same on every rank" in entry["split"]
+        assert "split the data before session.prepare" in entry["split"]
+
+
 def test_ranks_get_rows_of_peers(worlds: Any) -> None:
     assert worlds[3][1]["sums"] == [0, 1, 2]
 

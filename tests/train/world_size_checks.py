@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset, random_split
 from unused_parameters import Branches
 
 from paceline import train
@@ -39,6 +39,7 @@ def world(folder: Path) -> None:
             "few": refused(lambda: session.loader(numbers(1), 4)) if session.world.size > 1 else "",
             "order": stated_order(session),
             "orders": refused(lambda: session.loader(numbers(9), 4, order=own_order(session))),
+            "split": refused(lambda: session.loader(own_split(session), 4)),
             "once": made_once(session, folder),
             "odd": odd_sizes(session),
             "trained": trained(session, limit=0),
@@ -255,6 +256,12 @@ def stated_order(session: train.Session) -> list[list[int]]:
 
 def own_order(session: train.Session):
     return lambda epoch: [session.world.rank] * 9
+
+
+def own_split(session: train.Session) -> Subset:
+    """A split by random numbers of the rank, as after ``session.prepare``."""
+    generator = torch.Generator().manual_seed(session.world.rank)
+    return random_split(numbers(12), [9, 3], generator)[0]
 
 
 def fail_on_last(session: train.Session) -> None:

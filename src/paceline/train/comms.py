@@ -410,7 +410,7 @@ class Comms:
     def barrier(self) -> None:
         self.rows(torch.zeros(1))
 
-    def agree(self, subject: str, value: str) -> None:
+    def agree(self, subject: str, value: str, remedy: str = "") -> None:
         """Checks that ``value`` is the same on every rank.
 
         Raises:
@@ -423,7 +423,7 @@ class Comms:
                 raise JobError(
                     f"{subject} must be the same on every rank",
                     found=f"{reference[0]}: {reference[1]}\n{rank_name}: {rank_value}",
-                    remedy="give every node the same files and the same options",
+                    remedy=remedy or "give every node the same files and the same options",
                 )
 
     def together(self, act: Callable[[], T]) -> T:

@@ -172,9 +172,12 @@ class Member:
 
     # -- operations of all ranks ---------------------------------------------------------
 
-    def agree(self, what: str, value: str) -> None:
-        """Raises :class:`JobError` on every rank when ``value`` is not the same on all of them."""
-        self.comms.agree(what, value)
+    def agree(self, what: str, value: str, remedy: str = "") -> None:
+        """Raises :class:`JobError` on every rank when ``value`` is not the same on all of them.
+
+        ``remedy``: What the error says to do; by default to give all nodes the same files.
+        """
+        self.comms.agree(what, value, remedy)
 
     def together(self, act: Callable[[], T]) -> T:
         """Calls ``act`` on every rank; an error of one rank is raised on every rank."""

@@ -269,7 +269,8 @@ class Session(Member):
             SettingError: This is no data set with numbered samples; ``order`` gives no such ids;
                 there is not one length for each sample; ``balance`` or ``limit`` name no hosts of
                 the job.
-            JobError: ``order`` is not the same on every rank.
+            JobError: ``order`` is not the same on every rank, or the data are not, as far as their
+                number, the indices of a ``Subset`` and some rows of a ``TensorDataset`` show it.
         """
         loader = self._loaders.loader(
             data, global_batch, shuffle, order, lengths, limit, workers, collate, balance, drop_slow

@@ -11,8 +11,8 @@ from paceline import train
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10**6
 seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 0.05
 with train.join() as session:
-    net = session.prepare(model := nn.Linear(4, 2), torch.optim.SGD(model.parameters(), lr=0.1))
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    net = session.prepare(model := nn.Linear(4, 2), torch.optim.SGD(model.parameters(), lr=0.1))
     loader = session.loader(data, 16)
     session.checkpoints(every="never")
     for _ in session.epochs(loader, steps=steps):

@@ -11,6 +11,7 @@ from paceline.train import device as devices
 from paceline.train import parallel
 from paceline.train.data.division import BatchDivision, has_batch_norm, parse_balance
 from paceline.train.data.fetch import Collate, Data, Fetch, loader_workers, order_of, usable_cpus
+from paceline.train.data.fingerprint import fingerprint
 from paceline.train.data.loader import Loader, Shard, check_limit
 from paceline.train.data.order import EpochOrder, group_by_length, with_script_order
 from paceline.train.data.shards import ShardedDataset
@@ -18,6 +19,12 @@ from paceline.train.elastic.membership import Membership
 from paceline.train.measure.probe import Probe
 from paceline.train.member import Member
 from paceline.train.models import Models
+
+SAME_DATA_REMEDY = (
+    "make or split the data before session.prepare, after which each rank draws other random"
+    " numbers, or use a generator with a seed: random_split(data, lengths,"
+    " torch.Generator().manual_seed(0)). Sort lists of files. All hosts need the same files"
+)
 
 
 class LoaderFactory:
@@ -54,6 +61,8 @@ class LoaderFactory:
             workers = loader_workers(usable_cpus(), member.world.local_size)
         if isinstance(data, ShardedDataset):
             member.agree("the data set", data.fingerprint)
+        else:
+            member.agree("the data set", fingerprint(data), remedy=SAME_DATA_REMEDY)
         sample_order = order_of(data, self._seed, shuffle)
         if order is not None:
             sample_order = with_script_order(sample_order, order)

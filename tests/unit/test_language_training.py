@@ -144,7 +144,8 @@ def test_separate_test_file_is_held_out(data: Path, tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (b"", "holds no text"),
-        (b"caf\xe9 au lait, more than four bytes", "cannot be read as text"),
+        (b"caf\xe9 au lait, more than four bytes", "convert it: iconv -f WINDOWS-1252 -t UTF-8"),
+        ("text of Windows".encode("utf-16"), "convert it: iconv -f UTF-16 -t UTF-8"),
         (b"ab", "the train part of the data is too short"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import hashlib
@@ -162,10 +163,17 @@ def read_lines(path: Path) -> list[str]:
         raise DataError(
             f"{path} is not in UTF-8",
             found=_find_undecodable(content),
-            remedy="convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW",
+            remedy=conversion_to_utf8(content),
         ) from None
     lines = text.split("\n")
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def conversion_to_utf8(content: bytes) -> str:
+    """Says how to convert a text file, by its first bytes."""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "UTF-16" if is_utf16 else "WINDOWS-1252"
+    return f"convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 
 def _find_undecodable(content: bytes) -> str:

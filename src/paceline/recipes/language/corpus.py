@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
+from paceline.recipes.data.texts import conversion_to_utf8
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.records import read_file
 from paceline.spec.errors import DataError
@@ -211,5 +212,9 @@ def _read_text(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8", newline="") as file:
             while block := file.read(_BLOCK_CHARACTERS):
                 yield block
+    except UnicodeDecodeError as error:
+        with path.open("rb") as raw:
+            remedy = conversion_to_utf8(raw.read(2))
+        raise DataError(f"{path} is not in UTF-8", found=str(error), remedy=remedy) from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as text", found=str(error)) from None

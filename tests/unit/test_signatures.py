@@ -141,6 +141,13 @@ def test_reports_link_to_equal_content(run: Path, tmp_path: Path) -> None:
     assert (changed.status, changed.problem) == ("changed", "'weights.safetensors' is a link")
 
 
+def test_reports_link_to_folder(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (run / CHECKPOINTS / "20" / "weights").symlink_to(tmp_path / "elsewhere")
+    (_, changed, _) = signatures.verify(run)
+    assert (changed.status, changed.problem) == ("changed", "'weights' is a link")
+
+
 def test_checkpoint_may_reuse_name_of_removed_checkpoint(run: Path) -> None:
     for file in (run / CHECKPOINTS / "30").iterdir():
         file.unlink()

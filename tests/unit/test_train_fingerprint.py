@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -47,6 +49,17 @@ def test_subsets_differ_by_their_indices() -> None:
     data = TensorDataset(INPUTS)
     assert fingerprint(Subset(data, [1, 2, 3])) == fingerprint(Subset(data, range(1, 4)))
     assert fingerprint(Subset(data, [1, 2, 3])) != fingerprint(Subset(data, [1, 2, 4]))
+
+
+def test_indices_may_be_names() -> None:
+    data: Any = Unread()
+    names: Any = ["a", "b"], ["a", "c"]
+    assert fingerprint(Subset(data, names[0])) != fingerprint(Subset(data, names[1]))
+
+
+def test_more_rows_than_float32_can_number() -> None:
+    data = TensorDataset(torch.zeros(20_000_000, dtype=torch.bool))
+    assert fingerprint(data).startswith("20000000 samples")
 
 
 def test_samples_of_other_data_sets_are_not_read() -> None:

@@ -276,13 +276,13 @@ def read_named(file: Path) -> str:
     Raises:
         DataError: The log cannot be read.
     """
-    # bash's <(…) is in /dev/fd, zsh's in /proc/self/fd
-    if file.is_fifo() and file.parts[:2] not in (("/", "dev"), ("/", "proc")):
-        raise DataError(
-            f"{file} is a named pipe, and nobody may be writing to it",
-            remedy="name a file, or pass a command's output: COMMAND | paceline explain --log -",
-        )
     with _readable(file):
+        # bash's <(…) is in /dev/fd, zsh's in /proc/self/fd
+        if file.is_fifo() and file.parts[:2] not in (("/", "dev"), ("/", "proc")):
+            raise DataError(
+                f"{file} is a named pipe, and nobody may be writing to it",
+                remedy="name a file, or pass a command's output: COMMAND | paceline explain --log -",
+            )
         if str(file) == "-":
             return _read_stream(sys.stdin.buffer)
         with file.open("rb") as stream:

@@ -167,10 +167,12 @@ def _is_signed(signature: _Signature | None, raw: bytes) -> bool:
 
 def _foreign_file(checkpoint: Path, manifest: Manifest) -> str:
     """Names a file that the manifest does not, or a link: its target can change at any time."""
-    for folder, _, names in safe_paths.walk(str(checkpoint)):
-        for name in (f"{folder}/{name}" if folder else name for name in names):
-            if (checkpoint / name).is_symlink():
-                return f"{name!r:.100} is a link"
+    for folder, folders, names in safe_paths.walk(str(checkpoint)):
+        prefix = f"{folder}/" if folder else ""
+        for path in (prefix + name for name in (*folders, *names)):
+            if (checkpoint / path).is_symlink():
+                return f"{path!r:.100} is a link"
+        for name in (prefix + name for name in names):
             is_known = name == MANIFEST or name in manifest.files
             if not is_known and not Path(name).name.startswith(".nfs"):  # NFS: still open somewhere
                 return f"{name!r:.100} is not in its manifest"

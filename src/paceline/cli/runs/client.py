@@ -236,9 +236,8 @@ def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
 
 def was_started_here(run: DetachedRecord, path: Path) -> bool:
     """Returns whether the run was started on this machine, with that folder."""
-    return run.launched_by == this_machine.user_at_host() and run.launched_in == str(
-        path.absolute()
-    )
+    is_mine = run.launched_by == this_machine.user_at_host()
+    return is_mine and run.launched_in == str(path.absolute())
 
 
 LauncherClient = LocalLauncher | RemoteLauncher

@@ -29,7 +29,10 @@ def fingerprint(data: Data) -> str:
 
 def _parts(data: object) -> Iterator[bytes]:
     if isinstance(data, Subset):
-        yield numpy.asarray(data.indices, dtype=numpy.int64).tobytes()
+        try:
+            yield numpy.asarray(data.indices, dtype=numpy.int64).tobytes()
+        except (TypeError, ValueError, OverflowError):  # such as names, or a tensor on a GPU
+            yield repr(data.indices).encode()
         yield from _parts(data.dataset)
     elif isinstance(data, ConcatDataset):
         for inner in data.datasets:
@@ -37,7 +40,8 @@ def _parts(data: object) -> Iterator[bytes]:
     elif isinstance(data, TensorDataset):
         for tensor in data.tensors:
             yield repr((tensor.dtype, tuple(tensor.shape))).encode()
-            if tensor.numel():
-                numbers = torch.linspace(0, len(tensor) - 1, NUM_ROWS).long().to(tensor.device)
+            if tensor.numel() and tensor.layout is torch.strided:
+                # integers: float32 rounds the numbers of more than 16 million rows
+                numbers = [row * (len(tensor) - 1) // (NUM_ROWS - 1) for row in range(NUM_ROWS)]
                 rows = tensor.detach()[numbers].cpu().contiguous().flatten()
                 yield rows.view(torch.uint8).numpy().tobytes()

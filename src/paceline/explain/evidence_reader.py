@@ -281,7 +281,8 @@ def read_named(file: Path) -> str:
         if file.is_fifo() and file.parts[:2] not in (("/", "dev"), ("/", "proc")):
             raise DataError(
                 f"{file} is a named pipe, and nobody may be writing to it",
-                remedy="name a file, or pass a command's output: COMMAND | paceline explain --log -",
+                remedy="name a file, or pass a command's output:"
+                " COMMAND | paceline explain --log -",
             )
         if str(file) == "-":
             return _read_stream(sys.stdin.buffer)

@@ -753,11 +753,8 @@ def test_abandons_host_with_closed_pipe() -> None:
     assert asyncio.run(asyncio.wait_for(run_scenario(), 10))
 
 
-def test_error_names_foreign_shell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("paceline.remote.channel.HELLO_TIMEOUT_S", 0.2)
-    shell = "cat >/dev/null; sleep 0.2; echo 'fish: Missing end to balance this' >&2"
+def open_through(shell: str) -> None:
+    """Opens a channel through a shell command in the place of ssh."""
 
     async def run_scenario() -> None:
         pipe = subprocess.PIPE
@@ -766,8 +763,23 @@ def test_error_names_foreign_shell(
         )
         await Channel(Host("n1"), ProcessLink(child)).open()
 
+    asyncio.run(asyncio.wait_for(run_scenario(), 30))
+
+
+def test_error_names_foreign_shell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.remote.channel.HELLO_TIMEOUT_S", 0.2)
     with pytest.raises(LoginError, match="another shell"):
-        asyncio.run(asyncio.wait_for(run_scenario(), 30))
+        open_through("cat >/dev/null; sleep 0.2; echo 'fish: Missing end to balance this' >&2")
+
+
+def test_error_names_exit_status_that_follows_end_of_output() -> None:
+    """The remote command's exit status arrives after the end of its output."""
+    with pytest.raises(LoginError) as error:
+        open_through("echo No commands; exec >&-; sleep 0.3; exit 3")
+    found = "ssh ended with status 3 before our command ran, and printed: No commands"
+    assert error.value.refusal.details == found
 
 
 def test_error_for_unresponsive_host_names_proxy_command(

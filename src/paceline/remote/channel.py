@@ -159,7 +159,7 @@ class Channel:
             raise LoginError(self.host, self._violation_refusal()) from None
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             timed_out = isinstance(error, asyncio.TimeoutError)
-            await self.close(END_OF_INPUT_S if timed_out else 0.0)
+            await self.close(END_OF_INPUT_S)  # ssh passes the exit status on, which explains much
             raise LoginError(self.host, self._refusal(timed_out)) from None
         if was_key_pinned(self.stderr):
             self.fingerprint = server_fingerprint(self.stderr)

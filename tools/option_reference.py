@@ -28,7 +28,7 @@ INTRODUCTION = """\
 
 <!-- written by tools/option_reference.py -->
 
-This page lists every option of every command. `paceline VERB --help` shows them in a terminal;
+This page lists every option of every command. `paceline COMMAND --help` shows them in a terminal;
 with `--help-all` also those that are rarely needed.
 
 * [Settings](#settings): options that most commands share.
@@ -45,11 +45,11 @@ it is in several, the first of this list counts:
 3. `paceline.toml` in the current folder, under `[run]`. The key is the option without `--`:
    `nproc-per-node = 2`.
 
-Below a command's table, the line "Settings" lists every setting that the command takes. Only the
-options in this line have an environment variable and a key in `[run]`. If an option is only in the
-table, it has neither, even if another command has a setting of that name (but `train` uses the
-`data` and `communication` of `[run]`). See [how settings are read](run.md#settings). Some settings
-in `paceline.toml` need [your trust](run.md#settings-that-start-programs).
+Below a command's table, the line "Settings" lists every setting that the command takes. An option
+that is in the table but not in this line has no environment variable and no key in `[run]`, even if
+another command has a setting of that name. Exception: `train` uses the `data` and `communication`
+of `[run]`. See [how settings are read](run.md#settings). Some settings in `paceline.toml` need
+[your trust](run.md#settings-that-start-programs).
 """
 RECIPE_TEXT = """\
 ## Recipes

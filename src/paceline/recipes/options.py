@@ -118,7 +118,8 @@ class Options:
     patience: int = 0
     """Stop early after N evaluations without an improvement (0: never)."""
     stop_at: float = 0.0
-    """Stop as soon as an evaluation reaches this accuracy, or BLEU of translations (0: never)."""
+    """Stop as soon as an evaluation reaches this accuracy (0 to 1), or BLEU of translations in
+    percent (0: never)."""
     shard: bool = False
     """Divide parameters and optimizer state among the processes (FSDP2) instead of copying them to
     each process (DDP)."""
@@ -127,9 +128,10 @@ class Options:
     seed: int = 0
     """Seed of initial weights, data order, split and augmentation."""
     fast: bool = True
-    """Compute in bf16 if this makes the model faster on this machine; --no-fast uses --dtype."""
+    """Compute in bf16 if the machine supports it in hardware and the network is large enough to
+    gain by it; --no-fast uses --dtype."""
     dtype: Dtype = "float32"
-    """Precision. bf16 and fp16 are used for computing; parameters stay in float32."""
+    """Precision. bf16 and fp16 are used for computing; trained parameters stay in float32."""
     device: Device = "auto"
     """Device to train on."""
     backend: Backend = "auto"
@@ -386,8 +388,8 @@ class ImageOptions(Options):
     add_layers: tuple[int, ...] = ()
     """Widths of linear layers with ReLU to add between the backbone and the output layer."""
     fast: bool = True
-    """Compute in bf16 if the machine is faster with it, and in the memory format channels_last;
-    neither for cnn on images below 16 pixels. --no-fast uses --dtype."""
+    """Compute in bf16 if the machine supports it in hardware, and in the memory format
+    channels_last; neither for cnn on images below 16 pixels. --no-fast uses --dtype."""
     data: str = "digits"
     """digits, fashion-mnist, mnist, cifar10, cifar100, dummy; a folder with one folder per class or
     with tar shards; or a Hugging Face data set by id or folder."""

@@ -99,7 +99,8 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
 )
 @click.option("--collective", "chosen", multiple=True, metavar="NAME",
               type=click.Choice([*bandwidth.COLLECTIVES, "all_to_all", "all"]),
-              help="Collective to measure; can be repeated. Default: all.")  # fmt: skip
+              help="Collective to measure; can be repeated. Default: all. alltoall and all_to_all"
+                   " are the same.")  # fmt: skip
 @click.option(
     "--min-busbw", type=float, metavar="GB/S", help="Fail if all_reduce is slower than this."
 )

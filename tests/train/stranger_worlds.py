@@ -7,6 +7,7 @@ line of JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -169,16 +170,21 @@ def call_first(*, says_numbers: bool) -> None:
         forked_worlds.finish([process.pid for process in ranks], 100)
 
 
-def joins(number: int, port: int) -> None:
-    """Runs one of two ranks; the first one holds the store in its process."""
+def joins(number: int, port: int, *, calls_store: bool = False) -> None:
+    """Runs one of two ranks; the first one holds the store in its process.
+
+    Args:
+        calls_store: It makes the store itself, rather than torch's rendezvous.
+    """
     os.environ.update(GLOO_SOCKET_IFNAME="lo", PACELINE_ADDRESSES="127.0.0.1")
     peer_filters.LOOPBACK = peer_filters.NO_HOSTS
     told: dict[str, Any] = {"rank": number, "found": [], "joined": False}
     gloo_peers.install(distributed_c10d, told["found"].append, lambda _: None)
+    method: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{port}"}
+    if calls_store:
+        method = {"store": dist.TCPStore("127.0.0.1", port, 2, number == 0, PATIENCE)}
     # "gloo" makes torch split for CPUs and for GPUs with the same keys, which may hang
-    dist.init_process_group(
-        "cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2
-    )
+    dist.init_process_group("cpu:gloo", **method, rank=number, world_size=2)
     time.sleep(number)  # the first one connects to the other, which must not accept yet
     part = distributed_c10d._get_default_group().split_group([0, 1], None, None, "part", "part")
     part.allreduce([torch.ones(1)]).wait()
@@ -207,9 +213,10 @@ def is_shut_out(port: int) -> bool:
     return True
 
 
-def call_own_store() -> None:
+def call_own_store(*, calls_store: bool = False) -> None:
     """Connects to the store in rank 0's process again and again, before rank 1 does."""
-    ranks, port = [Waiting(number, joins) for number in (0, 1)], forked_worlds.reserved_port()
+    body = functools.partial(joins, calls_store=calls_store)
+    ranks, port = [Waiting(number, body) for number in (0, 1)], forked_worlds.reserved_port()
     ranks[0].begin(port)
     deadline = time.monotonic() + PATIENCE.total_seconds()
     while not is_shut_out(port):
@@ -224,4 +231,5 @@ if __name__ == "__main__":
         "first": lambda: call_first(says_numbers=True),
         "silent": lambda: call_first(says_numbers=False),
         "own store": call_own_store,
+        "called store": functools.partial(call_own_store, calls_store=True),
     }[sys.argv[1]]()

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 import local_ranks
 
@@ -47,7 +49,8 @@ def test_drops_silent_intruder_that_connects_first(tmp_path: Path) -> None:
     assert [reports[rank].get("sum") for rank in (0, 1)] == [[2.0, 2.0]] * 2
 
 
-def test_store_of_rank_0_rejects_intruder(tmp_path: Path) -> None:
-    reports = results("own store", tmp_path)
+@pytest.mark.parametrize("scenario", ["own store", "called store"])
+def test_store_of_rank_0_rejects_intruder(scenario: str, tmp_path: Path) -> None:
+    reports = results(scenario, tmp_path)
     assert [reports[rank]["found"] for rank in (0, 1)] == [[INTRUDER], []]
     assert all(report["joined"] for report in reports.values())

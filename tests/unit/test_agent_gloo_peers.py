@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import socket
@@ -126,7 +127,8 @@ def test_store_listens_on_filtered_socket(
     peer_filters.parse_hosts.cache_clear()
     rejects = peer_filters.RejectWatcher(lambda address: None)
     store_calls: list[dict[str, Any]] = []
-    make_store = gloo_peers._guard_stores(lambda **kwargs: store_calls.append(kwargs), rejects)
+    guarded = gloo_peers._guard_stores(lambda _, **kwargs: store_calls.append(kwargs), rejects)
+    make_store = functools.partial(guarded, None)
     with socket.create_server(("127.0.0.1", 0)) as occupant:
         port = occupant.getsockname()[1]
         server_options = {"host_name": "n1", "port": port, "is_master": True}
@@ -134,7 +136,7 @@ def test_store_listens_on_filtered_socket(
         make_store(**server_options)
         make_store(**client_options)
     assert store_calls == [server_options, client_options]
-    make_store(**server_options)
+    make_store("n1", port, None, True)
     with socket.socket(fileno=store_calls[-1]["master_listen_fd"]) as listener:
         listener.settimeout(0.1)
         with contextlib.ExitStack() as closing:
@@ -144,5 +146,9 @@ def test_store_listens_on_filtered_socket(
                 listener.accept()
     make_store(**server_options)  # a later store on the same port
     with socket.socket(fileno=store_calls[-1]["master_listen_fd"]):
+        pass
+    make_store("n1", 0, None, True)
+    with socket.socket(fileno=store_calls[-1]["master_listen_fd"]) as listener:
+        assert listener.getsockname()[1] == store_calls[-1]["port"] > 0
         rejects.end()
     peer_filters.parse_hosts.cache_clear()

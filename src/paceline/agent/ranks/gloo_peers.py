@@ -26,6 +26,11 @@ from ..supervision import processes, socket_users
 from ..surveys import netlink
 from . import peer_filters, tunnels
 
+# of torch's TCPStore, as many as may be given by position
+_STORE_ARGUMENTS = (
+    "host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant",
+    "master_listen_fd", "use_libuv",
+)  # fmt: skip
 _MAX_DEVICES = 100  # that somebody calls before they have a filter
 _STORE_BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
@@ -362,30 +367,33 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
         gloo_filter.verify(devices, hosts, size)
 
     gloo.__init__ = init
-    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
-    if hasattr(rendezvous, "TCPStore"):
-        rendezvous.TCPStore = _guard_stores(rendezvous.TCPStore, gloo_filter.rejects)
+    store: Any = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
+    if store is not None:
+        store.__init__ = _guard_stores(store.__init__, gloo_filter.rejects)
     for name in ("split_group", "merge_remote_group"):
         if hasattr(c10d.ProcessGroup, name):
             method = getattr(c10d.ProcessGroup, name)
             setattr(c10d.ProcessGroup, name, _wrap_group_method(method, gloo_filter))
 
 
-def _guard_stores(store: Callable[..., Any], rejects: peer_filters.RejectWatcher) -> Any:
-    """Wraps torch's ``TCPStore`` for rendezvous: rank 0's, on all interfaces, gets a filter."""
+def _guard_stores(
+    original: Callable[..., None], rejects: peer_filters.RejectWatcher
+) -> Callable[..., None]:
+    """Wraps ``TCPStore.__init__``: stores of this rank, on all interfaces, get a filter."""
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        hosts, port = peer_filters.job_hosts(), kwargs.get("port", 0)
-        if hosts is None or not port or not kwargs.get("is_master"):
-            return store(*args, **kwargs)
-        rejects.close_orphans()  # of an earlier store on this port
-        try:
-            listener = _listen_everywhere(port, hosts, rejects)
-        except OSError:  # this process has a store there, or torch says what is wrong
-            return store(*args, **kwargs)
-        return store(*args, **kwargs, master_listen_fd=listener.detach())
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(_STORE_ARGUMENTS, args)), **kwargs}
+        hosts, port = peer_filters.job_hosts(), given.get("port", 0)
+        is_server = given.get("is_master") and given.get("master_listen_fd") is None
+        if hosts is not None and is_server:
+            rejects.close_orphans()  # of an earlier store on this port
+            with contextlib.suppress(OSError):  # this process has a store there, or torch says why
+                listener = _listen_everywhere(port, hosts, rejects)
+                given.update(port=listener.getsockname()[1], master_listen_fd=listener.detach())
+        original(self, **given)
 
-    return guarded
+    return init
 
 
 def _listen_everywhere(

@@ -428,7 +428,7 @@ class WriterLock:
                     f"another job writes to {self._path.parent}",
                     found=owner.describe() if owner else "its owner could not be read",
                     remedy="give this job a --run-dir of its own, or wait until the other has"
-                    " ended",
+                    f" ended (at most {STALE_AFTER_S:.0f} s longer if it was killed)",
                 )
         except BaseException:
             os.close(descriptor)

@@ -265,6 +265,8 @@ class BatchDivision:
         assert advice.surplus_rank is not None
         name = self._rank_names[advice.surplus_rank]
         with_s, without_s = advice.step_seconds[1], advice.reduced_s + advice.moving_s
+        if with_s - without_s < MIN_SUGGESTED_GAIN_S and not dropped:
+            return
         consequence = "--drop-slow gives it nothing to do; better leave it out of the job"
         if dropped:
             consequence = "it gets nothing to do (--drop-slow)"

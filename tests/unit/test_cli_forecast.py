@@ -91,7 +91,7 @@ def test_assumed_link_probes_single_host() -> None:
     assert both.step.seconds == pytest.approx(0.32 + 1.0 + 0.001)
     assert both.communication == "int4"
     assert forecasting.conclusion([single, both]) == (
-        "fastest: 1 host, 6.4 s of training; with --communication int4: 2 hosts, about 4.5 s"
+        "fastest: 1 host, 6.4 s of training; with int4 communication: 2 hosts, about 4.5 s"
     )
 
 

@@ -193,13 +193,13 @@ def advice(result: Forecast, model: StepModel) -> str:
     parts = [f"limited by {descriptions[step.limit]}"]
     if result.with_it is not None:
         seconds = format_duration(result.with_it)
-        parts.append(f"--communication {result.communication}: about {seconds} a step")
+        parts.append(f"with {result.communication} communication: about {seconds} a step")
     if result.better_batch:
         parts.append(
             f"a global batch of {result.better_batch:,} would be {MIN_EFFICIENCY:.0%} efficient"
         )
     if result.by_speed is not None:
-        parts.append(f"shares by speed (--balance auto): {format_duration(result.by_speed)} a step")
+        parts.append(f"shares by speed: {format_duration(result.by_speed)} a step")
     if len(model.hosts) > result.hosts:
         parts.append(f"on {', '.join(result.names)}")
     return "; ".join(parts)
@@ -251,7 +251,7 @@ def conclusion(results: Sequence[Forecast]) -> str:
         total, result = min(faster, key=lambda pair: pair[0])
         if total < best.total:
             text += (
-                f"; with --communication {result.communication}: {pluralize(result.hosts, 'host')},"
+                f"; with {result.communication} communication: {pluralize(result.hosts, 'host')},"
                 f" about {format_duration(total)}"
             )
     return text

@@ -112,7 +112,7 @@ def test_uneven_hosts_choose_fastest_and_suggest_balance() -> None:
     assert two.names == ("n2", "n3")
     assert three.step.seconds > two.step.seconds  # with even shares the third host costs time
     assert three.by_speed == pytest.approx(0.2 / (1 + 1 + 1 / 3), rel=0.01)
-    assert "--balance auto" in forecast.advice(three, fitted)
+    assert "shares by speed: " in forecast.advice(three, fitted)
 
 
 @pytest.mark.parametrize(

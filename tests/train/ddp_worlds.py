@@ -95,13 +95,15 @@ def alike(tensor: Tensor) -> bool:
 
 def every_method() -> dict[str, Any]:
     exact = trained(made())
+    state = torch.get_rng_state()
     found = {}
     for method in METHODS:
         for name, options in OPTIONS.items():
             model = made(method, **options)
             end = trained(model)
             off = float((end - exact).norm() / exact.norm())
-            found[f"{method} {name}"] = {"off": off, "alike": alike(end)}
+            draws = not torch.equal(torch.get_rng_state(), state)
+            found[f"{method} {name}"] = {"off": off, "alike": alike(end), "draws": draws}
     return found
 
 

@@ -45,6 +45,7 @@ def test_compression_methods_with_ddp_options(results: dict[str, Any]) -> None:
     assert len(results["methods"]) == 20
     for name, entry in results["methods"].items():
         assert entry["alike"], name
+        assert not entry["draws"], f"{name} draws random numbers that the script would have drawn"
         assert entry["off"] < MAX_RELATIVE_ERROR[name.split()[0]], name
 
 

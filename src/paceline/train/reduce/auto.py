@@ -225,7 +225,8 @@ class AutoMethod:
         if not issubclass(reducer, CodedReducer):
             return 0.0
         count = max(1, min(_SAMPLE_ELEMENTS, self._exchange.elements) // BLOCK) * BLOCK
-        values = torch.randn(count, device=self._comms.device)
+        generator = torch.Generator().manual_seed(0)  # the script's own draws must not change
+        values = torch.randn(count, generator=generator).to(self._comms.device)
         size = reducer.up.message_bytes(count)
         message = torch.zeros(size, dtype=torch.uint8, device=values.device)
         seconds = []

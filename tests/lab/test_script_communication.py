@@ -74,6 +74,7 @@ def test_ends_ranks_that_begin_with_different_models(site: Site) -> None:
     assert "not started again: the ranks would load the same models" in ended.err
     assert len(ended.events("replicas differ")) == 1
     assert "git add -f FILE" in ended.err
+    assert "saved" not in ended.out
 
 
 def test_no_verify_and_no_measure_options(site: Site) -> None:
@@ -101,7 +102,7 @@ def test_rejects_trainer_communication_hook(site: Site) -> None:
 
 
 JOB = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
@@ -112,6 +113,7 @@ torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
 model = network if "alone" in sys.argv else DistributedDataParallel(network)
 if "diverges" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
     with torch.no_grad():
         network[0].bias.add_(dist.get_rank())
 optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -124,6 +126,8 @@ for step in range(9):
     loss = (model(inputs) - inputs).square().mean()
     loss.backward()
     optimizer.step()
+    if "diverges" in sys.argv:
+        time.sleep(0.2)
     if "once" in sys.argv and step == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise SystemExit(3)
 print("seconds", (time.perf_counter() - start) / 8, "loss", loss.item())

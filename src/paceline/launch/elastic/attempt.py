@@ -157,6 +157,10 @@ class Attempt:
 
     async def _stop_on_failure(self) -> Result:
         """Waits for earlier failures that are reported late, then ends the other ranks."""
+        first = failure_analysis.first_failure(self._failures)
+        if first.kind == "replicas":  # with time to end, a script could replace its checkpoint
+            await self._kill_ranks()
+            return Result(first.status, first)
         if all(failure.is_secondary for failure in self._failures):
             await self._fleet.tell("dump_stacks", closely=True)
         settling = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))

@@ -49,6 +49,7 @@ def test_int8_communication_speeds_up_script(site: Site) -> None:
     for node in int8_run.json("plan.json")["nodes"]:
         assert node["env"]["PACELINE_COMMUNICATION"]["value"] == "int8"
     assert "did nothing" not in int8_run.err
+    assert "same samples" not in int8_run.err
     assert "2 hosts train slower than one would. With --communication int8 a step" in exact_run.err
     assert "goes into sending gradients, by --communication int8" in int8_run.err
     assert len(exact_run.events("measured")) == 1
@@ -75,6 +76,12 @@ def test_ends_ranks_that_begin_with_different_models(site: Site) -> None:
     assert len(ended.events("replicas differ")) == 1
     assert "git add -f FILE" in ended.err
     assert "saved" not in ended.out
+
+
+def test_warns_of_ranks_with_same_samples(site: Site) -> None:
+    ended = site.run("job.py", "alike")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("all 2 ranks train on the same samples") == 1
 
 
 def test_no_verify_and_no_measure_options(site: Site) -> None:
@@ -117,7 +124,7 @@ if "diverges" in sys.argv:
     with torch.no_grad():
         network[0].bias.add_(dist.get_rank())
 optimizer = torch.optim.SGD(model.parameters(), 0.05)
-generator = torch.Generator().manual_seed(dist.get_rank())
+generator = torch.Generator().manual_seed(0 if "alike" in sys.argv else dist.get_rank())
 for step in range(9):
     if step == 1:
         start = time.perf_counter()

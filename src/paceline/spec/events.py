@@ -59,6 +59,7 @@ FIELDS: dict[str, Schema] = {
     "address": address,
     "able": boolean,  # whether the training can go on without ranks that are lost
     "attempt": integer(),  # number of the start, from 0
+    "batches": list_of(SHORT_TEXT, 16),  # checksums of a rank's first inputs, in hexadecimal
     "before": number,  # seconds of a step before the change
     "bytes": SIZE,  # of a file
     "bucket_bytes": SIZE,  # gradient bucket size; 0: DDP's default
@@ -210,6 +211,7 @@ KINDS: dict[str, Kind] = {
     "replica timings": _kind(
         "rank", "replica step members bytes seconds moving_s stall_s", is_recorded=False
     ),
+    "replica inputs": _kind("rank", "replica members batches", is_recorded=False),
     "replica checksums": _kind("rank", "replica step members first sums", is_recorded=False),
     "slow rank": _kind("rank", optional="warning"),
     "warning": _kind("rank", optional="warning"),

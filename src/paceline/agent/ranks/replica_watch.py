@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple
 
 from .checksum import checksum
 from .gradient_watch import on_import
+from .input_watch import watch_inputs
 
 CHECKSUMS = "replica checksums"
 TIMINGS = "replica timings"
@@ -59,6 +60,8 @@ class ReplicaWatch:
                 replica = _Replica(len(self._replicas), model, self._report)
                 replica.verifies, replica.measures = self._verify, self._measure
                 self._replicas.append(replica)
+                if self._verify:
+                    watch_inputs(model, replica.number, replica.members, self._report)
 
         module.DistributedDataParallel.__init__ = construct
 
@@ -116,9 +119,9 @@ class _Replica:
 
     def __init__(self, number: int, model: Any, report: Report) -> None:
         distributed: Any = sys.modules["torch.distributed"]
-        self._number, self._report = number, report
+        self.number, self._report = number, report
         self._model = weakref.ref(model)
-        self._members = distributed.get_process_group_ranks(model.process_group)
+        self.members = distributed.get_process_group_ranks(model.process_group)
         self._ids = {id(parameter) for parameter in model.parameters()}
         self._is_trained_by: Any = weakref.WeakKeyDictionary()
         self._step, self._interval = -1, 0  # until it is known, how long a step takes
@@ -163,8 +166,8 @@ class _Replica:
         overlap_s = (sums.overlap_s - self._first_sums.overlap_s) / num_steps
         self._report(
             {
-                "kind": "event", "event": TIMINGS, "replica": self._number, "step": self._step,
-                "members": self._members, "bytes": size, "moving_s": max(0.0, moving_s),
+                "kind": "event", "event": TIMINGS, "replica": self.number, "step": self._step,
+                "members": self.members, "bytes": size, "moving_s": max(0.0, moving_s),
                 "stall_s": max(0.0, moving_s - overlap_s),
                 "seconds": (current_s - self._first_step_s) / (self._step - FIRST_TIMED_STEP),
             }
@@ -213,8 +216,8 @@ class _Replica:
         for start in range(0, len(rows), MAX_TENSORS):
             self._report(
                 {
-                    "kind": "event", "event": CHECKSUMS, "replica": self._number,
-                    "step": self._step, "members": self._members, "first": start,
+                    "kind": "event", "event": CHECKSUMS, "replica": self.number,
+                    "step": self._step, "members": self.members, "first": start,
                     "sums": rows[start : start + MAX_TENSORS],
                 }
             )  # fmt: skip

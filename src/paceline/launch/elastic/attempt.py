@@ -13,7 +13,7 @@ from paceline.launch import failure_analysis
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 from paceline.launch.elastic.retry_policy import RetryPolicy, StartupTracker
-from paceline.launch.health import independence, links, replicas, script_timings
+from paceline.launch.health import independence, inputs, links, replicas, script_timings
 from paceline.launch.health.hang_verdict import Hang, RankSnapshot
 from paceline.launch.health.hangs import HangWatch, inspect_ranks
 from paceline.launch.health.heartbeats import describe_phases
@@ -60,7 +60,7 @@ class Attempt:
         self._job, self._fleet, self._interrupts = job, fleet, interrupts
         self._screen, self._recorder = screen, recorder
         self._reports: list[Event] = []
-        self._replicas = replicas.ReplicaComparison()
+        self._replicas, self._inputs = replicas.ReplicaComparison(), inputs.InputComparison()
         self._timings = script_timings.ScriptTimings()
         self._method, self._is_compressed = job.communication.value, False
         self._failures: list[Failure] = []
@@ -260,6 +260,10 @@ class Attempt:
         elif event.kind == replicas.REPORT:
             if difference := self._replicas.add(event):
                 self._on_difference(difference)
+        elif event.kind == inputs.REPORT:
+            if text := self._inputs.add(event):
+                self._recorder.event("measured", text=text)
+                self._screen.note(f"paceline: warning: {text}")
         elif event.kind == "communication" and not self._is_compressed:
             self._is_compressed = True
             if self.plan.attempt and (text := communication.lost_errors(self._method)):

@@ -374,6 +374,20 @@ def test_explain_run_by_name() -> None:
     assert "nothing went wrong" in run_cli("explain", "one").output
 
 
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_explain_names_failed_last_checkpoint_of_successful_run(is_saved_again: bool) -> None:
+    folder = make_run("one", code=0)
+    (folder / "owner.json").unlink()
+    told = [
+        {"event": "checkpoint", "rank": 0, "step": 10},
+        {"event": "checkpoint failed", "rank": 0, "step": 20, "problem": "the disk is full"},
+        *([{"event": "checkpoint", "rank": 0, "step": 30}] if is_saved_again else []),
+    ]
+    (folder / "events.jsonl").write_text("\n".join(map(json.dumps, told)))
+    answer = "the run ended with status 0, but its last checkpoint was not saved: the disk is full"
+    assert (answer in run_cli("explain", "one").output) != is_saved_again
+
+
 def test_explain_lists_losses_of_successful_run() -> None:
     folder = make_run("one", code=0)
     (folder / "owner.json").unlink()

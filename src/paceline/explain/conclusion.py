@@ -16,6 +16,7 @@ UNKNOWN = "unknown"
 # answered instead matched: the share that is right if one kind of failure in five is unknown
 BY_CONTEXT = 0.95
 BY_CONSEQUENCE = 0.93
+CHECKPOINT_FAILED = "checkpoint failed"
 NO_FAILURE = "no failure found: nothing in this log shows that a training job failed"
 
 
@@ -89,6 +90,10 @@ def describe_success(evidence: Evidence) -> str:
     """The sentence for a run that ended with status 0."""
     if evidence.losses:
         return "the run ended with status 0, although something was lost on the way"
+    saves = [event for event in evidence.events if event.kind in ("checkpoint", CHECKPOINT_FAILED)]
+    if saves and saves[-1].kind == CHECKPOINT_FAILED:
+        problem = saves[-1]["problem"] or saves[-1]["warning"]
+        return f"the run ended with status 0, but its last checkpoint was not saved: {problem}"
     return "nothing went wrong: the run ended with status 0"
 
 

@@ -74,6 +74,18 @@ def test_newest_run_ignores_modification_time() -> None:
     assert run_lookup.newest_runs(Path("runs")) == ["new", "old"]
 
 
+def test_newest_run_is_the_one_started_last() -> None:
+    for name, starts, code in (("once", (20.0,), 0), ("again", (10.0, 30.0), 1)):
+        folder = make_run(name, code=code)
+        (folder / "owner.json").unlink()
+        events = [{"time": start, "event": "connected"} for start in starts]
+        events.append({"time": 40.0, "event": "connected", "late": True})
+        (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in events))
+    assert run_lookup.newest_runs(Path("runs")) == ["again", "once"]
+    assert run_cli("explain").output.splitlines()[0] == "runs/again:"
+    assert run_cli("explain", "once").output.startswith("nothing went wrong")
+
+
 def test_running_runs_include_measurements() -> None:
     make_run("scaling/2x1-1", alive=True)
     assert [str(path) for path in run_lookup.running_runs()] == ["runs/scaling/2x1-1"]

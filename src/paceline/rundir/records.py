@@ -94,14 +94,18 @@ def read_records(path: Path, size: int = RECORDS_BYTES, but: bytes = b"") -> lis
     return _objects([line for line in lines if but not in line] if but else lines)
 
 
-def last_record(path: Path, size: int, predicate: Callable[[dict[str, Any]], bool]) -> (
-        dict[str, Any] | None):  # fmt: skip
-    """The last object of a ``.jsonl`` file that the predicate accepts, in its last bytes."""
+def last_record(path: Path, size: int, predicate: Callable[[dict[str, Any]], bool],
+                containing: bytes = b"") -> dict[str, Any] | None:  # fmt: skip
+    """The last object of a ``.jsonl`` file that the predicate accepts, in its last bytes.
+
+    Args:
+        containing: Skip lines without these bytes, without parsing them.
+    """
     try:
         head, tail = head_and_tail(path, 0, size)
     except (OSError, ValueError):
         return None
-    lines = reversed((head or tail).split(b"\n"))
+    lines = (line for line in reversed((head or tail).split(b"\n")) if containing in line)
     objects = (record for line in lines for record in _objects([line]))
     return next(filter(predicate, objects), None)
 

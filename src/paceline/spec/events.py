@@ -93,6 +93,7 @@ FIELDS: dict[str, Schema] = {
     "in_children": boolean,  # its child processes have done most of the work
     "its_host": text(255),  # host of the rank that the event concerns
     "largest_call": SIZE,  # elements of the largest tensor in a collective
+    "late": boolean,  # while the job runs; otherwise the event begins a start
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the OOM killer left: see agent/supervision/oom.py
     "members": list_of(RANK),  # of a generation, in the order of their ranks in it
@@ -255,7 +256,7 @@ KINDS: dict[str, Kind] = {
     "leaving": _kind("agent", "reason why time", is_recorded=False),
     # recorded by the launcher
     "log begins": _kind("launcher", "bytes"),  # of this start, after those of earlier ones
-    "connected": _kind("launcher", "hosts"),
+    "connected": _kind("launcher", "hosts", optional="late"),
     "copied": _kind("launcher", "copy home"),
     "started": _kind("launcher", "attempt world_size"),
     "ended": _kind("launcher", "attempt exit_code seconds"),

@@ -17,7 +17,7 @@ from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import rank_logs
 from paceline.cli.runs.run_end import explain_difference, explain_run
 from paceline.cli.runs.run_lookup import short_name
-from paceline.cli.runs.state import read_state, started_at
+from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.verb import say
 from paceline.launch.interrupts import EchoFilter
 from paceline.launch.results.outputs import LINK_SHARE, POLL_S
@@ -159,7 +159,7 @@ class _AttachedTerminal:
         return True
 
     def _show_screen(self, keys: Keys) -> None:
-        folder, start = short(self._path.absolute()), started_at(self._path)
+        folder, start = short(self._path.absolute()), last_started_at(self._path)
         self._screen.note(f"paceline: {folder}: Ctrl-C stops the run, Ctrl-Z leaves it running")
         self._screen.start_live(
             self._feed.state, title=self._path.name,

@@ -9,7 +9,7 @@ import click
 
 from paceline.cli.cluster import read_cluster
 from paceline.cli.dispatch import ssh_options
-from paceline.cli.runs.state import read_state, started_at
+from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.settings import setting
 from paceline.rundir import records
 from paceline.rundir.directory import short
@@ -29,14 +29,14 @@ def is_run(path: Path) -> bool:
 
 
 def newest_runs(parent: Path) -> list[str]:
-    """Returns the names of the five newest runs below a folder, the newest first."""
+    """Returns the names of the five runs below a folder that were started last, newest first."""
     runs = [path for path in records.folders_in(parent) if is_run(path)]
-    return [path.name for path in sorted(runs, key=_started_at, reverse=True)[:5]]
+    return [path.name for path in sorted(runs, key=_last_started_at, reverse=True)[:5]]
 
 
-def _started_at(path: Path) -> float:
-    """Returns when a run began, or was submitted; to explain a run does not make it newer."""
-    return started_at(path) or path.lstat().st_mtime
+def _last_started_at(path: Path) -> float:
+    """Returns when a run was started last, or submitted; explaining it does not make it newer."""
+    return last_started_at(path) or path.lstat().st_mtime
 
 
 def find_run_folder(name: str | None) -> Path:

@@ -133,10 +133,15 @@ def read_state(path: Path) -> RunState:
     return RunState(path, "not started", None, None, job, "", last_record)
 
 
-def started_at(path: Path) -> float:
-    """Returns the time of a run's first event; 0 if there is none."""
+def last_started_at(path: Path) -> float:
+    """Returns when a run was started last, in seconds since 1970; 0 if no host was reached."""
     first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
-    return records.as_float(first.get("time"))
+    connected = records.last_record(
+        path / names.EVENTS, records.RECORDS_BYTES,
+        lambda event: event.get("event") == "connected" and not event.get("late"),
+        b'"connected"',
+    )  # fmt: skip
+    return records.as_float((connected or first).get("time"))
 
 
 def end_state(result: Result, exit_code: int | None) -> str:

@@ -19,6 +19,7 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_log, from_run, read_log, read_named
 from paceline.explain.rules import load_all
 from paceline.report import explanation
+from paceline.rundir.directory import short
 from paceline.rundir.records import is_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
@@ -43,7 +44,8 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             bundle: Path | None, **_: object) -> None:  # fmt: skip
     """Explain what went wrong in RUN.
 
-    Without RUN, use the run in progress below runs/, otherwise the newest.
+    Without RUN, use the run in progress below runs/, otherwise the one that was started last, and
+    print its run directory first.
 
     With -H, also find runs that were started from another machine.
 
@@ -65,6 +67,8 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
         save_findings(run, conclusion)
     if bundle is not None:
         write_bundle(bundle, run, evidence, conclusion)
+    if run is not None and specified_run(ctx) is None and not as_json:
+        say(format_for(f"{short(run.absolute())}:", sys.stdout))
     show(conclusion, evidence, as_json)
     ctx.exit(0 if conclusion.matches or conclusion.is_healthy or succeeded(evidence) else 2)
 

@@ -16,7 +16,7 @@ from paceline.cli.cluster import read_cluster
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.options import ACCEPT_NEW_HOST_KEYS, HOSTS_OF_RUNS, SSH_CONFIG, settings_options
 from paceline.cli.runs.run_lookup import is_run
-from paceline.cli.runs.state import read_state, started_at
+from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.verb import Verb, say
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
@@ -192,7 +192,7 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
     step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
     record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
     return Row(
-        path.name, row_state, state.exit_code, started_at(path) or path.lstat().st_mtime,
+        path.name, row_state, state.exit_code, last_started_at(path) or path.lstat().st_mtime,
         tuple(hosts), step, steps,
         best_metric(recorded), _command(plan), "" if record is None else record.run_id,
         "" if supervisor is None else supervisor.host,

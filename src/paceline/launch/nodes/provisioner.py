@@ -81,7 +81,7 @@ class Provisioner:
     async def provision(self, node: Node, fleet: Fleet) -> None:
         """Surveys a late node and gives it all that the others have. PacelineError if it cannot."""
         request = self._request
-        self._recorder.event("connected", hosts=[node.name])
+        self._recorder.event("connected", hosts=[node.name], late=True)
         await gather_all([
             survey.survey_newcomer(node, fleet, request, self.supplies),
             prepare_node(node, request, self.supplies.package, self._directory, self._token),

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.cli.verbs.run import data_of
+from paceline.cli.verbs.run import data_note, data_of
 from paceline.launch.nodes.survey import host_names
 from paceline.launch.planning import placement, plan_text, planner
 from paceline.launch.planning.entry import entry_argv, local_rank_flag, opens_store
@@ -550,13 +550,13 @@ def test_different_code_is_sent_to_job_folder(code: dict[str, Any]) -> None:
 
 
 def test_absolute_paths_map_into_sent_code() -> None:
-    args = ("/w/out", "--data=/w/sub/d", "--lr=/w2", "/w", "out", "/photos", "/w/photos/a")
+    args = ("/w/out", "--data=/w/sub/d", "--lr=/w2", "/w", "out=/w/out", "/photos", "/w/photos/a")
     photos = Data("/w/photos", {"/w/photos/a": "/a"})
     entry = Entry("script", "train.py", args)
     code = "/c/paceline/jobs/run1-676b8bb8/code"
     sent = place_code(DIFFERENT_CODE, entry=entry, data=photos)
-    moved = (f"{code}/out", f"--data={code}/sub/d", "--lr=/w2", code)
-    assert sent.entry.args[:6] == (*moved, *args[4:6])
+    moved = (f"{code}/out", f"--data={code}/sub/d", "--lr=/w2", code, f"out={code}/out")
+    assert sent.entry.args[:6] == (*moved, args[5])
     assert not sent.entry.args[6].startswith(code)
     assert place_code(EQUAL_CODE, entry=entry).entry.args == args
 
@@ -623,10 +623,12 @@ def test_arguments_within_data_folder_are_mapped(
     (tmp_path / "other/deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("other/deep")
     args = ("./photos/tiny/", "--a=photos/tiny", f"{tmp_path}/photos/tiny", "photos/../photos/tiny",
+            "data.root=photos/tiny", "+data.root=./photos",
             "--out=./photos/new", "./photostiny", "link/../photos", "photos")  # fmt: skip
     data = data_of(Path("photos"), args, is_local=True)
     assert [data.on_node(arg, COPY) for arg in args] == [
-        f"{COPY}/tiny", f"--a={COPY}/tiny", f"{COPY}/tiny", f"{COPY}/tiny", *args[4:]]  # fmt: skip
+        f"{COPY}/tiny", f"--a={COPY}/tiny", f"{COPY}/tiny", f"{COPY}/tiny",
+        f"data.root={COPY}/tiny", f"+data.root={COPY}", *args[6:]]  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", ["data/shapes", "./data/shapes/", "../ext/x", "../proj/../ext/x"])
@@ -642,6 +644,25 @@ def test_maps_different_spellings_of_data_path(
     data = data_of(Path(typed), args, is_local=True)
     assert [data.on_node(arg, COPY) for arg in args] == [
         *[COPY] * len(spellings), f"{COPY}/circle", f"--root={COPY}/circle", "../ext"]  # fmt: skip
+
+
+def test_note_if_script_does_not_get_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    Path("reads.py").write_text("os.environ['PACELINE_DATA_DIR']")
+    Path("other.py").touch()
+
+    def note(script: str, *args: str, local: bool = False) -> str:
+        data = data_of(Path("photos"), args, is_local=True)
+        the_job = job(entry=Entry("script", script, args), data=data)
+        return data_note(the_job, Cluster((Host("n1", local=local),)))
+
+    assert "no argument of the script names ./photos; " in note("other.py", "photos")
+    assert not note("other.py", "root=./photos")
+    assert not note("other.py", local=True)
+    assert not note("reads.py")
 
 
 def test_existing_data_are_used_in_place() -> None:

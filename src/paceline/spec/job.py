@@ -194,12 +194,11 @@ class Data:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def on_node(self, arg: str, folder: str) -> str:
-        """An argument as a node gets it: a path, or an option with one behind ``=``."""
-        option, equals, value = arg.partition("=")
+        """An argument as a node gets it: a path, or a name with a path behind ``=``."""
+        name, equals, value = arg.partition("=")
         if arg in self.words:
             return folder + self.words[arg]
-        joined = equals and option.startswith("-") and value in self.words
-        return f"{option}={folder}{self.words[value]}" if joined else arg
+        return f"{name}={folder}{self.words[value]}" if equals and value in self.words else arg
 
 
 @dataclass(frozen=True, slots=True)

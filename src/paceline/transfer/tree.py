@@ -425,16 +425,16 @@ def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
 def args_at(entry: Entry, root: Path, target: str, others: Collection[str]) -> Entry:
     """The entry with arguments that are absolute paths below ``root`` as paths below ``target``.
 
-    An argument is a path, or an option with one behind ``=``. ``others`` are paths of folders that
+    An argument is a path, or a name with a path behind ``=``. ``others`` are paths of folders that
     are sent separately, and stay.
     """
 
     def moved(arg: str) -> str:
-        option, equals, value = arg.partition("=")
-        if not (equals and option.startswith("-")):
-            option, equals, value = "", "", arg
+        name, equals, value = arg.partition("=")
+        if not equals or arg.startswith("/"):
+            name, equals, value = "", "", arg
         is_absolute = value.startswith("/") and value not in others
-        return option + equals + (relocate(value, root, target) if is_absolute else value)
+        return name + equals + (relocate(value, root, target) if is_absolute else value)
 
     if entry.kind == "function":
         return entry

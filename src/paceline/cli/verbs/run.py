@@ -21,11 +21,14 @@ from paceline.launch.planning.entry import (
     entry_of,
     inner_launcher,
     local_rank_flag,
+    mentions,
     opens_store,
     preload_of,
 )
 from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Job, NodeRange
+from paceline.spec.jobenv import DATA_DIR
 from paceline.spec.settings import Source
 
 
@@ -83,6 +86,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         rejoin=setting(ctx, "rejoin"),
     )
     require_rejoin_applies(job)
+    if note := data_note(job, cluster):
+        say(note, err=True)
     ctx.exit(launch_job(ctx, job, cluster, dispatch))
 
 
@@ -117,9 +122,22 @@ def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
             remedy="Name a folder of this machine; hosts that lack it get it",
         )
     root = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
-    values = {arg.partition("=")[2] if arg.startswith("-") else arg for arg in args}
+    values = {value for arg in args for value in (arg, arg.partition("=")[2])}
     subpaths = {value: _subpath(value, root) for value in sorted(values)}
     return Data(root, {value: path for value, path in subpaths.items() if path is not None})
+
+
+def data_note(job: Job, cluster: Cluster) -> str:
+    """Says how the script finds its data, if none of its arguments does; else returns ``""``."""
+    if job.data is None or job.data.words or mentions(job.entry, DATA_DIR):
+        return ""
+    if all(host.local for host in cluster.hosts):
+        return ""
+    from paceline.rundir.directory import short
+
+    path = short(Path(job.data.path))
+    path = path if "/" in path else f"./{path}"
+    return f"paceline: no argument of the script names {path}; its path on a host is in {DATA_DIR}"
 
 
 def _subpath(value: str, root: str) -> str | None:

@@ -140,6 +140,11 @@ def opens_store(entry: Entry) -> bool:
     return reads_address_only or bool(_OTHER_PORT.search(source)) or spawns_and_names_master(source)
 
 
+def mentions(entry: Entry, variable: str) -> bool:
+    """Returns whether the text of the script contains the name of a variable."""
+    return _is_text(entry) and variable.encode() in Path(entry.target).read_bytes()
+
+
 def preload_of(entry: Entry) -> tuple[str, ...]:
     """Returns what a node imports before it forks the ranks.
 

@@ -6,16 +6,27 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.recipe_job import check_same_recipe, path_input, table_to_flags, weights_input
+from paceline.cli.dispatch import Dispatch
+from paceline.cli.recipe_job import (
+    check_data_exists,
+    check_same_recipe,
+    path_input,
+    table_to_flags,
+    weights_input,
+)
 from paceline.cli.verbs import recipe as recipe_verb
 from paceline.cli.verbs.list import command as listing
 from paceline.recipes import RECIPES, load_use_module, parse_options
 from paceline.recipes.reference import list_options
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Input
 
 
@@ -149,3 +160,27 @@ def test_rejects_missing_data_before_start(tmp_path: Path) -> None:
     assert completed.returncode == 2
     assert "--data nofile.csv: no such file or folder" in completed.stderr
     assert [*tmp_path.iterdir()] == []
+
+
+def test_rejects_missing_relative_data_on_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data/txt").mkdir(parents=True)
+    ctx = click.Context(click.Command("train"))
+    ctx.params["image"] = ""
+    dispatch = cast(
+        Dispatch, SimpleNamespace(kind="run", scheduler=SimpleNamespace(is_direct=True))
+    )
+
+    def check(data: str) -> None:
+        options = parse_options("language", ["--data", data])
+        check_data_exists(ctx, options, Cluster((Host("n1"),)), dispatch)
+
+    for data in ("data/text", "./data/text", "../nowhere"):
+        with pytest.raises(SettingError, match="no such file or folder") as caught:
+            check(data)
+        assert "give its absolute path" in caught.value.remedy
+        assert ("Did you mean --data data/txt?" in caught.value.remedy) is ("text" in data)
+    for data in ("data/txt", "/only/on/hosts", "org/name"):
+        check(data)

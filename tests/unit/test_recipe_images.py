@@ -326,7 +326,10 @@ def test_unreachable_hub_is_not_queried(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(DataError) as caught:
             fetch("--model a/b", get, delays.append)
         message = caught.value.render()
-        assert "--model a/b is not in the cache, and the hub cannot be reached" in message
+        assert (
+            "--model a/b is no local path and not in the cache, and the hub cannot be reached"
+            in message
+        )
         assert "tried 127.0.0.1: Connection refused; the cache" in message
         assert "holds somebody/other" in message
         assert "HTTPS_PROXY=" in message

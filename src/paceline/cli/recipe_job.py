@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from paceline.recipes.options import Options, parse_micro_batch
 from paceline.rundir import named_paths as recorded_paths
 from paceline.rundir import records
 from paceline.spec.errors import SettingError
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import closest_match, shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
 from paceline.spec.rundir import CONFIG, checkpoints, model_paths
@@ -102,14 +102,23 @@ def check_same_recipe(name: str, run_dir: Path) -> None:
 def check_data_exists(
     ctx: click.Context, options: Options, cluster: Cluster, dispatch: Dispatch
 ) -> None:
-    """Raises SettingError for missing data if all ranks run on this machine."""
-    data = options.data
+    """Raises SettingError for missing data, unless other hosts may have the path."""
+    data, is_remote = options.data, has_remote_host(cluster)
     is_here = dispatch.kind == "run" and dispatch.scheduler.is_direct and not ctx.params["image"]
-    if not is_here or not all(host.local for host in cluster.hosts) or options.data_dir:
+    path = Path(data).expanduser()
+    if not is_here or options.data_dir or (is_remote and path.is_absolute()):
         return
-    if is_path(data) and not is_hub_id(data) and not Path(data).expanduser().exists():
+    if is_path(data) and not is_hub_id(data) and not path.exists():
+        names = list[str]()
+        with suppress(OSError):
+            names = [entry.name for entry in path.parent.iterdir()]
+        match = closest_match(path.name, names)
+        remedy = [f"Did you mean --data {path.parent / match}?"] if match else []
+        remedy += ["If only the hosts have it, give its absolute path"] if is_remote else []
         raise SettingError(
-            f"--data {data}: no such file or folder", found=f"no {Path(data).absolute()}"
+            f"--data {data}: no such file or folder",
+            found=f"no {path.absolute()}",
+            remedy="\n".join(remedy),
         )
 
 

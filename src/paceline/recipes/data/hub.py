@@ -178,7 +178,7 @@ def explain_error(label: str, error: Exception) -> DataError:
     """Explains an error of the hub, with a remedy."""
     if connection_error.cache_info().currsize and (reason := connection_error()):
         return DataError(
-            f"{label} is not in the cache, and the hub cannot be reached",
+            f"{label} is no local path and not in the cache, and the hub cannot be reached",
             found=f"tried {reason}; the cache {describe_cache()}",
             remedy="HTTPS_PROXY=http://HOST:PORT for a proxy, HF_HOME=FOLDER for another cache, or"
             " copy the files here and give their folder instead of the id",

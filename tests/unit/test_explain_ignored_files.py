@@ -89,3 +89,29 @@ def test_looks_up_paths_and_modules_in_work_folder(tmp_path: Path, error: str, f
     _, match = conclude(from_run(run), load_all()).matches[0]
     assert f"{project}/{file} was not sent to the host, because git ignores it" in match.cause
     assert "git -C" in match.remedy
+
+
+def test_file_missing_in_checkout_is_copied_from_host_of_rank_0(tmp_path: Path) -> None:
+    events = [{"event": "rank started", "host": f"n{rank}", "rank": rank, "pid": 7}
+              for rank in range(3)]  # fmt: skip
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in events))
+    (tmp_path / "result.json").write_text('{"exit_code": 1}')
+    nodes = [
+        {"host": f"n{rank}", "workdir": f"/w{rank}", "code": "verified equal"} for rank in range(3)
+    ]
+    (tmp_path / "plan.json").write_text(json.dumps({"nodes": nodes}))
+
+    def remedy(path: str, *ranks: int) -> str:
+        for rank in range(3):
+            (tmp_path / f"logs/n{rank}").mkdir(parents=True, exist_ok=True)
+            error = f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'\n"
+            text = error if rank in ranks else "ready\n"
+            (tmp_path / f"logs/n{rank}/{rank}.log").write_text(text)
+        rule, match = conclude(from_run(tmp_path), load_all()).matches[0]
+        assert rule.code == "missing-file"
+        return match.remedy
+
+    assert "it is n0:/w0/out/a.pt. Copy it to the same place below /w2" in remedy("out/a.pt", 2)
+    assert "it is n0:/w0/out/a.pt." in remedy("/w2/out/a.pt", 2)
+    assert not remedy("/elsewhere/a.pt", 2)
+    assert not remedy("out/a.pt", 0, 1, 2)

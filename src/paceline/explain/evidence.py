@@ -119,6 +119,7 @@ class Evidence:
         debug: Debug output of the ranks' libraries, if it was requested.
         ignored_files: Files that a rank missed although they exist on the launching machine: git
             ignores them, so they were not sent. By the path or the module that the log names.
+        checkouts: Work folders of the hosts to which no code was sent, by host.
     """
 
     logs: tuple[Log, ...] = ()
@@ -129,6 +130,7 @@ class Evidence:
     script_checkpoint: str = ""
     debug: tuple[Log, ...] = ()
     ignored_files: Mapping[str, str] = field(default_factory=dict)
+    checkouts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exits(self) -> tuple[Event, ...]:

@@ -32,9 +32,11 @@ from paceline.rundir.ownership import (
     read_owner,
 )
 from paceline.rundir.records import (
+    as_text,
     folders_in,
     head_and_tail,
     is_regular,
+    objects_in,
     read_object,
     read_records,
 )
@@ -110,6 +112,7 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         )
         for log in _rank_logs(path / names.LOGS, events, result.failure)
     ]
+    plan = read_object(path / names.PLAN) or {}
     versions = (names.parse_version(folder.name) for folder in names.checkpoints(path))
     return Evidence(
         logs=_sort_logs(logs, result.failure, events),
@@ -119,8 +122,10 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         checkpoint_step=next((version[1] for version in versions if version), None),
         script_checkpoint=script_checkpoint(path),
         debug=tuple(debug_logs(path, events)),
-        ignored_files=_ignored_files(logs, copies, read_object(path / names.PLAN) or {}),
-    )
+        ignored_files=_ignored_files(logs, copies, plan),
+        checkouts={as_text(node.get("host")): as_text(node.get("workdir"))
+                   for node in objects_in(plan.get("nodes")) if node.get("code") != "shipped"},
+    )  # fmt: skip
 
 
 def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],

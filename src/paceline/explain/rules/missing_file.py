@@ -1,4 +1,4 @@
-"""A rank missed a file of the project that git ignores."""
+"""A rank missed a file of the project that was not sent to its host."""
 
 from __future__ import annotations
 
@@ -25,4 +25,33 @@ def match(evidence: Evidence, pattern: re.Pattern[str] = MISSED_FILE) -> Match |
             )
             confirm = f"`{shell_text(['git', '-C', folder, 'check-ignore', '-v', name])}`"
             return match_unit(unit, cause, 0.97, remedy=remedy, confirm=confirm)
+    return _missing_in_checkout(evidence, pattern)
+
+
+def _missing_in_checkout(evidence: Evidence, pattern: re.Pattern[str]) -> Match | None:
+    """Matches a file of the project that a host with its own checkout misses, and rank 0 does not.
+
+    No files are sent to such a host.
+    """
+    first_host = next((event.host for event in evidence.events
+                       if event.kind == "rank started" and event.rank == 0), "")  # fmt: skip
+    missing = [(unit, error["path"]) for unit, error in evidence.search(pattern)]
+    missing_on_first = {path for unit, path in missing if first_host in unit.hosts}
+    for unit, path in missing:
+        host = next((host for host in unit.hosts if host in evidence.checkouts), "")
+        if not host or first_host not in evidence.checkouts or path in missing_on_first:
+            continue
+        relative = os.path.relpath(path, evidence.checkouts[host]) if path[0] == "/" else path
+        if relative.startswith(".."):
+            continue
+        source = os.path.normpath(f"{evidence.checkouts[first_host]}/{relative}")
+        cause = f"{unit.label}: there is no {path} in the checkout of the project on {host}"
+        remedy = (
+            f"{host} has its own checkout of the project, so Paceline sends no files there. If rank"
+            f" 0 wrote the file, it is {shell_text([f'{first_host}:{source}'])}. Copy it to the"
+            f" same place below {evidence.checkouts[host]} on {host}, and on each other host that"
+            " lacks it. With `--ship always` at every start, all hosts get what earlier starts in"
+            " the same `--run-dir` wrote"
+        )
+        return match_unit(unit, cause, 0.95, remedy=remedy)
     return None

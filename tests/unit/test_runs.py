@@ -486,3 +486,30 @@ def test_reads_start_and_end_of_endless_file(
     with path.open("a") as more:
         more.write('{"n": 1000}\n')
     assert [*file.lines()] == [b'{"n": 1000}']
+
+
+def test_attached_terminal_skips_output_of_earlier_starts(tmp_path: Path) -> None:
+    def write(*events: dict[str, object]) -> None:
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps({'time': 1.0, **event})}\n" for event in events)
+
+    def start(rank: int) -> dict[str, object]:
+        return {"event": "rank started", "host": "n1", "rank": rank, "pid": 7}
+
+    output = list[tuple[int, bytes]]()
+    screen: Any = SimpleNamespace(output=lambda _h, rank, _s, data: output.append((rank, data)))
+    (tmp_path / "logs/n1").mkdir(parents=True)
+    for rank in (0, 1):
+        (tmp_path / f"logs/n1/{rank}.log").write_text("Traceback\n")
+    write({"event": "connected"}, start(0), start(1), {"event": "connected"})
+    write({"event": "log begins", "host": "n1", "rank": 0, "bytes": 10}, start(0))
+    with (tmp_path / "logs/n1/0.log").open("a") as log:
+        log.write("iter 35\n")
+    feed = attached.Feed(tmp_path, screen)
+    feed.update()
+    assert output == [(0, b"iter 35\n")]
+    write({"event": "log begins", "host": "n1", "rank": 1, "bytes": 10}, start(1))
+    with (tmp_path / "logs/n1/1.log").open("a") as log:
+        log.write("ready\n")
+    feed.update()
+    assert output[1:] == [(1, b"ready\n")]

@@ -212,10 +212,14 @@ class Feed:
         self.state = RunState()
         self._path, self._screen = path, screen
         self._files: dict[Path, _GrowingFile] = {}
+        self._log_begins: dict[tuple[str, int | None], int] = {}  # ranks of the newest start
         self._first = True
 
     def update(self) -> None:
-        """Shows what has come since the last time; at first the last lines of each log."""
+        """Shows what has come since the last time; at first the last lines of each log.
+
+        Skips output of earlier starts in the same run directory.
+        """
         clock = time.monotonic()
         for line in self._records(names.EVENTS):
             event = Event.read(line)
@@ -228,8 +232,10 @@ class Feed:
             self.state.load(ranks, clock, time.time())
         for file in rank_logs(self._path):
             rank = names.rank_of_log(file)
+            if (begin := self._log_begins.get((file.parent.name, rank))) is None:
+                continue
             tail = INITIAL_TAIL_BYTES if self._first else None
-            data = self._files.setdefault(file, _GrowingFile(file, tail)).read()
+            data = self._files.setdefault(file, _GrowingFile(file, tail, begin)).read()
             if data and rank is not None:
                 self._screen.output(file.parent.name, rank, "out", data)
         progress = self.state.progress
@@ -239,6 +245,11 @@ class Feed:
         self._first = False
 
     def _happened(self, event: Event, clock: float) -> None:
+        if event.kind == "connected" and not event["late"]:
+            self._log_begins.clear()
+        elif event.kind in ("log begins", "rank started"):
+            key = names.safe_name(event.host), event.rank
+            self._log_begins.setdefault(key, event["bytes"] or 0)
         previous = self.state.news[-1] if self.state.news else None
         self.state.apply(event, clock)
         news = self.state.news[-1] if self.state.news else None
@@ -258,10 +269,11 @@ class _GrowingFile:
 
     Args:
         tail: Begin with the lines in the last so many bytes; ``None``: at the beginning.
+        begin: Skip so many bytes.
     """
 
-    def __init__(self, path: Path, tail: int | None = None) -> None:
-        self._path, self._tail = path, tail
+    def __init__(self, path: Path, tail: int | None = None, begin: int = 0) -> None:
+        self._path, self._tail, self._begin = path, tail, begin
         self._file: IO[bytes] | None = None
         self._partial = b""
 
@@ -281,12 +293,12 @@ class _GrowingFile:
 
     def _open(self) -> None:
         self._file = records.open_regular(self._path)
-        tail, self._tail = self._tail, None
-        if tail is not None and self._file.seek(0, os.SEEK_END) > tail:
+        (tail, self._tail), (begin, self._begin) = (self._tail, None), (self._begin, 0)
+        if tail is not None and self._file.seek(0, os.SEEK_END) - begin > tail:
             self._file.seek(-tail, os.SEEK_END)
             self._file.readline()
-        elif tail is not None:
-            self._file.seek(0)
+        else:
+            self._file.seek(begin)
 
     def lines(self) -> Iterator[bytes]:
         """Yields new lines; of very many, those at the beginning and at the end."""

@@ -920,10 +920,15 @@ def test_notes_unsent_checkpoint_of_different_run(
     first = SimpleNamespace(name="n1", copies={}) if is_rank_0_in_place else remote_node
     fleet: Any = SimpleNamespace(first=first, everyone=[first, remote_node])
 
-    def notes_of(name: str, *sent: str) -> list[str]:
+    def write_plan(run: Path, script: str) -> None:
+        entry = {"kind": "script", "target": script}
+        (run / "plan.json").write_text(json.dumps({"entry": entry}))
+
+    def notes_of(name: str, *sent: str, script: str = "./train.py") -> list[str]:
         """Returns the notes at the start of a run whose code includes the files ``sent``."""
         run = workspace.run.parent / name
         run.mkdir(exist_ok=True)
+        write_plan(run, script)
         notes: list[str] = []
         sync = OutputSync(run, notes.append)
         sync.store.set_code(workspace.project, [[path, "", 0, 4] for path in ("train.py", *sent)])
@@ -935,8 +940,10 @@ def test_notes_unsent_checkpoint_of_different_run(
         workspace.write("n1", "out/ckpt.pt", torch_zip("first"))
         await workspace.store.sync(folder)
 
+    write_plan(workspace.run, "train.py")
     assert not notes_of("second")
     run(work)
+    assert not notes_of("second", script="other.py")
     (note,) = notes_of("second")
     assert "out/ckpt.pt of " in note
     assert ("warning: rank 0 finds out/ckpt.pt" in note) == is_rank_0_in_place

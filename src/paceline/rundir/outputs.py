@@ -21,7 +21,7 @@ from paceline.rundir import records
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import is_checkpoint, unit_of
-from paceline.spec.rundir import OUTPUTS
+from paceline.spec.rundir import OUTPUTS, PLAN
 
 MAX_JOURNAL_BYTES = 64 << 20
 MAX_SHOWN_BYTES = 2 << 20  # read by others than launchers
@@ -279,9 +279,19 @@ def _newest_runs(run: Path) -> list[Path]:
     return sorted(ages, key=ages.__getitem__, reverse=True)[:MAX_EARLIER_RUNS]
 
 
+def _script(run: Path) -> tuple[str, str]:
+    """What a run started, by its plan: the kind of entry and its target."""
+    plan = records.read_object(run / PLAN) or {}
+    entry = records.object_in(plan, "entry")
+    kind, target = (records.as_text(entry.get(name)) for name in ("kind", "target"))
+    return kind, os.path.normpath(target) if kind == "script" else target
+
+
 def earlier_checkpoint(run: Path, project: Path,
                        is_sent: Callable[[str], bool]) -> tuple[Path, str] | None:  # fmt: skip
-    """The checkpoint in a project that another run beside this one wrote and hosts do not get.
+    """The checkpoint that another run of the same script wrote in a project and hosts do not get.
+
+    The other run directory is beside this one.
 
     Args:
         is_sent: Whether hosts get the file at a path of the project.
@@ -289,7 +299,10 @@ def earlier_checkpoint(run: Path, project: Path,
     Returns:
         The directory of the run that wrote it, and its path; ``None`` if there is none.
     """
+    script = _script(run)
     for other in _newest_runs(run):
+        if _script(other) != script:
+            continue
         journal = OutputJournal(other, LineSeals(other))
         newest = newest_checkpoint(output for output in journal.outputs.values()
                                    if not output.place and output.is_unchanged(other, project)

@@ -236,6 +236,26 @@ def test_library_exception_does_not_blame_script() -> None:
     assert "also seen:\n    rank 1 ended first: rank 0 lost its connection" in text
 
 
+def test_error_of_paceline_in_script_keeps_its_remedy() -> None:
+    log = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/w/train.py", line 3, in <module>
+[rank0]:     loader = session.loader(data, global_batch=96)
+[rank0]:   File "/env/lib/python3.12/site-packages/paceline/train/comms.py", line 423, in agree
+[rank0]:     raise JobError(
+[rank0]: paceline.spec.errors.JobError: the data set must be the same on every rank
+[rank0]:   found:  rank 0 on n1: 2003 samples
+[rank0]:           rank 1 on n2: 1500 samples
+[rank0]:   remedy: make or split the data before session.prepare
+"""
+    conclusion = conclude(from_log(log), load_all())
+    found = "rank 0 on n1: 2003 samples; rank 1 on n2: 1500 samples"
+    assert conclusion.text == f"rank 0: the data set must be the same on every rank: {found}"
+    _, match = conclusion.matches[0]
+    assert match.remedy == "make or split the data before session.prepare"
+    assert match.confidence == 0.9
+
+
 def test_unknown_failure_shows_evidence_to_collect() -> None:
     log = "loading shards\nstep 3 loss 0.2\nsrun: error: n7: task 3: Exited with exit code 9\n"
     evidence = from_log(log)

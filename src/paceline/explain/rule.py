@@ -41,6 +41,15 @@ class Match:
     unit: Unit | None = None
 
 
+_ERROR_FIELD = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILINE)
+
+
+def parse_error_fields(text: str) -> dict[str, str]:
+    """The parts ``found`` and ``remedy`` of a rendered PacelineError, if it has them."""
+    return {name: "\n".join(line.strip() for line in part.splitlines())
+            for name, part in _ERROR_FIELD.findall(text)}  # fmt: skip
+
+
 Matcher = Callable[[Evidence], Match | None]
 
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from paceline.explain.evidence import Evidence
 from paceline.explain.outcome import PROGRAMMING_ERRORS, is_consequence
-from paceline.explain.rule import MAX_EVIDENCE_LINES, Match, match_unit
+from paceline.explain.rule import MAX_EVIDENCE_LINES, Match, match_unit, parse_error_fields
 from paceline.explain.unit_parser import parse_units
 from paceline.explain.units import PythonError, Unit
 from paceline.spec.failure import PEER_LOST
 
 # how often the exception itself is the answer, by who raised it
-LIBRARY, SCRIPT, PROGRAMMING = 0.4, 0.65, 0.8
+LIBRARY, SCRIPT, PROGRAMMING, PACELINE = 0.4, 0.65, 0.8, 0.9
+_PACELINE_ERRORS = "paceline.spec.errors."
 # the words of libraries and of the system: what raises them is seldom at fault
 _FOREIGN_MESSAGE = re.compile(
     r"NCCL|nccl\w{1,40}Error|CUDA|cuda|HIP |cu(?:DNN|BLAS)|\[Errno \d|gloo|c10d|ucp_|oneCCL"
@@ -46,6 +47,8 @@ def match(evidence: Evidence) -> Match | None:
 
 def _describe(unit: Unit, where: str, hosts: tuple[str, ...], rank: int | None) -> Match:
     error = unit.errors[-1]
+    if error.type.startswith(_PACELINE_ERRORS):
+        return replace(_describe_paceline_error(unit, error, where), hosts=hosts, rank=rank)
     frame = error.script_frame
     place = f" ({frame.location})" if frame is not None else ""
     message = " ".join(error.message.split())[:200]
@@ -56,6 +59,18 @@ def _describe(unit: Unit, where: str, hosts: tuple[str, ...], rank: int | None) 
         confidence = PROGRAMMING
     match = match_unit(unit, f"{where} raised {message}{place}", confidence)
     return replace(match, hosts=hosts, rank=rank, reason=reason)
+
+
+def _describe_paceline_error(unit: Unit, error: PythonError, where: str) -> Match:
+    """Matches an error that Paceline raised in a rank; its message has a remedy."""
+    headline = error.message.removeprefix(f"{error.type}: ").split("\n", 1)[0]
+    fields = parse_error_fields(error.message)
+    found = "; ".join(fields.get("found", "").splitlines())
+    cause = f"{where}: {headline}{found and f': {found}'}"
+    reason = "Paceline raised it, for the reason in its message."
+    confirm = "The last lines of that rank's log."
+    return match_unit(unit, cause, PACELINE, remedy=fields.get("remedy", ""), confirm=confirm,
+                      reason=reason)  # fmt: skip
 
 
 def _root_cause(errors: tuple[PythonError, ...]) -> str:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
-
-_FIELD = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILINE)
+from paceline.explain.rule import Match, parse_error_fields
 
 
 def match(evidence: Evidence) -> Match | None:
@@ -15,11 +11,7 @@ def match(evidence: Evidence) -> Match | None:
     if not error:
         return None
     message = error.splitlines()[0].removeprefix("paceline: ")
-    parts = {name: _dedent(text) for name, text in _FIELD.findall(error)}
+    parts = parse_error_fields(error)
     details = f": {parts['found'].splitlines()[0]}" if parts.get("found") else ""
     lines = tuple(error.splitlines())
     return Match(f"{message}{details}", (), None, 0.99, lines, remedy=parts.get("remedy", ""))
-
-
-def _dedent(text: str) -> str:
-    return "\n".join(line.strip() for line in text.splitlines())

@@ -37,6 +37,11 @@ def evaluate(survey: Survey) -> list[Finding]:
     more = f" and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
     message = f"{summary}: {'; '.join(lines[:MAX_LISTED])}{more}"
     first, *others = packages
+    others = [
+        host
+        for host in others
+        if any(versions[host] != versions[first] for versions in differing.values())
+    ]
     remedy = (
         f"On {first}: python -m pip freeze > requirements.txt; then paceline setup env "
         f"--requirements requirements.txt for {join_names(others)}"

@@ -50,6 +50,14 @@ def test_notes_independent_ranks_and_warns_of_missing_gradients() -> None:
     assert "at most 2 elements" in describe_independence(2, metrics)
 
 
+def test_advises_to_make_group_only_if_there_is_none() -> None:
+    for fields, has_group in (({}, False), ({"group_size": 2}, True), ({"calls": 9}, True)):
+        training = [report(rank, optimizer_steps=3, **fields) for rank in (0, 1)]
+        text = describe_independence(2, training)
+        assert "wrap the model in DistributedDataParallel" in text
+        assert ("init_process_group" in text) is not has_group
+
+
 def test_spawned_process_counts_for_its_rank() -> None:
     spawned = [report(rank, optimizer_steps=3, calls=9) for rank in (0, 1)]
     parents = [report(0, in_children=True), report(1, in_children=True)]

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from paceline.spec.events import Event
 
 REPORT = "gradient exchange"
-DDP_ADVICE = (
-    "To train one model, call init_process_group and wrap the model in DistributedDataParallel"
-)
 NOTHING_EXCHANGED = "note: the ranks exchanged nothing: each worked independently"
 
 
@@ -25,16 +22,20 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
         return _describe_separate_groups(world_size, reports)
     training = {event.rank for event in reports if event["optimizer_steps"]}
     largest = max(event["largest_call"] or 0 for event in reports)
+    has_group = any(event["calls"] or (event["group_size"] or 0) > 1 for event in reports)
+    advice = "To train one model, wrap the model in DistributedDataParallel"
+    if not has_group:
+        advice += ", after a call of init_process_group"
     if len(training) > 1 and any(event["calls"] for event in reports):
         size = f" (at most {largest} elements at a time)" if largest else ""
         return (
             f"warning: the ranks exchanged no gradients{size}: "
-            f"each trained a model of its own. {DDP_ADVICE}"
+            f"each trained a model of its own. {advice}"
         )
     if any(event["calls"] for event in reports):
         return ""
     if len(training) > 1:
-        return f"note: the ranks exchanged nothing: each trained a model of its own. {DDP_ADVICE}"
+        return f"note: the ranks exchanged nothing: each trained a model of its own. {advice}"
     if any(event["in_children"] for event in reports):
         return ""
     return NOTHING_EXCHANGED

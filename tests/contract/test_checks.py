@@ -158,3 +158,14 @@ def test_command_remedies_are_valid_shell(path: Path) -> None:
         for line in finding.remedy.splitlines():
             if ": sudo " in line or ": sed " in line:
                 shlex.split(line.partition(": ")[2])
+
+
+def test_gpu_remedies_contain_no_commands_of_hosts() -> None:
+    """Indices and process ids are typed without quotes."""
+    rows = ["0;id, A100, 550, 9, 900, 5, 40, 1, Active", "0, A100, 550, 9, 900, 5, 40, 1, Active"]
+    report = {"gpus": "\n".join(rows), "apps": "GPU-1, 7, 800\nGPU-1, $(id), 800"}
+    case = apply_change(healthy(), {"evidence.gpu": {"n1": report}})
+    remedies = [finding.remedy for finding in load("gpu").evaluate(case)]
+    assert any("nvidia-smi -r -i 0 " in remedy for remedy in remedies)
+    assert any("ps -fp 7;" in remedy for remedy in remedies)
+    assert not any("id" in shlex.split(remedy.replace(";", " "))[3:] for remedy in remedies)

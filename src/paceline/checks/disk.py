@@ -84,7 +84,10 @@ def _disk_findings(name: str, path: str, disk: Disk, by_use: Mapping[str, Disk])
     if path.startswith(SHM):
         if free >= MIN_FREE_BYTES or total < MIN_FREE_BYTES:
             return []
-        remedy = f"On {name}: ls -l {path}, and remove what processes that ended have left there"
+        remedy = (
+            f"On {name}: {shell_text(['ls', '-l', path])}, and remove what processes that ended"
+            " have left there"
+        )
         return [warned("disk", [name], f"{path} on {name} is full: {room}", remedy)]
     uses = [use for use in ("cache", "tmp") if path == (by_use.get(use) or {}).get("path")]
     variables = {"cache": "XDG_CACHE_HOME", "tmp": "TMPDIR"}

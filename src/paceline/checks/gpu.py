@@ -21,10 +21,14 @@ async def probe(session: ProbeSession) -> dict[str, Any]:
 
 
 def parse(text: str) -> list[dict[str, str]]:
-    """Parses ``nvidia-smi --query-gpu`` into one mapping for each GPU, by name of the field."""
+    """Parses ``nvidia-smi --query-gpu`` into one mapping for each GPU, by name of the field.
+
+    Commands that users are told to type contain the index.
+    """
     names = ("index", "name", "driver", "total", "used", "load", "temperature", "ecc", "throttled")
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines() if line)
-    return [dict(zip(names, row, strict=False)) for row in rows]
+    cards = (dict(zip(names, row, strict=False)) for row in rows)
+    return [card for card in cards if card["index"].isdecimal() and "used" in card]
 
 
 def evaluate(survey: Survey) -> list[Finding]:
@@ -86,6 +90,7 @@ def _busy_findings(name: str, cards: list[dict[str, str]], apps: str) -> list[Fi
     if not busy:
         return []
     pids = [line.split(",")[1].strip() for line in apps.splitlines() if line.count(",") >= 2]
+    pids = [pid for pid in pids if pid.isdecimal()]
     usage = ", ".join(f"{card['index']}: {card['used']} MiB" for card in busy)
     processes = f" by process {', '.join(pids)}" if pids else ""
     remedy = (

@@ -17,6 +17,7 @@ from paceline.checks.check import Check, Survey, join_names, passed, warned
 from paceline.remote.network import same_machine
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
+from paceline.spec.formatting import shell_text
 
 PACELINE_UNAFFECTED = "paceline sets each node's interface itself, other launchers do not"
 
@@ -112,9 +113,9 @@ def _replace_line(survey: Survey, name: str, address: str) -> str:
 
 
 def _add_line(survey: Survey, name: str) -> str:
-    line = f"{survey.address(name)} {survey.facts[name]['name']['hostname']}"
+    line = shell_text([f"{survey.address(name)} {survey.facts[name]['name']['hostname']}"])
     sudo = "" if survey.facts[name]["user"]["uid"] == 0 else "sudo "
-    return f"On {name}: echo '{line}' | {sudo}tee -a /etc/hosts"
+    return f"On {name}: echo {line} | {sudo}tee -a /etc/hosts"
 
 
 def _duplicate_names(survey: Survey) -> list[Finding]:

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.checks.check import Check, ProbeSession, Survey, join_names, passed, warned
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
+from paceline.spec.formatting import shell_text
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
@@ -50,12 +51,14 @@ def _target_findings(survey: Survey, target: str) -> list[Finding]:
             is_root = survey.facts[asker]["user"]["uid"] == 0
             remedy = (
                 f"On {asker}: {hosts_file.edit_command(script, is_root)}\n"
-                f"(if `getent hosts {hostname}` says the same afterwards, the name server is wrong)"
+                f"(if `{shell_text(['getent', 'hosts', hostname])}` says the same afterwards, the "
+                "name server is wrong)"
             )
             findings.append(warned("resolution", [asker, target], message, remedy))
     if unresolved:
         message = f"{join_names(unresolved)} cannot resolve {hostname}, the host name of {target}"
-        line = f"echo '{survey.address(target)} {hostname}' | sudo tee -a /etc/hosts"
+        entry = shell_text([f"{survey.address(target)} {hostname}"])
+        line = f"echo {entry} | sudo tee -a /etc/hosts"
         remedy = "\n".join(f"On {name}: {line}" for name in unresolved)
         remedy += "\n(needed by mpirun and plain torchrun only)"
         findings.append(warned("resolution", [*unresolved, target], message, remedy))

@@ -71,21 +71,26 @@ INTEGER_TEXT = regex("[0-9]{1,8}", "a number")
 SHA256 = regex("[0-9a-f]{64}", "a SHA-256")
 IDENTITY = regex("[0-9a-f]{32}", "an identity")
 FOLDER = regex("/[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "an absolute path of usual characters")
-# commands that users are told to type contain these names
-INTERFACE = regex(r"[^\s\x00-\x1f\x7f-\x9f$`;&|<>()'\"\\]{0,256}", "the name of an interface")
+
+# commands that users are told to type contain these texts: without quotes, except for the paths
+INTERFACE = regex(r"[^\s\x00-\x1f\x7f-\x9f!$`;&|<>()'\"\\]{0,256}", "the name of an interface")
+_PATH = regex("[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "a path of usual characters")
+_PYTHON_VERSION = regex(r"[0-9]{1,3}\.[0-9]{1,3}(\.[0-9A-Za-z.+-]{1,60})?", "a version of Python")
+_VERSION = regex(r"[0-9A-Za-z][0-9A-Za-z_.+!-]{0,99}", "a version")
+_HOST_NAME = regex(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,254}|\(none\)", "a host's name")
+_NUMBERED_LINE = regex(r"[0-9]{1,9}: \S[^\n\r\x00]*", "a numbered line")
+_VARIABLE = regex("[A-Z_]{1,64}", "the name of a variable")
 HOLDERS = list_of(tuple_of(PROCESS, text(MAX_LONG_TEXT)), 1000)
 
 _ADDRESS = record(interface=INTERFACE, address=address, prefix=integer(0, 128),
                   family=choice(4, 6), scope=SHORT_TEXT, usable=boolean)  # fmt: skip
 _LINK = record(name=INTERFACE, kind=SHORT_TEXT, state=SHORT_TEXT, mtu=integer(0, 1 << 31),
                speed=integer(-MAX_INTEGER), addresses=list_of(_ADDRESS, 10_000))  # fmt: skip
-_DISK = record({"total": SIZE, "free": SIZE, "writable": boolean, "noexec": boolean}, path=text())
-_PYTHON = record(executable=optional(text()), version=SHORT_TEXT)
+_DISK = record({"total": SIZE, "free": SIZE, "writable": boolean, "noexec": boolean}, path=_PATH)
+_PYTHON = record(executable=optional(_PATH), version=_PYTHON_VERSION)
 _TORCH = record(
-    {"cuda": optional(SHORT_TEXT), "hip": optional(SHORT_TEXT)}, version=optional(SHORT_TEXT)
+    {"cuda": optional(SHORT_TEXT), "hip": optional(SHORT_TEXT)}, version=optional(_VERSION)
 )
-_HOST_NAME = regex(r"[^\s\x00-\x1f\x7f]{1,255}", "a host's name")
-_NUMBERED_LINE = regex(r"[0-9]+: [^\n\r\x00]+", "a numbered line")
 _NAME = record(hostname=_HOST_NAME, resolves_to=optional(list_of(address, 1000)),
                hosts_lines=list_of(_NUMBERED_LINE, 10_000))  # fmt: skip
 _CPUS = list_of(integer(0, 1 << 20), 1 << 16)
@@ -123,13 +128,13 @@ _FACTS = record(
     name=_NAME,
     ephemeral_ports=tuple_of(integer(0, 65535), integer(0, 65535)),
     clock=record(time=number, monotonic=number),
-    user=record({"shell": optional(text()), "cache": text()}, uid=integer(), home=text()),
+    user=record({"shell": optional(text()), "cache": _PATH}, uid=integer(), home=_PATH),
 )
 
 # --- events -------------------------------------------------------------------------------------
 
 EVENTS: dict[str, Schema] = {
-    "hello": record(pid=PROCESS, identity=IDENTITY, chosen_python=text(), facts=_FACTS),
+    "hello": record(pid=PROCESS, identity=IDENTITY, chosen_python=_PATH, facts=_FACTS),
     "said": record(rank=RANK, data=unchecked),  # by a program in a rank: see events.is_valid_report
     **{name: kind.shape() for name, kind in KINDS.items() if kind.sender == "agent"},
 }
@@ -209,7 +214,7 @@ ANSWERS: dict[str, Schema] = {
     "sink": record(port=PORT),
     "transfer": record({"pmtu": integer(), "rtt": number, "retransmitted": integer(),
                         "segments": integer()}, bytes=SIZE, seconds=number, sent=SIZE),
-    "counters": record(bytes=dict_of(tuple_of(SIZE, SIZE))),
+    "counters": record(bytes=dict_of(tuple_of(SIZE, SIZE), INTERFACE)),
     "leave_token": record({"step": SHORT_TEXT, "why": optional(text()),
                            "errno": optional(integer())}, ok=boolean),
     "see_tokens": record(exists=boolean, seen=dict_of(text(MAX_LONG_TEXT)), type=SHORT_TEXT),
@@ -227,7 +232,7 @@ ANSWERS: dict[str, Schema] = {
                      gpus=list_of(number, 1000)),
     "packages": record(packages=dict_of(SHORT_TEXT, text())),
     "mpi": record(mpi=record(mpiexec=text(), setvars=text(), libfabric=text(),
-                             missing_folders=dict_of(text(), SHORT_TEXT))),
+                             missing_folders=dict_of(text(), _VARIABLE))),
 }  # fmt: skip
 _REFUSAL = record({"holders": HOLDERS, "activating": boolean}, error=text(MAX_LONG_TEXT))
 

@@ -75,10 +75,14 @@ def boolean(value: Any, path: str) -> None:
         reject(path, value, "true or false")
 
 
+_ADDRESS_TEXT = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z_.-]{1,32})?")
+
+
 def address(value: Any, path: str) -> None:
-    """An IP address."""
+    """An IP address. Its zone is the name of an interface: ``ipaddress`` allows any text there."""
     try:
-        ipaddress.ip_address(value if isinstance(value, str) else "")
+        is_text = isinstance(value, str) and _ADDRESS_TEXT.fullmatch(value)
+        ipaddress.ip_address(value if is_text else "")
     except ValueError:
         reject(path, value, "an IP address")
 

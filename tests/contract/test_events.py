@@ -78,6 +78,20 @@ def test_records_events_of_program() -> None:
     assert event.recorded_fields == {"share": 0.5}
 
 
+@pytest.mark.parametrize("message", [
+    {"event": "said", "rank": 0, "data": {
+        "kind": "checkpoint", "event": "started", "host": "x", "rank": 7, "time": 1, "self": 1}},
+    {"event": "rank thawed", "rank": 0, "kind": "started", "host": "x", "time": 1, "self": 1},
+])  # fmt: skip
+def test_hostile_message_does_not_replace_common_keys(tmp_path: Path, message: Any) -> None:
+    event = Event.from_message("n2", message)
+    assert event.recorded_fields == {"self": 1}
+    directory = RunDirectory(tmp_path / "run")
+    line = directory.event(event.kind, event.host, event.rank, **event.recorded_fields)
+    directory.close()
+    assert (line["event"], line["host"], line["rank"]) == (event.kind, "n2", 0)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

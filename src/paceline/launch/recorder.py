@@ -121,7 +121,7 @@ class Recorder:
         """The run directory as the user types it."""
         return short(self._directory.path)
 
-    def event(self, kind: str, host: str | None = None, rank: int | None = None,
+    def event(self, kind: str, host: str | None = None, rank: int | None = None, /,
               **details: Any) -> None:  # fmt: skip
         """Appends a line to events.jsonl."""
         line = self._directory.event(kind, host, rank, **details)

@@ -178,7 +178,7 @@ class RunDirectory:
         self._append(name, redacted + b"\n")
         return value if redacted == line else dict(json.loads(redacted))
 
-    def event(self, kind: str, host: str | None = None, rank: int | None = None,
+    def event(self, kind: str, host: str | None = None, rank: int | None = None, /,
               **details: Any) -> dict[str, Any]:  # fmt: skip
         """Appends to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
         record: dict[str, Any] = {"time": round(time.time(), 4)}

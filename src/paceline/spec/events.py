@@ -332,9 +332,8 @@ class Event:
         data = message["data"] if is_report else message
         kind = str(reported_kind(data) if is_report else message["event"])
         is_timed = kind in KINDS and "time" in KINDS[kind].required
-        omitted = {"kind"} if is_report else {"event", "rank"}
-        if data.get("kind") == "event":
-            omitted = {"kind", *_COMMON_KEYS}
+        # the launcher writes the other common keys, also if a hostile rank sends values for them
+        omitted = {"kind"} if kind in _FREE_KINDS else {"kind", *_COMMON_KEYS}
         fields = {name: value for name, value in data.items() if name not in omitted}
         if (allowed := allowed_fields(kind)) is not None and kind not in _FREE_KINDS:
             known = {name: value for name, value in fields.items() if name in allowed}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from paceline.launch import recorder
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
-from paceline.rundir.directory import RunDirectory
+from paceline.rundir.directory import CHECKED_BYTES, RunDirectory
 from paceline.spec.events import Event
 from paceline.spec.training.metrics import recorded_steps
 
@@ -147,3 +150,16 @@ def test_late_metrics_of_previous_writer_fill_gaps(
         log.record(Event("metrics", "n2", 1, fields={"split": "train", "step": step}))
     log_steps(log, 4, 5, 6)
     assert read_steps(directory) == [1, 2, 3, 5, 6, 6, 7, 4]
+
+
+def test_names_rank_with_largest_log_when_disk_is_nearly_full(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Mock()
+    log = Recorder(directory, screen)
+    disk = SimpleNamespace(total=1 << 40, free=4 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    for rank, size in ((0, 10), (1, CHECKED_BYTES), (2, 10)):
+        log.record(Event("output", f"n{rank}", rank, fields={"stream": "out"}, blob=b"x" * size))
+        disk.free = 1 << 30
+    assert "The largest log is that of rank 1 on n1: 1 MiB." in screen.note.call_args[0][0]

@@ -24,6 +24,7 @@ from paceline.rundir.ownership import FETCHED_AT
 from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.rundir import log_file, safe_name
+from paceline.transfer.results import room_problem
 
 
 def write_owner(path: Path, **fields: Any) -> None:
@@ -194,6 +195,29 @@ def test_full_disk_error(tmp_path: Path) -> None:
         directory.append_bytes("log", b"x")
     assert "No space left" in caught.value.found
     assert "--run-dir" in caught.value.remedy
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "reserve"),
+    [
+        (1 << 40, 500 << 30, 1 << 30),
+        (4 << 30, 3 << 30, (4 << 30) // 10),
+        (100 << 20, 90 << 20, 10 << 20),
+        (1 << 40, 800 << 20, 400 << 20),  # a disk that is nearly full at the start
+        (1 << 40, 20 << 20, 16 << 20),
+    ],
+)
+def test_output_leaves_room_for_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, free: int, reserve: int
+) -> None:
+    directory = RunDirectory(tmp_path)
+    disk = types.SimpleNamespace(total=total, free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    assert directory.append_output("log", b"x" * CHECKED_BYTES)
+    for disk.free, has_room in ((reserve + CHECKED_BYTES, True), (reserve, False)):
+        assert directory.append_output("log", b"x" * CHECKED_BYTES) == has_room
+    assert (free < 64 << 20) == bool(room_problem(tmp_path, reserve // 2))
     directory.close()
 
 

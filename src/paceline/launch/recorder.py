@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.spec import libraries
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
+from paceline.spec.formatting import format_size
 from paceline.spec.plan import Plan
 from paceline.spec.schema import memory_bytes
 from paceline.spec.training.metrics import StepFilter
@@ -111,6 +112,7 @@ class Recorder:
         self._history = EventHistory()
         self._begun_logs = set[str]()
         self._has_dropped = False  # output, for which the disk has no room
+        self._log_bytes = Counter[str]()  # by rank and host
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
         self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
         self._waiting: NodeWait | None = None  # while no ranks run
@@ -204,7 +206,7 @@ class Recorder:
             self._screen.progress(event.fields)
         elif event.kind == "say":
             self._screen.print(event["text"], event.rank)
-            self._append(_log(event), event["text"].encode(errors="replace") + b"\n")
+            self._append_log(event, event["text"].encode(errors="replace") + b"\n")
         if (written := event.recorded_fields) is not None:
             self.event(event.kind, event.host, event.rank, **written)
         elif event.kind in ("heartbeat", "pace", "progress"):
@@ -222,7 +224,7 @@ class Recorder:
     def _output(self, event: Event, stream: str, blob: bytes) -> None:
         if blob:
             self._screen.output(event.host, _rank(event), stream, blob)
-            self._append(_log(event), blob, stream)
+            self._append_log(event, blob, stream)
 
     def _note_begin(self, name: str, host: str, rank: int | None) -> None:
         """Records once where this start begins in a log, if earlier starts wrote to it."""
@@ -231,13 +233,22 @@ class Recorder:
             if offset := self._directory.start_offsets.get(name, 0):
                 self.event("log begins", host, rank, bytes=offset)
 
+    def _append_log(self, event: Event, data: bytes, stream: str = "") -> None:
+        self._log_bytes[event.where] += len(data)
+        self._append(_log(event), data, stream)
+
     def _append(self, name: str, data: bytes, stream: str = "") -> None:
         """Appends output to a log; a line says once that the disk has no room for more."""
         if not self._directory.append_output(name, data, stream) and not self._has_dropped:
             self._has_dropped = True
+            largest = "".join(
+                f". The largest log is that of {where}: {format_size(size)}"
+                for where, size in self._log_bytes.most_common(1)
+            )
             self._screen.note(
                 "paceline: logs are not continued for now: the disk of"
-                f" {short(self._directory.path)} is nearly full. Make room, and they continue"
+                f" {short(self._directory.path)} is nearly full{largest}. Make room, and they"
+                " continue"
             )
 
     def _filter_output(self, event: Event) -> bytes:

@@ -28,7 +28,10 @@ from paceline.spec.formatting import shell_text
 
 MAX_OPEN_FILES = 64  # at once; there is a log for every rank
 RESERVED_BYTES = 1 << 18
-LOG_RESERVE_BYTES = 16 << 20  # of the disk's free space, or a twentieth of the disk: not for logs
+# Logs leave so much of the disk free, or a tenth of the disk, or half of what was free at first.
+# This is more than fetched files leave free.
+LOG_RESERVE_BYTES = 1 << 30
+MIN_LOG_RESERVE_BYTES = 16 << 20  # or a twentieth of the disk
 CHECKED_BYTES = 1 << 20  # of output, after which the free space is looked at
 MASK = b"[secret]"
 
@@ -52,6 +55,7 @@ class RunDirectory:
         self._files: dict[str, IO[bytes]] = {}  # least recently used first
         self.start_offsets: dict[str, int] = {}
         self._unchecked_bytes = CHECKED_BYTES  # of output since the free space was looked at
+        self._log_reserve_bytes: int | None = None  # unknown until there is output
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -196,16 +200,28 @@ class RunDirectory:
         Returns:
             Whether it was appended.
         """
-        self._unchecked_bytes += len(data)
+        has_room = self.has_room(len(data))
+        if has_room:
+            self.append_bytes(name, data, stream)
+        return has_room
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the disk has room for more bytes of ranks' output and reports.
+
+        Results and checkpoints that are fetched later need the reserve.
+        """
+        self._unchecked_bytes += num_bytes
         if self._unchecked_bytes >= CHECKED_BYTES:
             with self._explained():
                 usage = shutil.disk_usage(self.path)
-            has_room = usage.free - len(data) >= min(LOG_RESERVE_BYTES, usage.total // 20)
+            if self._log_reserve_bytes is None:
+                reserve = min(LOG_RESERVE_BYTES, usage.total // 10, usage.free // 2)
+                self._log_reserve_bytes = max(
+                    reserve, min(MIN_LOG_RESERVE_BYTES, usage.total // 20)
+                )
+            has_room = usage.free - num_bytes >= self._log_reserve_bytes
             self._unchecked_bytes = 0 if has_room else CHECKED_BYTES
-        if self._unchecked_bytes >= CHECKED_BYTES:
-            return False
-        self.append_bytes(name, data, stream)
-        return True
+        return self._unchecked_bytes < CHECKED_BYTES
 
     def finish(self, name: str) -> None:
         """Writes data that was held back because it might have been part of a secret."""

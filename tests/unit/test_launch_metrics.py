@@ -17,6 +17,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import CHECKED_BYTES, RunDirectory
 from paceline.spec.events import Event
+from paceline.spec.rundir import EVENTS
 from paceline.spec.training.metrics import recorded_steps
 
 
@@ -163,3 +164,54 @@ def test_names_rank_with_largest_log_when_disk_is_nearly_full(
         log.record(Event("output", f"n{rank}", rank, fields={"stream": "out"}, blob=b"x" * size))
         disk.free = 1 << 30
     assert "The largest log is that of rank 1 on n1: 1 MiB." in screen.note.call_args[0][0]
+
+
+def event_kinds(directory: RunDirectory) -> list[str]:
+    return [json.loads(line)["event"] for line in (directory.path / EVENTS).open()]
+
+
+def test_reports_of_ranks_leave_disk_space_free(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's and agents' events are written; those of ranks are kept in memory."""
+    disk = SimpleNamespace(total=1 << 40, free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    log = Recorder(directory, Mock())
+    log.event("started", attempt=0, world_size=2)
+    log.record(Event("own", "n1", 0))
+    log.record(Event("metrics", "n1", 0, fields={"step": 1, "split": "train"}))
+    log.record(Event("rank thawed", "n1", 0))
+    assert event_kinds(directory) == ["started", "rank thawed"]
+    assert not (directory.path / "metrics.jsonl").exists()
+    assert [event.kind for event in log.events] == ["started", "own", "rank thawed"]
+
+
+def test_reports_of_each_rank_have_quota(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_RANK_BYTES", 1000)
+    screen = Mock()
+    log = Recorder(directory, screen)
+    for _ in range(50):
+        log.record(Event("flood", "n2", 1, fields={"text": "x" * 100}))
+        log.record(Event("metrics", "n2", 1, fields={"text": "x" * 100}))
+    log.record(Event("own", "n1", 0))
+    assert 0 < event_kinds(directory).count("flood") < 5
+    assert event_kinds(directory)[-1] == "own"
+    assert screen.note.call_count == 1
+    assert "rank 1 on n2" in screen.note.call_args[0][0]
+
+
+def test_flood_of_one_rank_keeps_events_of_others_in_memory(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_HISTORY_BYTES", 2000)
+    log = Recorder(directory, Mock())
+    for number in range(100):
+        log.record(Event("flood", "n2", 1, fields={"text": "x" * 100}))
+        if number == 50:
+            log.record(Event("trained", "n1", 0, fields={"steps": 5}))
+            log.event("lost", "n3", why="x")
+    kinds = [event.kind for event in log.events]
+    assert {"trained", "lost"} < {*kinds}
+    assert kinds[0] == kinds[-1] == "flood"

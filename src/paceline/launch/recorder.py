@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections import Counter, deque
@@ -12,11 +13,12 @@ from typing import Any
 
 from paceline.launch.terminal.run_state import NodeWait, RunState
 from paceline.launch.terminal.screen import MAX_PARTIAL, Screen
-from paceline.rundir.directory import RunDirectory, short
+from paceline.rundir.directory import RunDirectory, event_line, short
 from paceline.spec import libraries
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
-from paceline.spec.events import Event, read_events
+from paceline.spec.events import KINDS, Event, read_events
+from paceline.spec.failure import format_location
 from paceline.spec.formatting import format_size
 from paceline.spec.plan import Plan
 from paceline.spec.schema import memory_bytes
@@ -24,6 +26,8 @@ from paceline.spec.training.metrics import StepFilter
 
 STATE_PERIOD_S = 1.0  # between two versions of ranks.json while the job waits for nodes
 MAX_HISTORY_BYTES = 8 << 20  # of events kept in memory, of the beginning and of the end each
+MAX_RANK_BYTES = 1 << 30  # of one rank's reports in events.jsonl and metrics.jsonl
+MAX_AGENT_BYTES = 64 << 20  # of one agent's events in events.jsonl
 MAX_METRICS, MAX_METRIC_BYTES = 10_000, 1 << 16  # names, and in memory of a name and its value
 
 
@@ -63,29 +67,41 @@ class LibraryFilter:
         return partial
 
 
+Source = tuple[str, int | None] | None  # of events: a rank, an agent, or the launcher
+
+
 class EventHistory:
-    """The first and the last events, as text: parsed, they may take twenty times as much."""
+    """The first and the last events, as text: parsed, they may take twenty times as much.
+
+    If there are too many, the source with the most bytes loses its oldest ones: a rank that reports
+    very much hides no events of the launcher and of other ranks.
+    """
 
     def __init__(self) -> None:
-        self._first: list[str] = []
-        self._last: deque[str] = deque()
-        self._first_bytes = self._last_bytes = 0
+        self._num_events = 0
+        self._first: list[tuple[int, str]] = []  # with their number
+        self._last: dict[Source, deque[tuple[int, str]]] = {}
+        self._first_bytes = 0
+        self._last_bytes = Counter[Source]()
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Adds an event; the oldest of the last ones is dropped for it."""
+    def add(self, line: Mapping[str, Any], source: Source = None) -> None:
+        """Adds an event."""
         text = json.dumps(line)
+        self._num_events += 1
         if not self._last and self._first_bytes + len(text) <= MAX_HISTORY_BYTES:
-            self._first.append(text)
+            self._first.append((self._num_events, text))
             self._first_bytes += len(text)
             return
-        self._last.append(text)
-        self._last_bytes += len(text)
-        while self._last_bytes > MAX_HISTORY_BYTES:
-            self._last_bytes -= len(self._last.popleft())
+        self._last.setdefault(source, deque()).append((self._num_events, text))
+        self._last_bytes[source] += len(text)
+        while self._last_bytes.total() > MAX_HISTORY_BYTES:
+            largest = max(self._last_bytes, key=self._last_bytes.__getitem__)
+            self._last_bytes[largest] -= len(self._last[largest].popleft()[1])
 
     def read(self) -> tuple[Event, ...]:
         """Returns the events."""
-        return read_events(map(json.loads, [*self._first, *self._last]))
+        events = sorted([*self._first, *itertools.chain(*self._last.values())])
+        return read_events(json.loads(text) for _, text in events)
 
 
 class Recorder:
@@ -113,6 +129,7 @@ class Recorder:
         self._begun_logs = set[str]()
         self._has_dropped = False  # output, for which the disk has no room
         self._log_bytes = Counter[str]()  # by rank and host
+        self._report_bytes = Counter[Source]()
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
         self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
         self._waiting: NodeWait | None = None  # while no ranks run
@@ -125,11 +142,13 @@ class Recorder:
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None, /,
               **details: Any) -> None:  # fmt: skip
-        """Appends a line to events.jsonl."""
-        line = self._directory.event(kind, host, rank, **details)
+        """Appends the launcher's own event to events.jsonl."""
+        self._apply(self._directory.event(kind, host, rank, **details), None)
+
+    def _apply(self, line: Mapping[str, Any], source: Source) -> None:
         if (event := Event.read(line)) is not None:
             self.run_state.apply(event, time.monotonic())
-        self._history.add(line)
+        self._history.add(line, source)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -201,16 +220,45 @@ class Recorder:
             if self._step_filter.accept(event.fields, (event.host, event.rank)):
                 self.run_state.add_metrics(event.fields)
                 timestamp = {} if "time" in event.fields else {"time": round(time.time(), 3)}
-                self._directory.append_line(names.METRICS, {**event.fields, **timestamp})
+                record = {**event.fields, **timestamp}
+                self._directory.append_line(names.METRICS, record, self._accepts(event))
         elif event.kind == "progress":
             self._screen.progress(event.fields)
         elif event.kind == "say":
             self._screen.print(event["text"], event.rank)
             self._append_log(event, event["text"].encode(errors="replace") + b"\n")
         if (written := event.recorded_fields) is not None:
-            self.event(event.kind, event.host, event.rank, **written)
+            line = event_line(event.kind, event.host, event.rank, written)
+            line = self._directory.append_line(names.EVENTS, line, self._accepts(event))
+            self._apply(line, _source(event))
         elif event.kind in ("heartbeat", "pace", "progress"):
             self.run_state.apply(event, time.monotonic())
+
+    def _accepts(self, event: Event) -> Callable[[int], bool]:
+        """Returns whether a node's event of that many bytes is written; a line says if it is not.
+
+        Each rank and each agent has a quota. For what ranks report, the disk needs room, too.
+        """
+        source = _source(event)
+        is_rank = source[1] is not None
+
+        def accepts(num_bytes: int) -> bool:
+            if is_rank and not self._directory.has_room(num_bytes):
+                self._note_full_disk()
+                return False
+            limit, former = (
+                MAX_RANK_BYTES if is_rank else MAX_AGENT_BYTES,
+                self._report_bytes[source],
+            )
+            self._report_bytes[source] += num_bytes
+            if former <= limit < former + num_bytes:
+                self._screen.note(
+                    f"paceline: what {format_location(*source)} reports is no longer written to"
+                    f" {names.EVENTS} and {names.METRICS}: it was {format_size(limit)}"
+                )
+            return former + num_bytes <= limit
+
+        return accepts
 
     def _keep_metrics(self, values: Mapping[str, Any]) -> None:
         """Keeps the last value of each name, unless they are too many or too large."""
@@ -239,7 +287,11 @@ class Recorder:
 
     def _append(self, name: str, data: bytes, stream: str = "") -> None:
         """Appends output to a log; a line says once that the disk has no room for more."""
-        if not self._directory.append_output(name, data, stream) and not self._has_dropped:
+        if not self._directory.append_output(name, data, stream):
+            self._note_full_disk()
+
+    def _note_full_disk(self) -> None:
+        if not self._has_dropped:
             self._has_dropped = True
             largest = "".join(
                 f". The largest log is that of {where}: {format_size(size)}"
@@ -274,6 +326,13 @@ class Recorder:
                 name = names.log_file(host, "agent")
                 self._append(name, text.encode())
                 self._note_begin(name, host, None)
+
+
+def _source(event: Event) -> tuple[str, int | None]:
+    """The rank, or the agent of its host, that sent an event."""
+    kind = KINDS.get(event.kind)
+    is_report = kind is None or kind.sender == "rank"
+    return event.host, event.rank if is_report else None
 
 
 def _rank(event: Event) -> int:

@@ -12,7 +12,7 @@ import socket
 import stat
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -175,20 +175,24 @@ class RunDirectory:
             data = self._redactor.whole(text.encode()) + b"\n"
             safe_paths.write_file(str(self.path), name, data, durable)
 
-    def append_line(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Appends one object to a ``.jsonl`` file, and returns it without secrets."""
+    def append_line(
+        self, name: str, value: Mapping[str, Any], accepts: Callable[[int], bool] = bool
+    ) -> dict[str, Any]:
+        """Appends one object to a ``.jsonl`` file, and returns it without secrets.
+
+        Args:
+            accepts: Whether to append a line of that many bytes; by default, always.
+        """
         line = json.dumps(value).encode()
         redacted = self._redactor.whole(line)
-        self._append(name, redacted + b"\n")
-        return value if redacted == line else dict(json.loads(redacted))
+        if accepts(len(redacted) + 1):
+            self._append(name, redacted + b"\n")
+        return dict(value if redacted == line else json.loads(redacted))
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None, /,
               **details: Any) -> dict[str, Any]:  # fmt: skip
         """Appends to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
-        record: dict[str, Any] = {"time": round(time.time(), 4)}
-        record |= {"host": host} if host else {}
-        record |= {"rank": rank} if rank is not None else {}
-        return self.append_line(names.EVENTS, {**record, "event": kind, **details})
+        return self.append_line(names.EVENTS, event_line(kind, host, rank, details))
 
     def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
         """Appends bytes of a stream to a file, without secrets, even if several calls bring one."""
@@ -286,6 +290,15 @@ class RunDirectory:
         for name in (names.OWNER, names.PROBE, names.DISK_RESERVE):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
+
+
+def event_line(kind: str, host: str | None, rank: int | None,
+               details: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """The object of an event in events.jsonl."""
+    record: dict[str, Any] = {"time": round(time.time(), 4)}
+    record |= {"host": host} if host else {}
+    record |= {"rank": rank} if rank is not None else {}
+    return {**record, "event": kind, **details}
 
 
 def require_usable(folder: Path) -> None:

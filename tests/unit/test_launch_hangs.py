@@ -19,7 +19,7 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
 from paceline.explain.stacks import RankStack, describe_position, is_waiting
 from paceline.explain.units import Frame
-from paceline.launch.health import hangs
+from paceline.launch.health import hangs, heartbeats
 from paceline.launch.health.hang_verdict import (
     BUSY_TIMEOUT_S,
     BlockingCall,
@@ -847,3 +847,10 @@ def test_stopped_job_hung_unless_hang_was_over() -> None:
     assert "another collective" in conclusion.matches[0][1].reason  # not the stop
     over = Evidence(events=(hang, Event("hang over")), result=Result(130, interrupted=2))
     assert "nothing failed" in conclude(over, load_all()).text
+
+
+def test_phases_in_memory_are_bounded() -> None:
+    stats = HeartbeatStats()
+    for number in range(2 * heartbeats.MAX_PHASES):
+        stats.take(0, 1, f"phase {number}", float(number))
+    assert len(stats._slowest) == len(stats._num_phases) == heartbeats.MAX_PHASES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from paceline.launch.health import replicas
 from paceline.launch.health.replicas import ReplicaComparison
 from paceline.spec.events import Event
@@ -71,3 +73,19 @@ def test_drops_incomplete_reports(monkeypatch: Any) -> None:
     for step in range(20):
         comparison.add(report(0, "a", step=step))
     assert [step for _, _, step, _ in comparison._pending] == [15, 16, 17, 18, 19]
+
+
+def test_large_reports_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of 1,000 of each group report. A complete comparison frees its memory."""
+    monkeypatch.setattr(replicas, "MAX_PENDING_BYTES", 1 << 20)
+    comparison = ReplicaComparison()
+    for number in range(100):
+        for rank in range(2):
+            comparison.add(report(rank, "x" * 5000, step=number, members=1000))
+    assert 1 < len(comparison._pending) < 20
+    assert [*comparison._pending] == [*comparison._pending_bytes]
+    for rank in range(3):
+        comparison.add(report(rank, "x" * 5000, step=200))
+    assert [*comparison._pending] == [*comparison._pending_bytes]
+    comparison.add(report(0, "x" * (2 << 20)))
+    assert not comparison._pending

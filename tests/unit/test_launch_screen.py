@@ -17,7 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.terminal import screen as screen_module
-from paceline.launch.terminal.screen import REDRAW_S, LineSplitter, Screen
+from paceline.launch.terminal.screen import (
+    MAX_ERROR_CHARS,
+    MAX_ERRORS,
+    REDRAW_S,
+    LineSplitter,
+    Screen,
+)
 from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.progress import describe
 from paceline.spec.job import Show
@@ -331,3 +337,12 @@ def test_progress_bar_keeps_only_latest_state() -> None:
     assert lines.flush() == [b"step 19999"]
     assert lines.feed(b"step 1\r", 2.0) + lines.feed(b"step 2\r", 3.0) == []
     assert lines.flush() == [b"step 2"]
+
+
+def test_errors_in_memory_are_bounded() -> None:
+    screen = Screen(out=io.StringIO(), err=io.StringIO())
+    for number in range(2 * MAX_ERRORS):
+        screen._is_repeated("n1", 0, f"paceline: {number}" + "x" * 2 * MAX_ERROR_CHARS)
+    assert len(screen._errors) == MAX_ERRORS
+    assert max(map(len, screen._errors)) == MAX_ERROR_CHARS
+    screen.close()

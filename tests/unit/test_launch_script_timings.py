@@ -63,3 +63,13 @@ def test_wait_is_capped_at_step_time() -> None:
 
 def test_no_message_for_short_steps() -> None:
     assert describe_stalls(0.007, 0.007, step_s=0.01) == []
+
+
+def test_timings_in_memory_are_bounded() -> None:
+    timings = ScriptTimings()
+    for replica in range(2 * script_timings.MAX_MODELS):
+        fields = dict.fromkeys(("step", "bytes", "seconds", "moving_s", "stall_s"), 1)
+        fields |= {"replica": replica, "members": [*range(1000)]}
+        timings.add(Event(script_timings.REPORT, "n1", 0, 0.0, fields))
+    assert len(timings._reports) == script_timings.MAX_MODELS
+    assert timings._reports[0][0]["members"] is None

@@ -18,6 +18,7 @@ FIRST_PHASE_LIMIT_S = 600.0  # in a phase that has not ended before: a start, a 
 MIN_GAPS = 3  # before gaps count as typical
 SHOWN_IDLE_S = 5.0  # before the progress line shows the silence
 TRAINING = "train"
+MAX_PHASES = 1000  # whose duration is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,9 @@ class HeartbeatStats:
             gap, previous = timestamp - self._latest[0], self._latest[1]
             if phase == TRAINING:
                 self._gaps = [*self._gaps[-20:], gap]
-            self._slowest[previous] = max(gap, self._slowest.get(previous, 0.0))
-            self._num_phases[previous] += 1
+            if previous in self._slowest or len(self._slowest) < MAX_PHASES:
+                self._slowest[previous] = max(gap, self._slowest.get(previous, 0.0))
+                self._num_phases[previous] += 1
         self.beats[rank] = Beat(step, phase, timestamp)
         self._latest = (timestamp, phase)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paceline.spec.events import Event
+from paceline.spec.schema import memory_bytes
 
 REPORT = "replica checksums"
-MAX_PENDING = 4000  # reports for which others are missing; the oldest are dropped
+# in memory, of reports for which others are missing; the oldest are dropped
+MAX_PENDING, MAX_PENDING_BYTES = 4000, 256 << 20
 
 
 class Difference(NamedTuple):
@@ -35,6 +38,7 @@ class ReplicaComparison:
 
     def __init__(self) -> None:
         self._pending: dict[tuple[Any, ...], dict[int, Event]] = {}
+        self._pending_bytes = Counter[tuple[Any, ...]]()
         self._has_differed = False
 
     def add(self, event: Event) -> Difference | None:
@@ -42,15 +46,22 @@ class ReplicaComparison:
         # the ranks of several groups may train models of the same number
         key = tuple(event["members"]), event["replica"], event["step"], event["first"]
         reports = self._pending.setdefault(key, {})
-        reports[-1 if event.rank is None else event.rank] = event
-        if len(self._pending) > MAX_PENDING:
-            del self._pending[next(iter(self._pending))]
+        fields = {"step": event["step"], "sums": event["sums"]}
+        reports[-1 if event.rank is None else event.rank] = replace(event, fields=fields)
+        size = memory_bytes(fields, MAX_PENDING_BYTES)
+        self._pending_bytes[key] += size if len(reports) > 1 else size + 64 * len(key[0])
+        while len(self._pending) > MAX_PENDING or self._pending_bytes.total() > MAX_PENDING_BYTES:
+            self._drop(next(iter(self._pending)))
         if self._has_differed or len(reports) < len(event["members"]):
             return None
-        del self._pending[key]
+        self._drop(key)
         difference = find_difference(reports)
         self._has_differed = difference is not None
         return difference
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        self._pending.pop(key, None)
+        del self._pending_bytes[key]
 
 
 def find_difference(reports: Mapping[int, Event]) -> Difference | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.spec.events import Event
 from paceline.spec.formatting import format_duration
@@ -12,6 +13,8 @@ REPORT = "replica timings"
 MIN_SHARE, MIN_S = 0.2, 0.01  # of a step, before sending or waiting is worth a line
 MIN_BYTES = 1 << 16  # of gradients; fewer take the time of a message, however they are sent
 ADVISED_METHOD = "int8"
+MAX_MODELS = 256  # of a script, whose timings are kept
+_USED = ("bytes", "seconds", "moving_s", "stall_s")
 
 
 class ScriptTimings:
@@ -26,8 +29,10 @@ class ScriptTimings:
         self._reports: dict[int, dict[int, Event]] = {}  # by model and rank
 
     def add(self, event: Event) -> None:
-        ranks = self._reports.setdefault(event["replica"], {})
-        ranks[-1 if event.rank is None else event.rank] = event
+        if event["replica"] < MAX_MODELS:  # the script's models are numbered from 0
+            ranks = self._reports.setdefault(event["replica"], {})
+            fields = {name: event[name] for name in _USED}  # the members may be very many
+            ranks[-1 if event.rank is None else event.rank] = replace(event, fields=fields)
 
     def describe(self, world_size: int, method: str) -> Iterator[str]:
         """Yields a sentence if sending, and one if waiting for a rank, takes much of a step.

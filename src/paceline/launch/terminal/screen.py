@@ -50,6 +50,7 @@ _NOISE = re.compile(
 # a line of a traceback or a warning: only there paths are restored to those of this machine
 _SOURCE_LOCATION = re.compile(r'^\s{0,40}File "|^/[^:\n]{1,4096}:\d{1,9}: ')
 _ERROR_PREFIX = "paceline: "  # of our errors, whose details follow indented
+MAX_ERRORS, MAX_ERROR_CHARS = 1000, 4096  # that are remembered, so that each is shown once
 
 
 class LineSplitter:
@@ -182,8 +183,10 @@ class Screen:
     def _is_repeated(self, host: str, rank: int, text: str) -> bool:
         """Whether this belongs to an error of ours that another rank has printed already."""
         if text.startswith(_ERROR_PREFIX):
-            is_known = text in self._errors
-            self._errors.add(text)
+            error = text[:MAX_ERROR_CHARS]
+            is_known = error in self._errors
+            if len(self._errors) < MAX_ERRORS:
+                self._errors.add(error)
             (self._repeating.add if is_known else self._repeating.discard)((host, rank))
         elif not text.startswith("  "):
             self._repeating.discard((host, rank))

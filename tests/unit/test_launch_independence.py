@@ -81,3 +81,10 @@ def test_warns_of_groups_within_single_rank() -> None:
     )  # two trainings in sequence
     assert describe_independence(2, rank_reports + spawned(2, ranks=1)) == ""
     assert describe_independence(2, rank_reports + spawned(0)) == ""  # group size unknown
+
+
+def test_huge_group_size_of_hostile_rank_takes_no_memory() -> None:
+    reports = [report(rank, optimizer_steps=3, exchanges=True, group_size=1 << 53)
+               for rank in (0, 1)]  # fmt: skip
+    silent = [report(rank) for rank in (0, 1)]
+    assert describe_independence(2, silent + reports) == ""

@@ -10,9 +10,10 @@ import pytest
 
 from paceline.cli.runs.describe import describe_loads, describe_ranks
 from paceline.launch.terminal.live import LiveScreen
-from paceline.launch.terminal.run_state import MAX_POINTS, Curve, NodeWait, RunState, format_time
+from paceline.launch.terminal.run_state import MAX_POINTS, Curve, NodeWait, RunState
 from paceline.launch.terminal.script_progress import ScriptProgress, find_progress
-from paceline.spec.events import PARTS, Event
+from paceline.spec.events import PARTS, Event, read_events
+from paceline.spec.formatting import format_time
 
 
 def emit(run: RunState, kind: str, host: str = "", rank: int | None = None, time_s: float = 0.0,
@@ -243,3 +244,17 @@ def test_lost_hosts_are_shown_first() -> None:
     lines = describe_loads(hosts)
     assert lines[0] == "n8: lost: no route to host"
     assert lines[-1] == "and 4 more hosts: --json"
+
+
+def test_impossible_values_of_events_are_accepted() -> None:
+    """The run's supervisor may be hostile."""
+    run = RunState()
+    run.apply(Event("rank started", "n1", 0, 1.0, {"pid": 3}), 0.0)
+    for when in (1e18, -1e18, float("inf")):
+        run.apply(Event("lost", "n1", time=when, fields={"why": "x"}), 0.0)
+        assert "since ?, until ?" in NodeWait("1 node", when, when).description
+    assert run.ranks[0].problem == "its host was lost at ?"
+    run.apply(Event("started", fields={"attempt": 0, "world_size": 1 << 24}), 0.0)
+    assert len(run._members) == 1 << 24
+    line = {"event": "started", "attempt": 0, "world_size": 400_000_000}
+    assert read_events([line])[0]["world_size"] is None

@@ -15,6 +15,7 @@ from paceline.spec.formatting import (
     format_bit_rate,
     format_duration,
     format_duration_short,
+    format_time,
 )
 
 
@@ -65,3 +66,19 @@ def test_step_part_names_are_defined_once() -> None:
               and "launch/terminal/render.py" not in path.as_posix()]  # fmt: skip
     assert tables == ["spec/events.py"]
     assert len(set(PART_NAMES.values())) == len(PARTS)
+
+
+@pytest.mark.parametrize("utc", [False, True])
+def test_format_time_accepts_impossible_times(utc: bool) -> None:
+    assert format_time(86399, "%F %H:%M:%S", utc=True) == "1970-01-01 23:59:59"
+    for seconds in (1e18, -1e18, 1e308, float("nan"), float("inf"), 2**63, 2**62):
+        assert format_time(seconds, utc=utc) == "?"
+
+
+def test_times_are_formatted_by_one_function() -> None:
+    """``localtime`` raises errors for times that a hostile host may send."""
+    package = Path(paceline.__file__).parent
+    names = ("localtime(", "gmtime(", "fromtimestamp(")
+    users = [path for path in package.rglob("*.py")
+             if any(name in path.read_text(encoding="utf-8") for name in names)]  # fmt: skip
+    assert [path.name for path in users] == []

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +50,7 @@ from paceline.spec.events import (
     shipped_copies,
 )
 from paceline.spec.failure import Failure, Result
+from paceline.spec.formatting import DATE_TIME, format_time
 from paceline.transfer.git import run_git
 
 HEAD_BYTES = 64 << 10  # read of a log's beginning
@@ -204,8 +204,7 @@ def _launcher(path: Path, confirmed: bool) -> Launcher | None:
 
 
 def _supervisor(detached: SupervisorLocation, alive: bool | None) -> Launcher:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(detached.since))
-    return Launcher(detached.host, None, since, alive)
+    return Launcher(detached.host, None, format_time(detached.since, DATE_TIME), alive)
 
 
 def from_log(text: str) -> Evidence:

@@ -261,8 +261,9 @@ def _read(fd: int) -> WarmAgent:
     texts = (agent.host, agent.address, agent.python, agent.place, agent.nest, agent.boot,
              agent.imported)  # fmt: skip
     numbers = (agent.seconds, agent.until, agent.since)
-    if not (all(isinstance(text, str) for text in texts)
-            and all(isinstance(number, (int, float)) for number in numbers)):  # fmt: skip
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("not ours")
+    if not all(isinstance(number, (int, float)) and abs(number) < 1e18 for number in numbers):
         raise ValueError("not ours")
     bytes.fromhex(agent.key)
     return agent

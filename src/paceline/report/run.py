@@ -73,9 +73,9 @@ def make_run(record: Record, now: float = 0.0) -> Run:
     timeline = build_timeline(record, metrics, now)
     groups = [(event.time, tuple(event["members"] or ())) for event in record.events
               if event.kind in ("started", "regroup")]  # fmt: skip
-    world = tuple(range(as_int(record.plan.get("world_size")) or 0))
+    world = range(as_int(record.plan.get("world_size")) or 0)
 
-    def group_of(metric: Mapping[str, Any]) -> tuple[int, ...]:
+    def group_of(metric: Mapping[str, Any]) -> Sequence[int]:
         at = as_float(metric.get("time"))
         earlier = [members for start, members in groups if start <= at]
         return (earlier[-1] if earlier else ()) or world

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from paceline.rundir.records import as_float, as_text, cause_in, object_in, obje
 from paceline.spec import rundir as names
 from paceline.spec.events import PART_NAMES, PARTS, Event, replica_difference
 from paceline.spec.failure import UNKNOWN, format_location, signal_name
-from paceline.spec.formatting import format_duration, pluralize, shell_text
+from paceline.spec.formatting import DATE_TIME, format_duration, format_time, pluralize, shell_text
 
 MAX_ROWS = 400  # of a table of raw numbers
 MAX_EXPANDED_LINES = 40  # a longer traceback is collapsed
@@ -157,8 +156,7 @@ def _straggler_remedy(run: Run) -> str:
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if run.timeline.started_at:
-        started = time.gmtime(run.timeline.started_at)
-        yield "Started", time.strftime("%Y-%m-%d %H:%M:%S UTC", started)
+        yield "Started", format_time(run.timeline.started_at, f"{DATE_TIME} UTC", utc=True)
     if run.duration_s:
         yield "Took", format_duration(run.duration_s)
     if run.num_ranks:

@@ -149,7 +149,7 @@ FIELDS: dict[str, Schema] = {
     "why": text(MAX_LONG_TEXT),
     "words": text(MAX_LONG_TEXT),  # the scheduler's message
     "world": SIZE,  # ranks
-    "world_size": SIZE,  # ranks
+    "world_size": RANK,  # ranks
 }
 
 

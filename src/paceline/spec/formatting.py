@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import time
 from collections.abc import Iterable, Sequence
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -31,6 +32,21 @@ def format_duration_short(seconds: float) -> str:
     positive = max(0.0, seconds)
     size, unit = next((entry for entry in _UNITS if positive >= entry[0]), _UNITS[-1])
     return f"{positive // size:.0f} {unit}"
+
+
+DATE_TIME = "%Y-%m-%d %H:%M:%S"
+
+
+def format_time(seconds: float, pattern: str = "%H:%M:%S", *, utc: bool = False) -> str:
+    """The local time of day, or what a ``strftime`` pattern says; ``?`` for impossible times.
+
+    Args:
+        seconds: Since 1970, perhaps from a file or a host that is not trusted.
+    """
+    try:
+        return time.strftime(pattern, (time.gmtime if utc else time.localtime)(seconds))
+    except (OSError, OverflowError, ValueError):
+        return "?"
 
 
 def format_bit_rate(rate: float) -> str:

@@ -32,7 +32,7 @@ from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import read_events
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import format_time, shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.detached_outputs import DetachedOutputs
 from paceline.transfer.results import (
@@ -353,7 +353,7 @@ async def follow(path: Path, detached: SupervisorLocation) -> Follower:
     try:
         (channel,) = await connect_hosts([host], [detached.python], SshOptions(config))
     except ConnectError as error:
-        detached_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(detached.since))
+        detached_at = format_time(detached.since, "%Y-%m-%d %H:%M")
         raise ConnectError(
             f"the run is on {detached.host} since {detached_at}, which cannot be asked now",
             found=error.found,

@@ -11,7 +11,13 @@ from paceline.cli.runs.lost import describe_resume
 from paceline.cli.runs.state import RunState
 from paceline.rundir import records
 from paceline.spec.failure import format_location
-from paceline.spec.formatting import format_bit_rate, format_duration, format_epoch
+from paceline.spec.formatting import (
+    DATE_TIME,
+    format_bit_rate,
+    format_duration,
+    format_epoch,
+    format_time,
+)
 
 MIN_SILENCE_S = 5.0  # of a rank that is told of: others say where they are each second
 _MAX_LISTED = 4  # ranks in a line
@@ -31,7 +37,7 @@ def describe_run(state: RunState) -> str:
             f"  launcher: process {owner['pid']} on {owner['host']} since {owner['since']}"
         )
     if state.supervisor:
-        start = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.supervisor.since))
+        start = format_time(state.supervisor.since, DATE_TIME)
         lines.append(f"  supervisor: on {state.supervisor.host} since {start}")
     if state.lost:
         lines += [f"  {line}" for line in lost_lines(state.lost, time.time())]
@@ -58,7 +64,7 @@ def describe_run(state: RunState) -> str:
 def _record_time(record: Mapping[str, Any]) -> str:
     """Formats when a record was written, by this machine's clock: `` (12:03:44)``."""
     at = records.as_float(record.get("time"))
-    return f" ({time.strftime('%H:%M:%S', time.localtime(at))})" if 0 < at < 1e11 else ""
+    return f" ({format_time(at)})" if 0 < at < 1e11 else ""
 
 
 def _figure(name: str, value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from paceline.rundir.directory import short
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import lost, read_owner
 from paceline.spec import rundir as names
-from paceline.spec.formatting import format_duration, shell_text
+from paceline.spec.formatting import DATE_TIME, format_duration, format_time, shell_text
 
 LEASE_S = 10.0  # where the plan does not tell it
 TAIL_BYTES = 1 << 16  # of events.jsonl, to find the last of them
@@ -123,7 +122,7 @@ def _with_moved_folder(words: Sequence[str], folder: Path, run: str) -> list[str
 
 
 def describe_lost(run: LostRun, clock: float) -> list[str]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.since))
+    when = format_time(run.since, DATE_TIME)
     age = f" {format_duration(max(0.0, clock - run.since))} ago, at {when}" if run.since else ""
     host = f" on {run.host}" if run.host else ""
     ended = "have ended" if clock > run.since + run.lease_s else "end"

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from paceline.remote import this_machine
 from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec.errors import NodeError
-from paceline.spec.formatting import pluralize, span
+from paceline.spec.formatting import format_time, pluralize, span
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.terminal import format_for
 
@@ -142,8 +141,7 @@ def _read_agents(ctx: click.Context, hosts: str | None, end: bool = False) -> Se
 def _describe_agent(agent: AgentStatus) -> list[str]:
     record, state = agent.record, "in use"
     if agent.state != "in use":
-        expiry = datetime.fromtimestamp(record.until).strftime("%H:%M:%S")
-        state = f"ready until {expiry} ({span(round(agent.remaining_s))})"
+        state = f"ready until {format_time(record.until)} ({span(round(agent.remaining_s))})"
     return [record.host, state, record.imported, record.python]
 
 

@@ -47,7 +47,8 @@ def _describe_separate_groups(world_size: int, reports: Sequence[Event]) -> str:
         trained = [event for event in reports if event.rank == rank and event["exchanges"]]
         group_ranks = {event["group_rank"] or 0 for event in trained}
         largest = max((event["group_size"] or 0 for event in trained), default=0)
-        if not largest or group_ranks != {*range(largest)}:  # others were in groups of other ranks
+        # otherwise others were in groups of other ranks; a hostile rank reports a huge size
+        if not largest or len(group_ranks) != largest or group_ranks != {*range(largest)}:
             return ""
     return (
         "warning: each rank started processes that exchanged gradients only with each other: each "

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from paceline.launch.terminal.run_state import TRAINING, HostState, RankState, RunState, format_time
+from paceline.launch.terminal.run_state import TRAINING, HostState, RankState, RunState
 from paceline.launch.terminal.script_progress import ScriptProgress
 from paceline.rundir.records import as_float, as_int
 from paceline.spec.events import PART_NAMES
-from paceline.spec.formatting import format_bit_rate, format_epoch, pluralize
+from paceline.spec.formatting import format_bit_rate, format_epoch, format_time, pluralize
 from paceline.spec.terminal import fixed_width, wrap
 
 WIDE_COLUMNS = 116  # from which a host's load is beside its ranks

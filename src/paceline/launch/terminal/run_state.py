@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.spec.events import PARTS, Event
 from paceline.spec.failure import format_location, signal_name
-from paceline.spec.formatting import format_duration
+from paceline.spec.formatting import DATE_TIME, format_duration, format_time
 from paceline.spec.schema import (
     MAX_LONG_TEXT,
     RANK,
@@ -149,9 +149,8 @@ class NodeWait:
     @property
     def description(self) -> str:
         """The wait in one line."""
-        since, until = (time.localtime(moment) for moment in (self.since, self.until))
-        spans_days = since[:3] != until[:3]  # it may last for days
-        end = time.strftime("%Y-%m-%d %H:%M:%S" if spans_days else "%H:%M:%S", until)
+        days = {format_time(moment, "%F") for moment in (self.since, self.until)}
+        end = format_time(self.until, DATE_TIME) if len(days) > 1 else format_time(self.until)
         return f"{self.text}, since {format_time(self.since)}, until {end}"
 
 
@@ -226,7 +225,7 @@ class RunState:
         self._lost: set[str] = set()  # hosts that the ranks have not recovered from
         self._stopped: set[int | None] = set()  # ranks that ended because they were asked to
         self._is_ended = False  # the attempt: ranks that start now belong to the next
-        self._members: list[int] = []  # of the present group, in rank order
+        self._members: Sequence[int] = []  # of the present group, in rank order
         self._vitals: dict[str, Mapping[str, Any]] = {}  # the last ones of each host
 
     # --- updates -----------------------------------------------------------------------------
@@ -322,7 +321,7 @@ class RunState:
             self._apply_pace(event)
         elif event.kind == "started":
             self.attempt = int(event["attempt"] or 0)
-            self._members = [*range(int(event["world_size"] or 0))]
+            self._members = range(int(event["world_size"] or 0))
         elif event.kind == "ended":
             self._is_ended = True
         elif event.kind == "regroup":
@@ -558,8 +557,3 @@ def _describe_event(event: Event) -> tuple[str, bool]:
     if event.kind == "hang over":
         return "the job continues", False
     return "", False
-
-
-def format_time(seconds: float) -> str:
-    """Formats the local time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(seconds))

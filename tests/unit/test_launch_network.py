@@ -227,3 +227,14 @@ def test_probe_targets(count: int) -> None:
     assert {other for targets in pairs.values() for other in targets} == set(
         names if count > 1 else ()
     )
+
+
+def test_sources_of_host_with_very_many_addresses() -> None:
+    """A host of Kubernetes has those of its services; a hostile one any number."""
+    services = [f"10.9.{number // 256}.{number % 256}" for number in range(1000)]
+    ipvs = link("ipvs", *map(address, services), kind="virtual")
+    reported = facts(ipvs, link("eth0", address("10.0.0.5")))
+    found = network.sources(reported, services[700])
+    assert found is not None
+    assert found[:2] == [services[700], "10.0.0.5"]
+    assert len(found) == network.MAX_SOURCES

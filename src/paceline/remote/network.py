@@ -45,13 +45,22 @@ class NodeNetwork:
 LOOPBACK = NodeNetwork("127.0.0.1", "lo", "the job stays on one machine")
 
 
-def sources(facts: Facts) -> list[str] | None:
-    """The addresses from which a host may connect to others; ``None`` if unknown."""
+MAX_SOURCES = 64  # of a host: programs cannot start with a variable of more than 128 KiB
+
+
+def sources(facts: Facts, chosen: str = "") -> list[str] | None:
+    """The addresses from which a host may connect to others; ``None`` if unknown.
+
+    Of very many, these are the ``chosen`` one and those of the most direct interfaces.
+    """
     links = facts.get("interfaces")
     if not links:
         return None
-    return [str(a["address"]) for link in links for a in link["addresses"]
-            if a["scope"] == "global"]  # fmt: skip
+    kinds = {str(a["address"]): _kind_order(link["kind"]) for link in links
+             for a in link["addresses"] if a["scope"] == "global"}  # fmt: skip
+    if len(kinds) <= MAX_SOURCES:
+        return [*kinds]
+    return sorted(kinds, key=lambda address: (address != chosen, kinds[address]))[:MAX_SOURCES]
 
 
 def candidates(
@@ -241,7 +250,11 @@ def _fastest(candidates: Sequence[Candidate], family: int, results: Results) -> 
 
 
 def _kind(c: Candidate) -> int:
-    return _KIND_ORDER.index(c.kind) if c.kind in _KIND_ORDER else len(_KIND_ORDER)
+    return _kind_order(c.kind)
+
+
+def _kind_order(kind: str) -> int:
+    return _KIND_ORDER.index(kind) if kind in _KIND_ORDER else len(_KIND_ORDER)
 
 
 def _route_notes(selected: Mapping[str, Candidate], results: Results) -> list[str]:

@@ -160,7 +160,9 @@ class RankCommands:
 
     def _admitted(self) -> str:
         """Returns the source addresses of the job's current hosts."""
-        return self._fleet.addresses(self._job.environment.variables().get(jobenv.ADDRESSES, ""))
+        extra = self._job.environment.variables().get(jobenv.ADDRESSES, "")
+        chosen = {name: part.address for name, part in self.parts.items()}
+        return self._fleet.addresses(extra, chosen)
 
     # --- ranks that run ----------------------------------------------------------------------
 

@@ -288,15 +288,19 @@ class Fleet:
         """Returns the facts that agents reported, by host."""
         return {node.name: node.facts for node in self.everyone}
 
-    def addresses(self, extra: str = "") -> str:
+    def addresses(self, extra: str = "", chosen: Mapping[str, str] | None = None) -> str:
         """Returns the source addresses of the job's hosts, as ``PACELINE_ADDRESSES`` has them.
 
         Empty if a host has reported none: strangers cannot be refused then.
 
         Args:
             extra: The user's addresses, which come first.
+            chosen: The address of each host in the plan, by host.
         """
-        sources = [network.sources(facts) for facts in self.facts().values()]
+        sources = [
+            network.sources(facts, (chosen or {}).get(name, ""))
+            for name, facts in self.facts().items()
+        ]
         addresses = dict.fromkeys(itertools.chain.from_iterable(filter(None, sources)))
         return ",".join([*filter(None, [extra]), *addresses]) if all(sources) else ""
 

@@ -90,6 +90,9 @@ class Simulated:
         answer = ANSWERS.get(message["op"], lambda agent, request: {})
         self._say({"re": message["id"], **answer(self, message)})
 
+    def is_closing(self) -> bool:
+        return False
+
     async def drain(self) -> None: ...
 
     def close(self) -> None:

@@ -261,11 +261,15 @@ class FakeLink:
         if end:
             self.reader.feed_eof()
         self.status = None
+        self.closes, self.num_writes = False, 0
         self.writer: Any = self
         self.transport = self
 
     def write(self, data: bytes) -> None:
-        pass
+        self.num_writes += 1
+
+    def is_closing(self) -> bool:
+        return self.closes
 
     async def drain(self) -> None:
         pass
@@ -827,6 +831,23 @@ def test_protocol_violation_ends_connection() -> None:
 
     for lie in lies:
         asyncio.run(scenario(lie))
+
+
+def test_does_not_write_to_host_that_stopped_reading() -> None:
+    """asyncio would log each write; the frames wait for the next link."""
+
+    async def scenario() -> None:
+        link = FakeLink(HAVE + encode(hello()), end=False)
+        channel = Channel(Host("n2"), link)  # type: ignore[arg-type]
+        await channel.open()
+        written, link.closes = link.num_writes, True
+        waiting = asyncio.ensure_future(channel.request("lease", seconds=1.0))
+        await asyncio.sleep(0)
+        assert link.num_writes == written
+        waiting.cancel()
+        await channel.close()
+
+    asyncio.run(scenario())
 
 
 def test_valid_conversation_continues() -> None:

@@ -85,6 +85,9 @@ class SlowLink:
         self.up += data
         self.max_hosts["up"] = max(self.max_hosts["up"], len(self.up))
 
+    def is_closing(self) -> bool:
+        return False
+
     async def drain(self) -> None:
         """Returns at once, as the buffer is unlimited."""
 

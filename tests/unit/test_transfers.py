@@ -366,6 +366,18 @@ def make_node(served: Served, name: str, folder: Path | None) -> Node:
     )
 
 
+@pytest.mark.parametrize("is_call", [False, True])
+def test_return_values_are_fetched_for_calls_only(tmp_path: Path, is_call: bool) -> None:
+    """A hostile rank of another run may report a value that fits on no disk."""
+    run_dir = RunDirectory(tmp_path / "run")
+    outputs = OutputSync(run_dir.path, [].append)
+    results = ResultCollector(run_dir, [].append, outputs, is_call=is_call)
+    node: Any = SimpleNamespace()
+    results.on_event(node, Event("returned", "n1", 0, fields={"bytes": 1 << 53, "sha256": "ab"}))
+    assert bool(results._return_files) == is_call
+    run_dir.close()
+
+
 def test_superseded_files_are_reported_separately(tmp_path: Path) -> None:
     run_dir = RunDirectory(tmp_path / "run")
     remote_end = fill(tmp_path / "job/code", {"new.bin": b"x", ".a.pt.superseded": b"y",

@@ -198,7 +198,8 @@ class Launcher:
         self._actions = RunActions(request.run_id, self.recorder, screen.note)
         self._request, self._screen, self._directory = request, screen, directory
         self._outputs = OutputSync(directory.path, screen.note)
-        self._results = ResultCollector(directory, screen.note, self._outputs)
+        self._results = ResultCollector(directory, screen.note, self._outputs,
+                                        is_call=request.job.entry.kind == "function")  # fmt: skip
         self._provisioner = Provisioner(request, directory, screen, self.recorder, self._outputs)
         self.driver = ElasticDriver(request, self._provisioner, self._results, self._outputs,
                                     self._actions, screen, self.recorder, on_event,

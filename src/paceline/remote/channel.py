@@ -324,7 +324,8 @@ class Channel:
         self._unacked_bytes = 0
         self._unacked.add(frame)
         self._pace.sent(len(frame), asyncio.get_running_loop().time(), bool(self._lanes))
-        if self._is_linked:
+        # asyncio logs each write after the other side has stopped reading
+        if self._is_linked and not self._link.writer.transport.is_closing():
             with contextlib.suppress(OSError):
                 self._link.writer.write(frame)
 

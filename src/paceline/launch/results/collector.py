@@ -39,14 +39,18 @@ class _Model:
 
 
 class ResultCollector:
-    """Fetches the results of a run into its run directory."""
+    """Fetches the results of a run into its run directory.
+
+    Args:
+        is_call: Whether ranks call a function, and their return values are fetched.
+    """
 
     def __init__(self, directory: RunDirectory, note: Callable[[str], None],
-                 outputs: OutputSync) -> None:  # fmt: skip
+                 outputs: OutputSync, *, is_call: bool = False) -> None:  # fmt: skip
         self.first: Node | None = None  # saves the checkpoints
         self.has_succeeded = False  # whether the ranks have ended well
         self._directory, self._outputs = directory, outputs
-        self._note = note
+        self._note, self._is_call = note, is_call
         self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None
         self._signing: set[asyncio.Future[None]] = set()  # of checkpoints in a shared folder
@@ -72,7 +76,8 @@ class ResultCollector:
 
         What concerns the whole job comes from the rank that saves, not from any other node.
         """
-        if event.kind in ("returned", "raised") and event.rank is not None:
+        is_return = self._is_call and event.kind in ("returned", "raised")
+        if is_return and event.rank is not None:
             self._return_files[event.rank] = node, event["bytes"]
         if node is not self.first:
             return

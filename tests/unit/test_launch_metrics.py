@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from paceline.launch import recorder
-from paceline.launch.recorder import Recorder
+from paceline.launch.recorder import MAX_SHORT_REPORT_BYTES, Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import CHECKED_BYTES, RunDirectory
 from paceline.spec.events import Event
@@ -153,7 +153,7 @@ def test_late_metrics_of_previous_writer_fill_gaps(
     assert read_steps(directory) == [1, 2, 3, 5, 6, 6, 7, 4]
 
 
-def test_names_rank_with_largest_log_when_disk_is_nearly_full(
+def test_names_rank_with_most_output_when_disk_is_nearly_full(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = Mock()
@@ -163,7 +163,7 @@ def test_names_rank_with_largest_log_when_disk_is_nearly_full(
     for rank, size in ((0, 10), (1, CHECKED_BYTES), (2, 10)):
         log.record(Event("output", f"n{rank}", rank, fields={"stream": "out"}, blob=b"x" * size))
         disk.free = 1 << 30
-    assert "The largest log is that of rank 1 on n1: 1 MiB." in screen.note.call_args[0][0]
+    assert "The most output is that of rank 1 on n1: 1 MiB." in screen.note.call_args[0][0]
 
 
 def event_kinds(directory: RunDirectory) -> list[str]:
@@ -173,17 +173,19 @@ def event_kinds(directory: RunDirectory) -> list[str]:
 def test_reports_of_ranks_leave_disk_space_free(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher's and agents' events are written; those of ranks are kept in memory."""
+    """Events of launcher and agents, and few of a rank, are written; others stay in memory."""
     disk = SimpleNamespace(total=1 << 40, free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
     log = Recorder(directory, Mock())
     log.event("started", attempt=0, world_size=2)
-    log.record(Event("own", "n1", 0))
-    log.record(Event("metrics", "n1", 0, fields={"step": 1, "split": "train"}))
-    log.record(Event("rank thawed", "n1", 0))
-    assert event_kinds(directory) == ["started", "rank thawed"]
+    log.record(Event("flood", "n2", 1, fields={"text": "x" * MAX_SHORT_REPORT_BYTES}))
+    log.record(Event("own", "n2", 1))
+    log.record(Event("metrics", "n2", 1, fields={"step": 1, "split": "train"}))
+    log.record(Event("trained", "n1", 0))
+    log.record(Event("rank thawed", "n2", 1))
+    assert event_kinds(directory) == ["started", "flood", "trained", "rank thawed"]
     assert not (directory.path / "metrics.jsonl").exists()
-    assert [event.kind for event in log.events] == ["started", "own", "rank thawed"]
+    assert [event.kind for event in log.events][2:] == ["own", "trained", "rank thawed"]
 
 
 def test_reports_of_each_rank_have_quota(

@@ -27,6 +27,7 @@ from paceline.spec.training.metrics import StepFilter
 STATE_PERIOD_S = 1.0  # between two versions of ranks.json while the job waits for nodes
 MAX_HISTORY_BYTES = 8 << 20  # of events kept in memory, of the beginning and of the end each
 MAX_RANK_BYTES = 1 << 30  # of one rank's reports in events.jsonl and metrics.jsonl
+MAX_SHORT_REPORT_BYTES = 256 << 10  # of them, are written even if the disk is nearly full
 MAX_AGENT_BYTES = 64 << 20  # of one agent's events in events.jsonl
 MAX_METRICS, MAX_METRIC_BYTES = 10_000, 1 << 16  # names, and in memory of a name and its value
 
@@ -128,7 +129,7 @@ class Recorder:
         self._history = EventHistory()
         self._begun_logs = set[str]()
         self._has_dropped = False  # output, for which the disk has no room
-        self._log_bytes = Counter[str]()  # by rank and host
+        self._written_bytes = Counter[str]()  # in logs and records, by rank and host
         self._report_bytes = Counter[Source]()
         self.get_reconnects: Callable[[], Mapping[str, str]] = dict
         self.get_node_wait: Callable[[], NodeWait | None] = lambda: None
@@ -237,15 +238,17 @@ class Recorder:
     def _accepts(self, event: Event) -> Callable[[int], bool]:
         """Returns whether a node's event of that many bytes is written; a line says if it is not.
 
-        Each rank and each agent has a quota. For what ranks report, the disk needs room, too.
+        Each rank and each agent has a quota. If a rank reports much, the disk needs room, too.
         """
         source = _source(event)
         is_rank = source[1] is not None
 
         def accepts(num_bytes: int) -> bool:
-            if is_rank and not self._directory.has_room(num_bytes):
+            is_optional = is_rank and self._report_bytes[source] > MAX_SHORT_REPORT_BYTES
+            if is_optional and not self._directory.has_room(num_bytes):
                 self._note_full_disk()
                 return False
+            self._written_bytes[event.where] += num_bytes
             limit, former = (
                 MAX_RANK_BYTES if is_rank else MAX_AGENT_BYTES,
                 self._report_bytes[source],
@@ -282,7 +285,7 @@ class Recorder:
                 self.event("log begins", host, rank, bytes=offset)
 
     def _append_log(self, event: Event, data: bytes, stream: str = "") -> None:
-        self._log_bytes[event.where] += len(data)
+        self._written_bytes[event.where] += len(data)
         self._append(_log(event), data, stream)
 
     def _append(self, name: str, data: bytes, stream: str = "") -> None:
@@ -294,8 +297,8 @@ class Recorder:
         if not self._has_dropped:
             self._has_dropped = True
             largest = "".join(
-                f". The largest log is that of {where}: {format_size(size)}"
-                for where, size in self._log_bytes.most_common(1)
+                f". The most output is that of {where}: {format_size(size)}"
+                for where, size in self._written_bytes.most_common(1)
             )
             self._screen.note(
                 "paceline: logs are not continued for now: the disk of"

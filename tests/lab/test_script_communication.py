@@ -49,7 +49,7 @@ def test_int8_communication_speeds_up_script(site: Site) -> None:
     for node in int8_run.json("plan.json")["nodes"]:
         assert node["env"]["PACELINE_COMMUNICATION"]["value"] == "int8"
     assert "did nothing" not in int8_run.err
-    assert "same samples" not in int8_run.err
+    assert "same batches" not in int8_run.err
     assert "2 hosts train slower than one would. With --communication int8 a step" in exact_run.err
     assert "goes into sending gradients, by --communication int8" in int8_run.err
     assert len(exact_run.events("measured")) == 1
@@ -81,7 +81,7 @@ def test_ends_ranks_that_begin_with_different_models(site: Site) -> None:
 def test_warns_of_ranks_with_same_samples(site: Site) -> None:
     ended = site.run("job.py", "alike")
     assert ended.code == 0, ended.err
-    assert ended.err.count("all 2 ranks train on the same samples") == 1
+    assert ended.err.count("all 2 ranks got the same batches") == 1
 
 
 def test_no_verify_and_no_measure_options(site: Site) -> None:

@@ -15,14 +15,15 @@ def report(rank: int, *batches: str, replica: int = 0) -> Event:
 def test_warns_once_of_equal_batches() -> None:
     comparison = InputComparison()
     assert not comparison.add(report(0, "a", "b"))
-    assert comparison.add(report(1, "a", "b")).startswith("all 2 ranks train on the same samples")
+    assert comparison.add(report(1, "a", "b")).startswith("all 2 ranks got the same batches")
     assert not comparison.add(report(0, "a", "b", replica=1))
     assert not comparison.add(report(1, "a", "b", replica=1))
 
 
 def test_different_or_constant_batches_are_no_problem() -> None:
     comparison = InputComparison()
-    for replica, (first, second) in enumerate([("ab", "ac"), ("aa", "aa")]):
+    cases = [("aa", "aa"), ("ab", "ac"), ("ab", "ab")]  # the last ones: noise, for example
+    for replica, (first, second) in enumerate(cases):
         assert not comparison.add(report(0, *first, replica=replica))
         assert not comparison.add(report(1, *second, replica=replica))
 

@@ -311,9 +311,9 @@ RUN = [
                  help="Say at the end if sending gradients, or waiting for a slow rank, takes much"
                       " of SCRIPT's steps."),
     click.option("--verify/--no-verify", default=True,
-                 help="Compare the ranks' models and first batches in SCRIPT's"
+                 help="Compare the ranks' models and batches in SCRIPT's"
                       " DistributedDataParallel. If models differ before the first step, the job"
-                      " ends; otherwise, a line says so."),
+                      " ends."),
     click.option("--pass-local-rank", is_flag=True,
                  help="Pass SCRIPT its local rank as --local_rank=N, or as --local-rank=N if SCRIPT"
                       " uses only that spelling. DeepSpeed and torch.distributed.launch do the"

@@ -301,7 +301,7 @@ class Recorder:
                 for where, size in self._written_bytes.most_common(1)
             )
             self._screen.note(
-                "paceline: logs are not continued for now: the disk of"
+                "paceline: logs and metrics are not continued for now: the disk of"
                 f" {short(self._directory.path)} is nearly full{largest}. Make room, and they"
                 " continue"
             )

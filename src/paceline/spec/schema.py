@@ -75,7 +75,7 @@ def boolean(value: Any, path: str) -> None:
         reject(path, value, "true or false")
 
 
-_ADDRESS_TEXT = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z_.-]{1,32})?")
+_ADDRESS_TEXT = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[^\s!$`;&|<>()'\"\\]{1,32})?")
 
 
 def address(value: Any, path: str) -> None:

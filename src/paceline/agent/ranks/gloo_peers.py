@@ -388,7 +388,8 @@ def _guard_stores(
         is_server = given.get("is_master") and given.get("master_listen_fd") is None
         if hosts is not None and is_server:
             rejects.close_orphans()  # of an earlier store on this port
-            with contextlib.suppress(OSError):  # this process has a store there, or torch says why
+            # this process has a store there, or torch says why
+            with contextlib.suppress(OSError, OverflowError, TypeError):
                 listener = _listen_everywhere(port, hosts, rejects)
                 given.update(port=listener.getsockname()[1], master_listen_fd=listener.detach())
         original(self, **given)

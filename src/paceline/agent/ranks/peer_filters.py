@@ -27,6 +27,7 @@ MAX_REPORTED = 16  # addresses for each socket
 MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
 MAX_PORTS = 400  # of callers that are connecting, in one filter
 BACKLOG, REJECT_BACKLOG = 128, 4
+ORPHANS_PERIOD_S = 1.0  # after which the port of a store that has ended is free
 REPORT_PERIOD_S = 60.0  # between two reports of an address by a process with many sockets
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
 WHOLE_PACKET = 0xFFFFFFFF  # bytes of a packet that are kept
@@ -387,6 +388,7 @@ class RejectWatcher:
         self._reported_at: Dict[str, float] = {}
         self._pid = 0  # a fork inherits the sockets, but not the thread
         self._epoll: Optional[select.epoll] = None
+        self._lock = threading.Lock()  # of the filters
         # by reject socket: its filter, the listener and the listener's inode
         self._filters: Dict[int, Tuple[PeerFilter, int, int]] = {}
 
@@ -396,13 +398,15 @@ class RejectWatcher:
             return
         if self._epoll is None or self._pid != os.getpid():
             self._epoll, self._pid, self._filters = select.epoll(), os.getpid(), {}
+            self._lock = threading.Lock()  # the parent may have held the other when it forked
             state = (self._epoll, self._filters)
             threading.Thread(target=self._watch_loop, args=state, name="paceline-rejects",
                              daemon=True).start()  # fmt: skip
         self.close_orphans()
         fd = peer_filter.reject_socket.fileno()
-        self._filters[fd] = peer_filter, listener, os.fstat(listener).st_ino
-        self._epoll.register(fd, select.EPOLLIN)
+        with self._lock:
+            self._filters[fd] = peer_filter, listener, os.fstat(listener).st_ino
+            self._epoll.register(fd, select.EPOLLIN)
 
     def end(self) -> None:
         """Closes all reject sockets and ends the thread."""
@@ -414,28 +418,31 @@ class RejectWatcher:
 
     def close_orphans(self) -> None:
         """Closes reject sockets whose listening socket is closed: they hold its port."""
-        if self._epoll is None or self._pid != os.getpid():
+        epoll = self._epoll
+        if epoll is None or self._pid != os.getpid():
             return
-        for reject_socket, (peer_filter, listener, inode) in list(self._filters.items()):
-            with contextlib.suppress(OSError):
-                if os.fstat(listener).st_ino == inode:
-                    continue
-            del self._filters[reject_socket]
-            self._epoll.unregister(reject_socket)  # a forked child may still have it
-            peer_filter.close()
+        with self._lock:
+            for reject_socket, (peer_filter, listener, inode) in list(self._filters.items()):
+                with contextlib.suppress(OSError):
+                    if os.fstat(listener).st_ino == inode:
+                        continue
+                del self._filters[reject_socket]
+                epoll.unregister(reject_socket)  # a forked child may still have it
+                peer_filter.close()
 
     def _watch_loop(
         self, epoll: select.epoll, filters: Dict[int, Tuple[PeerFilter, int, int]]
     ) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for the main thread
         while self._epoll is epoll:
-            for reject_socket, _ in epoll.poll():
+            for reject_socket, _ in epoll.poll(ORPHANS_PERIOD_S):
                 peer_filter, _, _ = filters.get(reject_socket, (None, 0, 0))
                 if peer_filter is not None and (address := peer_filter.accept_rejected()):
                     now = time.monotonic()
                     if now - self._reported_at.get(address, -REPORT_PERIOD_S) >= REPORT_PERIOD_S:
                         self._reported_at[address] = now
                         self._report(address)
+            self.close_orphans()
         for peer_filter, _, _ in filters.values():
             peer_filter.close()
         epoll.close()

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple
 
 from .checksum import checksum
 from .gradient_watch import on_import
-from .input_watch import watch_inputs
+from .input_watch import hide_in_copies, watch_inputs
 
 CHECKSUMS = "replica checksums"
 TIMINGS = "replica timings"
@@ -64,6 +64,8 @@ class ReplicaWatch:
                     watch_inputs(model, replica.number, replica.members, self._report)
 
         module.DistributedDataParallel.__init__ = construct
+        getstate = module.DistributedDataParallel.__getstate__
+        module.DistributedDataParallel.__getstate__ = hide_in_copies(getstate)
 
     def _watch_optimizers(self, module: Any) -> None:
         torch: Any = sys.modules["torch"]  # which may be being imported

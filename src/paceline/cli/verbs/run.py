@@ -131,6 +131,8 @@ def data_note(job: Job, cluster: Cluster) -> str:
     """Says how the script finds its data, if none of its arguments does; else returns ``""``."""
     if job.data is None or job.data.words or mentions(job.entry, DATA_DIR):
         return ""
+    if job.entry.kind != "script":  # the text of a module is not known
+        return ""
     if all(host.local for host in cluster.hosts):
         return ""
     from paceline.rundir.directory import short

@@ -159,7 +159,7 @@ class Attempt:
         """Waits for earlier failures that are reported late, then ends the other ranks."""
         first = failure_analysis.first_failure(self._failures)
         if first.kind == "replicas":  # with time to end, a script could replace its checkpoint
-            await self._kill_ranks()
+            await self._kill_ranks(END_TIMEOUT_S)
             return Result(first.status, first)
         if all(failure.is_secondary for failure in self._failures):
             await self._fleet.tell("dump_stacks", closely=True)
@@ -217,10 +217,10 @@ class Attempt:
             await self._fleet.tell("kill")
             await finishes_in(self._ended.wait(), END_TIMEOUT_S)
 
-    async def _kill_ranks(self) -> None:
-        """Kills all ranks without waiting for nodes that do not answer."""
-        killing = self._fleet.tell("kill", wait_s=HURRIED_TIMEOUT_S)
-        await asyncio.gather(killing, finishes_in(self._ended.wait(), HURRIED_TIMEOUT_S))
+    async def _kill_ranks(self, timeout_s: float = HURRIED_TIMEOUT_S) -> None:
+        """Kills all ranks; waits no longer for nodes that do not answer."""
+        killing = self._fleet.tell("kill", wait_s=timeout_s)
+        await asyncio.gather(killing, finishes_in(self._ended.wait(), timeout_s))
 
     async def _end_pending_starts(self) -> None:
         """Ends newcomers whose start was ordered just before the last of the others ended.

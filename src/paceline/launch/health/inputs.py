@@ -12,28 +12,34 @@ class InputComparison:
     """Compares the first batches of the ranks of an attempt."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[int, ...], dict[int, Event]] = {}
-        self._has_warned = False
+        # by model and members: the batches of each rank
+        self._pending: dict[tuple[int, ...], dict[int, tuple[str, ...]]] = {}
+        self._is_settled = False
 
     def add(self, event: Event) -> str:
         """Takes a rank's report; returns a sentence, once, if all ranks got the same batches.
 
-        Batches that are all equal are made up, as in a test of speed: they say nothing.
+        Ranks that share the data of one model may all give the same noise to another. Batches that
+        are all equal are made up, as in a test of speed: they say nothing.
         """
         key = (event["replica"], *event["members"])
-        reports = self._pending.setdefault(key, {})
-        reports[-1 if event.rank is None else event.rank] = event
+        ranks = self._pending.setdefault(key, {})
+        ranks[-1 if event.rank is None else event.rank] = tuple(event["batches"])
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        if len(reports) < len(event["members"]) or self._has_warned:
+        if len(ranks) < len(event["members"]) or self._is_settled:
             return ""
         del self._pending[key]
-        batches = {tuple(report["batches"]) for report in reports.values()}
-        if len(batches) > 1 or len(set(*batches)) < 2:
+        first, *others = set(ranks.values())
+        if len(set(first)) < 2 and not others:
             return ""
-        self._has_warned = True
+        self._is_settled = True
         return (
-            f"all {len(reports)} ranks train on the same samples, so they learn no more than one"
-            " rank would alone. Give the DataLoader a DistributedSampler, and call its set_epoch"
-            " in every epoch"
+            ""
+            if others
+            else (
+                f"all {len(ranks)} ranks got the same batches in their first steps. If they are meant"
+                " to share the data, give the DataLoader a DistributedSampler, and call its set_epoch"
+                " in every epoch"
+            )
         )

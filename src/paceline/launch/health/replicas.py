@@ -39,6 +39,7 @@ class ReplicaComparison:
     def __init__(self) -> None:
         self._pending: dict[tuple[Any, ...], dict[int, Event]] = {}
         self._pending_bytes = Counter[tuple[Any, ...]]()
+        self._total_bytes = 0
         self._has_differed = False
 
     def add(self, event: Event) -> Difference | None:
@@ -49,8 +50,10 @@ class ReplicaComparison:
         fields = {"step": event["step"], "sums": event["sums"]}
         reports[-1 if event.rank is None else event.rank] = replace(event, fields=fields)
         size = memory_bytes(fields, MAX_PENDING_BYTES)
-        self._pending_bytes[key] += size if len(reports) > 1 else size + 64 * len(key[0])
-        while len(self._pending) > MAX_PENDING or self._pending_bytes.total() > MAX_PENDING_BYTES:
+        size += 64 * len(key[0]) if len(reports) == 1 else 0
+        self._pending_bytes[key] += size
+        self._total_bytes += size
+        while len(self._pending) > MAX_PENDING or self._total_bytes > MAX_PENDING_BYTES:
             self._drop(next(iter(self._pending)))
         if self._has_differed or len(reports) < len(event["members"]):
             return None
@@ -61,7 +64,7 @@ class ReplicaComparison:
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         self._pending.pop(key, None)
-        del self._pending_bytes[key]
+        self._total_bytes -= self._pending_bytes.pop(key, 0)
 
 
 def find_difference(reports: Mapping[int, Event]) -> Difference | None:

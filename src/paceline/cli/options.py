@@ -203,8 +203,7 @@ LAUNCH = [
                       " seconds); it only reports hangs of other scripts."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
                  help="After a failure, restart all nodes up to N times within --restart-window."
-                      " An explicit 0 also forbids the automatic restart before step 1, unless"
-                      " a host was lost and --nnodes is a range."),
+                      " An explicit 0 forbids most restarts before step 1, too."),
     click.option("--restart-window", type=Duration(0.0), default=3600.0, metavar="DURATION",
                  help="Failures older than this do not count for --max-restarts. 0: all count.",
                  show_default="1h"),
@@ -238,8 +237,8 @@ LAUNCH = [
 ]  # fmt: skip
 VIA_OPTIONS = [
     click.option("--via", type=SchedulerName([name for name in SCHEDULERS if name != BY_HAND]),
-                 help="What starts the nodes. Default: docker with --image, otherwise the"
-                      " allocation's scheduler, otherwise ssh."),
+                 help="What starts the nodes. Default: docker with --image, else the allocation's"
+                      " scheduler, else ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
                  help="One more argument for the program that starts the nodes."),
     click.option("--mpiexec", metavar="PATH", help="mpiexec to use. Default: the one on PATH."),

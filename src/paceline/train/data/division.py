@@ -203,7 +203,6 @@ class BatchDivision:
             return
         dropped = advice.surplus_rank is not None and not advice.shares[advice.surplus_rank]
         if advice.surplus_rank is not None and advice.surplus_rank not in self._reported:
-            self._reported.add(advice.surplus_rank)
             self._report_surplus_rank(advice, dropped)
         if advice.apply:
             controller.apply(advice.shares, step)
@@ -267,6 +266,7 @@ class BatchDivision:
         with_s, without_s = advice.step_seconds[1], advice.reduced_s + advice.moving_s
         if with_s - without_s < MIN_SUGGESTED_GAIN_S and not dropped:
             return
+        self._reported.add(advice.surplus_rank)
         consequence = "--drop-slow gives it nothing to do; better leave it out of the job"
         if dropped:
             consequence = "it gets nothing to do (--drop-slow)"

@@ -34,12 +34,10 @@ class InputComparison:
         if len(set(first)) < 2 and not others:
             return ""
         self._is_settled = True
+        if others:
+            return ""
         return (
-            ""
-            if others
-            else (
-                f"all {len(ranks)} ranks got the same batches in their first steps. If they are meant"
-                " to share the data, give the DataLoader a DistributedSampler, and call its set_epoch"
-                " in every epoch"
-            )
+            f"all {len(ranks)} ranks got the same batches in their first steps. If they are meant"
+            " to share the data, give the DataLoader a DistributedSampler, and call its set_epoch"
+            " in every epoch"
         )

@@ -34,3 +34,12 @@ for how in ({}, tcp):
             time.sleep(0.1)
         dist.barrier()
     dist.destroy_process_group()
+    # The next group has keys of the same names: a rank could read the addresses of this one.
+    store.set(f"left {rank}", "")
+    store.wait([f"left {number}" for number in range(world)])
+    if rank == 0:
+        for key in store.list_keys():
+            if not key.startswith(("rank ", "left ")):
+                store.delete_key(key)
+        store.set("rank cleared", "")
+    store.wait(["rank cleared"])

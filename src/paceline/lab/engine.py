@@ -197,6 +197,8 @@ class Engine:
         for active in reversed(selected):
             self._apply(active.host, self._undo_steps(active))
             self._active.remove(active)
+        # else the next connection could fail at once, because the host did not answer before
+        host.run(["ip", "neigh", "flush", "all"])
 
     def _undo_steps(self, active: ActiveFault) -> faults.Steps:
         fault = faults.FAULTS[active.kind]

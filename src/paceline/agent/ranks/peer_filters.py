@@ -411,7 +411,9 @@ class RejectWatcher:
     def end(self) -> None:
         """Closes all reject sockets and ends the thread."""
         self._epoll = None
-        for peer_filter, _, _ in self._filters.values():
+        with self._lock:
+            filters = [peer_filter for peer_filter, _, _ in self._filters.values()]
+        for peer_filter in filters:
             if (reject_socket := peer_filter.reject_socket) is not None:
                 with contextlib.suppress(OSError):  # the thread was awake, and has closed it
                     reject_socket.shutdown(socket.SHUT_RDWR)  # wakes it

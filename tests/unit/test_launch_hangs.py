@@ -612,6 +612,7 @@ class Scene:
         call: Number of the last collective that both began; 0 if not recorded.
         active_at: Time at which a rank last used a CPU.
         answers: Whether the node answers.
+        readable: Whether the ranks give their stacks and collectives in time.
         steps: Number of inspections, from the first, each of which sees a new collective.
         hangs: Reports of the watch.
     """
@@ -620,6 +621,7 @@ class Scene:
     call: int = 7
     active_at: float = field(default_factory=lambda: time.monotonic() - 0.1)
     answers: bool = True
+    readable: bool = True
     hangs: list[Hang | None] = field(default_factory=list)
     looks: int = 0
     steps: int = 0
@@ -630,8 +632,10 @@ class Scene:
         self.call += self.looks <= self.steps
         if not self.answers:
             raise ConnectionError
-        stacks = ((C10D, at(40)), (at(self.line),))
+        stacks: tuple[tuple[Frame, ...], ...] = ((C10D, at(40)), (at(self.line),))
         calls = [f"0 {self.call} all_reduce of [9]"] if self.call else []
+        if not self.readable:
+            stacks, calls = ((), ()), []
         children: list[dict[str, Any]] = []
         if self.child_line:
             stacks, calls = ((JOIN, at(50)),) * 2, []
@@ -738,6 +742,19 @@ def test_cpu_use_alone_does_not_end_hang(scene: Scene) -> None:
 
     asyncio.run(scene.play(act))
     assert scene.hangs[1] is None
+
+
+def test_busy_host_without_answers_in_time_does_not_end_hang(scene: Scene) -> None:
+    async def act(watch: HangWatch) -> None:
+        scene.readable = False
+        for _ in range(3):
+            looks, scene.active_at = scene.looks, time.monotonic() + 2
+            watch._fleet.nodes[0].active_at = scene.active_at
+            await scene.until(lambda: scene.looks > looks)  # noqa: B023
+        assert await watch.diagnose_stop() is not None
+
+    asyncio.run(scene.play(act))
+    assert scene.lines() == ["at train.py, line 21"]
 
 
 def test_cpu_use_at_different_line_ends_hang(scene: Scene) -> None:

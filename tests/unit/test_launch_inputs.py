@@ -9,7 +9,7 @@ from paceline.spec.events import Event
 
 def report(rank: int, *batches: str, replica: int = 0) -> Event:
     fields = {"replica": replica, "members": [0, 1], "batches": [*batches]}
-    return Event(inputs.REPORT, f"n{rank}", rank, 0.0, fields)
+    return Event("replica inputs", f"n{rank}", rank, 0.0, fields)
 
 
 def test_warns_once_of_equal_batches() -> None:
@@ -26,6 +26,13 @@ def test_different_or_constant_batches_are_no_problem() -> None:
     for replica, (first, second) in enumerate(cases):
         assert not comparison.add(report(0, *first, replica=replica))
         assert not comparison.add(report(1, *second, replica=replica))
+
+
+def test_warns_once_of_same_order() -> None:
+    comparison = InputComparison()
+    texts = [comparison.add(Event(inputs.SAME_ORDER, "n1", 0)) for _ in range(2)]
+    assert "set_epoch" in texts[0]
+    assert not texts[1]
 
 
 def test_reports_without_counterpart_are_dropped() -> None:

@@ -213,6 +213,7 @@ KINDS: dict[str, Kind] = {
         "rank", "replica step members bytes seconds moving_s stall_s", is_recorded=False
     ),
     "replica inputs": _kind("rank", "replica members batches", is_recorded=False),
+    "same order": _kind("rank", is_recorded=False),  # of samples, in several epochs
     "replica checksums": _kind("rank", "replica step members first sums", is_recorded=False),
     "slow rank": _kind("rank", optional="warning"),
     "warning": _kind("rank", optional="warning"),

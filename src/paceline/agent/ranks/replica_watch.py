@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, List, NamedTuple
 from .checksum import checksum
 from .gradient_watch import on_import
 from .input_watch import hide_in_copies, watch_inputs
+from .sampler_watch import watch_samplers
 
 CHECKSUMS = "replica checksums"
 TIMINGS = "replica timings"
@@ -42,12 +43,14 @@ class ReplicaWatch:
         self._replicas: List[_Replica] = []
 
     def install(self) -> None:
-        on_import(
-            {
-                "torch.nn.parallel.distributed": self._watch_models,
-                "torch.optim.optimizer": self._watch_optimizers,
-            }
-        )
+        callbacks: Dict[str, Callable[[Any], None]] = {
+            "torch.nn.parallel.distributed": self._watch_models,
+            "torch.optim.optimizer": self._watch_optimizers,
+        }
+        if self._verify:
+            watch = functools.partial(watch_samplers, self._report)
+            callbacks["torch.utils.data.distributed"] = watch
+        on_import(callbacks)
 
     def _watch_models(self, module: Any) -> None:
         original = module.DistributedDataParallel.__init__

@@ -260,7 +260,7 @@ class Attempt:
         elif event.kind == replicas.REPORT:
             if difference := self._replicas.add(event):
                 self._on_difference(difference)
-        elif event.kind == inputs.REPORT:
+        elif event.kind in inputs.REPORTS:
             if text := self._inputs.add(event):
                 self._recorder.event("measured", text=text)
                 self._screen.note(f"paceline: warning: {text}")

@@ -1,10 +1,11 @@
-"""Detects that all replicas of a script's model get the same batches. Pure."""
+"""Detects that all replicas of a script's model, or all epochs, get the same batches. Pure."""
 
 from __future__ import annotations
 
 from paceline.spec.events import Event
 
-REPORT = "replica inputs"
+SAME_ORDER = "same order"
+REPORTS = ("replica inputs", SAME_ORDER)
 MAX_PENDING = 64  # models for which the reports of some ranks are missing; the oldest are dropped
 
 
@@ -15,13 +16,20 @@ class InputComparison:
         # by model and members: the batches of each rank
         self._pending: dict[tuple[int, ...], dict[int, tuple[str, ...]]] = {}
         self._is_settled = False
+        self._same_order = (
+            "three epochs had the same order of samples. To shuffle in every epoch, call the"
+            " DistributedSampler's set_epoch(epoch) before each"
+        )
 
     def add(self, event: Event) -> str:
-        """Takes a rank's report; returns a sentence, once, if all ranks got the same batches.
+        """Takes a rank's report; returns a sentence, once, about ranks or epochs that are alike.
 
         Ranks that share the data of one model may all give the same noise to another. Batches that
         are all equal are made up, as in a test of speed: they say nothing.
         """
+        if event.kind == SAME_ORDER:
+            text, self._same_order = self._same_order, ""
+            return text
         key = (event["replica"], *event["members"])
         ranks = self._pending.setdefault(key, {})
         ranks[-1 if event.rank is None else event.rank] = tuple(event["batches"])

@@ -156,7 +156,7 @@ class Options:
     """Resume from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
     the folder of a run or a checkpoint."""
     checkpoint_copies: str = "auto"
-    """Number of other hosts that get a copy of each checkpoint: a number, or auto (one if hosts
+    """Number of other hosts that get copies of checkpoints: a number, or auto (one if hosts
     have their own disks, otherwise none)."""
     when_full: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint cannot be written: continue training, or stop cleanly."""

@@ -44,7 +44,7 @@ PROBE = "PACELINE_PROBE"
 COMMUNICATION = "PACELINE_COMMUNICATION"
 """How the gradients of the script's DistributedDataParallel are averaged (``--communication``)."""
 CHECKPOINT_COPIES = "PACELINE_CHECKPOINT_COPIES"
-"""Number of other hosts that get a copy of each checkpoint, or ``auto``, unless the script says.
+"""Number of other hosts that get copies of checkpoints, or ``auto``, unless the script says.
 Set by you; read by ``paceline.train``."""
 LAUNCHER_DATA_DIR = "PACELINE_DATA_HOME"
 """The data folder on the launching machine, as recorded for the next start."""

@@ -40,7 +40,8 @@ def copy(name: str, target: Path | None, full: bool, force: bool) -> None:
     change it.
 
     It is a complete training script in one short file: data, network, loop and evaluation, with
-    torch and `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`.
+    torch and `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`. For sft there
+    is only the `--full` script.
     """
     text = script(name, full)
     path = target or Path(f"my_{name}.py")

@@ -602,7 +602,8 @@ def test_agent_removes_record_of_sources(workspace: Workspace) -> None:
         folder = await workspace.folder(served, "n1")
         served.agent.job.ranks = [RankProcess(0, 0)]
         await workspace.store.sync(folder)
-        assert (uncollected / snapshot.SOURCES_FILE).exists()
+        while not (uncollected / snapshot.SOURCES_FILE).exists():
+            await asyncio.sleep(0.01)
         await served.ask("forget_outputs")
         agent_outputs.keep_uncollected(served.agent)
         assert [

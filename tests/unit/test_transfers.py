@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -1221,6 +1222,30 @@ def test_hanging_disk_does_not_block_agent(tmp_path: Path, monkeypatch: pytest.M
         await asyncio.gather(*waiting, return_exceptions=True)
 
     run(work)
+
+
+def test_run_folder_requested_at_end_is_removed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, is_made = snapshot.make_run_folder, threading.Event()
+
+    def make_slowly(*args: str) -> Path:
+        time.sleep(0.5)
+        folder = make(*args)
+        is_made.set()
+        return folder
+
+    monkeypatch.setattr(snapshot, "make_run_folder", make_slowly)
+
+    async def work(served: Served) -> None:
+        fields = {"path": "/nowhere", "token_file": "t", "token": "t", "key": KEY}
+        request = asyncio.ensure_future(served.ask("run_folder", **fields))
+        await asyncio.sleep(0.1)
+        request.cancel()
+
+    run(work)
+    assert is_made.wait(60)
+    assert not snapshot.run_folder(KEY).exists()
 
 
 def test_large_files_are_hashed_while_received(tmp_path: Path) -> None:

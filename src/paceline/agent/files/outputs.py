@@ -184,7 +184,8 @@ def list_outputs(agent: Agent, request: Message, _: bytes) -> None:
     files, latest_us = list_written(root, since_us)
     if Path(root).parent in agent.folders and since_us <= latest_us:
         agent.output_roots[root] = since_us
-        _record_sources(agent)
+        # in the queue in which the folders are removed at the end
+        agent.in_queue(RECEIVING, lambda: _record_sources(agent), {})
     agent.reply(request, files=files, latest_us=latest_us)
 
 

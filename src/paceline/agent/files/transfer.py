@@ -94,7 +94,7 @@ def replace_path(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
-@in_thread
+@in_queue(RECEIVING)
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Answers the folder of the run's files on this node: the launcher's, if it is shared.
 
@@ -102,7 +102,8 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     the same folder. It then writes a file with its identity in the name, because a container or an
     overlay may show the folder without passing on what is written there. Otherwise, or with
     ``own``, the node uses a folder of its own under ``key``. That folder outlives the agent until
-    the launcher has fetched everything (``discard_run_folder``).
+    the launcher has fetched everything (``discard_run_folder``). It is made in the queue in which
+    folders are removed, so that none appears when the agent ends.
     """
     if not request.get("own"):
         with contextlib.suppress(OSError):

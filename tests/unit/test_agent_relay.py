@@ -316,11 +316,11 @@ def test_relay_close_closes_all_connections(hosts: Hosts) -> None:
 
 
 class Wire:
-    """Sits between a forwarder and a gateway: records the traffic, and can change bytes of it."""
+    """Sits between a forwarder and a gateway: records the traffic, and can change bits of it."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.listener, self._gateway = hosts.listen(), hosts.gateway_listener.getsockname()
-        self._hosts, self.seen, self.changes_next = hosts, bytearray(), False
+        self._hosts, self.seen, self.flip_at, self.direction = hosts, bytearray(), -1, ""
         hosts.spawn(self._accept)
         hosts.closing.callback(self.listener.shutdown, socket.SHUT_RDWR)
 
@@ -329,15 +329,15 @@ class Wire:
             while True:
                 caller, _ = self.listener.accept()
                 callee = socket.create_connection(self._gateway, TIMEOUT_S)
-                for direction in ((caller, callee), (callee, caller)):
-                    self._hosts.spawn(self._copy, *direction)
+                self._hosts.spawn(self._copy, caller, callee, "to gateway")
+                self._hosts.spawn(self._copy, callee, caller, "from gateway")
 
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+    def _copy(self, source: socket.socket, target: socket.socket, direction: str) -> None:
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
                 self.seen += data
-                if self.changes_next:
-                    data[-1] ^= 1
+                if direction == self.direction:
+                    data[self.flip_at] ^= 2
                 target.sendall(data)
         for end in (source, target):
             with contextlib.suppress(OSError):
@@ -357,20 +357,41 @@ def test_wire_carries_no_plaintext(hosts: Hosts) -> None:
     client_socket.shutdown(socket.SHUT_RDWR)
 
 
-@encrypted
-def test_altered_byte_closes_connection_and_is_reported(hosts: Hosts) -> None:
+def alterations(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the addresses that will be reported; limits are short."""
     altered: list[str] = []
-    hosts.gateway.close()
-    gateway = Relay(Encryption(*make_certificate(), altered.append))
-    hosts.closing.callback(gateway.close)
-    gateway.listen(hosts.gateway_listener, Route(hosts.store.getsockname(), KEY, is_gateway=True))
+    monkeypatch.setattr(hosts.encryption, "on_altered", altered.append)
+    monkeypatch.setattr(relay, "PARTIAL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 1.0)
+    return altered
+
+
+@encrypted
+@pytest.mark.parametrize("flip_at", [3, -1])  # of the record's length; of its content
+def test_altered_byte_closes_connection_and_is_reported(
+    hosts: Hosts, flip_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered = alterations(hosts, monkeypatch)
     wire = Wire(hosts)
+    wire.flip_at = flip_at
     client_socket = hosts.dial(hosts.forwarder(gateway=wire.listener))
     assert is_echoed(client_socket, b"as it was sent")
-    wire.changes_next = True
+    wire.direction = "to gateway"
     client_socket.sendall(b"changed")
     assert is_closed(client_socket)
-    assert eventually(lambda: altered == [LOCAL], TIMEOUT_S)
+    assert eventually(lambda: set(altered) == {LOCAL}, TIMEOUT_S)
+
+
+@encrypted
+@pytest.mark.parametrize("flip_at", [3, 4, 9, -1])
+def test_altered_byte_before_proof_is_reported(
+    hosts: Hosts, flip_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered = alterations(hosts, monkeypatch)
+    wire = Wire(hosts)
+    wire.flip_at, wire.direction = flip_at, "from gateway"
+    hosts.dial(hosts.forwarder(gateway=wire.listener))
+    assert eventually(lambda: LOCAL in altered, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +413,7 @@ def test_man_in_the_middle_cannot_relay_proofs(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attacker has a certificate of its own and talks TLS to each side."""
-    monkeypatch.setattr(relay, "PROOF_TIMEOUT_S", 1.0)
+    altered = alterations(hosts, monkeypatch)
     certificate, key = make_certificate()
     middle = hosts.listen()
     client_socket = hosts.dial(hosts.forwarder(gateway=middle))
@@ -408,10 +429,11 @@ def test_man_in_the_middle_cannot_relay_proofs(
         socket.create_connection(hosts.gateway_listener.getsockname(), TIMEOUT_S)
     )
     with caller, callee:
-        caller.sendall(callee.recv(32))  # the nonce
-        callee.sendall(caller.recv(96))
+        callee.recv(32)  # the nonce
+        callee.sendall(b"f" * 96)
         assert callee.recv(64) == b""
     assert is_closed(client_socket)
+    assert altered == [LOCAL]
     assert hosts.num_served == 0
 
 

@@ -1,6 +1,6 @@
 """TLS between two agents of one job, with a certificate made for it (``--encrypt``).
 
-Only the listener has a certificate, and nobody checks it by itself: the proofs of the job's key,
+Only the listener has a certificate, which all nodes of the job know. The proofs of the job's key,
 which both sides send next, contain its hash (see ``challenge.py``).
 """
 
@@ -19,22 +19,37 @@ _MAX_READS = 4  # a record holds 16 KiB
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A non-blocking socket in TLS, with the errors of one without."""
+    """A non-blocking socket in TLS, with the errors of one without.
+
+    Attributes:
+        has_partial: The last call of :meth:`recv` has read the beginning of a record only.
+    """
+
+    has_partial = False
 
     def do_handshake(self, block: bool = False) -> None:
         self._call(super().do_handshake)
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """Receives at most ``buflen`` bytes, of several records at once."""
+        """Receives at most ``buflen`` bytes, of several records at once; something has arrived."""
+        self.has_partial = True  # if the next call cannot return anything
         parts = [self._call(super().recv, buflen)]
         missing = buflen - len(parts[0])
-        while parts[-1] and missing > 0 and len(parts) < _MAX_READS:
+        while parts[-1] and missing > 0 and len(parts) < _MAX_READS and self._has_arrived():
             try:
                 parts.append(self._call(super().recv, missing))
             except BlockingIOError:
-                break
+                return b"".join(parts)
             missing -= len(parts[-1])
+        self.has_partial = False
         return b"".join(parts)
+
+    def _has_arrived(self) -> bool:
+        try:
+            socket.socket.recv(self, 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return True  # also at the end of the stream
 
     def send(self, data: Any, flags: int = 0) -> int:
         return int(self._call(super().send, data))
@@ -82,10 +97,15 @@ class Encryption:
         return isinstance(sock, TlsSocket)
 
     def binding(self, tls: TlsSocket) -> str:
-        """Returns the hash of the listener's certificate, for the proofs."""
-        if tls.server_side:
-            return self._hash
-        return hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
+        """Returns the hash of the job's certificate, for the proofs.
+
+        Raises ValueError if the listener has another one: somebody in between answers.
+        """
+        if not tls.server_side:
+            certificate = tls.getpeercert(binary_form=True) or b""
+            if hashlib.sha256(certificate).hexdigest() != self._hash:
+                raise ValueError("not the job's certificate")
+        return self._hash
 
     @staticmethod
     def shows_change(error: OSError) -> bool:

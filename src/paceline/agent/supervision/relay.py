@@ -42,6 +42,9 @@ BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
+PARTIAL_TIMEOUT_S = (
+    30.0  # for the rest of a TLS record: its length was changed, or the host is lost
+)
 REQUEST_CHARS = 20  # addresses of source and target, and port
 
 Address = Tuple[str, int]
@@ -120,6 +123,8 @@ class Relay:
         self._unproven: Dict[_Link, None] = {}  # callers of gateways, oldest first
         self._dialing: Dict[_Link, None] = {}  # of forwarders, which wait for a gateway's proof
         self._links: Dict[_Link, None] = {}
+        # encrypted links that have a part of a record, and since when, oldest first
+        self._partial: Dict[_Link, float] = {}
         self._selector = selectors.DefaultSelector()
         self._orders: Deque[Tuple[socket.socket, Optional[Route]]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -202,7 +207,10 @@ class Relay:
         current = time.monotonic()
         for links in (self._unproven, self._dialing):
             while links and next(iter(links)).deadline <= current:
-                self._drop(next(iter(links)))
+                self._drop(next(iter(links)), is_altered=next(iter(links)) in self._partial)
+        limit = current - PARTIAL_TIMEOUT_S
+        while self._partial and next(iter(self._partial.values())) <= limit:
+            self._drop(next(iter(self._partial)), is_altered=True)
         for listener in [each for each, until in self._paused.items() if until <= current]:
             del self._paused[listener]
             self._selector.register(listener, selectors.EVENT_READ)
@@ -212,6 +220,7 @@ class Relay:
                 self._dial(link)
         due = [link.dial_at for link in redialing] + list(self._paused.values())
         due += [next(iter(links)).deadline for links in (self._unproven, self._dialing) if links]
+        due += [since + PARTIAL_TIMEOUT_S for since in list(self._partial.values())[:1]]
         return max(0.0, min(due) - current) if due else None
 
     def _accept(self, listener: socket.socket) -> None:
@@ -287,6 +296,7 @@ class Relay:
             self._selector.register(link.outer, selectors.EVENT_READ, link)
         tls: TlsSocket = link.outer  # type: ignore[assignment]
         tls.do_handshake()  # BlockingIOError while it waits for the other side
+        self._partial.pop(link, None)
         self._begin_proof(link, self._encryption.binding(tls))
 
     def _send(self, link: _Link, text: str, answer_length: int) -> None:
@@ -306,15 +316,22 @@ class Relay:
             if events & selectors.EVENT_READ and link in self._links:
                 self._forward(link, side)
         except BlockingIOError:
-            pass
+            if events & selectors.EVENT_READ and self._is_encrypted(side):
+                self._partial.setdefault(link, time.monotonic())
         except OSError as error:
-            # noise of a caller without the key says nothing about the network
-            encryption = None if link in self._unproven else self._encryption
-            if encryption is not None and encryption.shows_change(error):
-                encryption.on_altered(link.host)
+            if self._encryption is not None and self._encryption.shows_change(error):
+                self._report_change(link)
             self._fail(link)
         except Exception:  # wrong proofs, and whatever else: the others go on
-            self._drop(link)
+            self._drop(link, is_altered=link in self._dialing)
+
+    def _report_change(self, link: _Link) -> None:
+        """Reports that bytes were changed on the way.
+
+        Noise of a caller without the key says nothing about the network.
+        """
+        if self._encryption is not None and link not in self._unproven:
+            self._encryption.on_altered(link.host)
 
     def _prove(self, link: _Link) -> None:
         assert link.outer is not None
@@ -324,6 +341,7 @@ class Relay:
         data = link.outer.recv(link.missing - len(link.received))
         if not data:
             raise ConnectionResetError
+        self._partial.pop(link, None)
         link.received += data
         if len(link.received) < link.missing:
             return
@@ -352,6 +370,8 @@ class Relay:
     def _forward(self, link: _Link, side: socket.socket) -> None:
         (opposite,) = (other for other in link.sides if other is not side)
         data = side.recv(CHUNK_BYTES)
+        if self._is_encrypted(side):
+            self._watch_partial(link, side)
         if data:
             self._write(link, opposite, data)
             return
@@ -379,6 +399,8 @@ class Relay:
             reads = selectors.EVENT_READ if is_read else 0
             writes = selectors.EVENT_WRITE if reader in link.unsent else 0
             self._watch(link, reader, reads | writes)
+            if self._is_encrypted(reader):
+                self._watch_partial(link, reader if is_read else None)
 
     def _watch(self, link: _Link, side: socket.socket, events: int) -> None:
         key = self._selector.get_map().get(side)
@@ -389,12 +411,22 @@ class Relay:
         elif key is not None and key.events != events:
             self._selector.modify(side, events, link)
 
+    def _is_encrypted(self, side: socket.socket) -> bool:
+        return self._encryption is not None and self._encryption.has_begun(side)
+
+    def _watch_partial(self, link: _Link, side: Optional[socket.socket]) -> None:
+        """Limits the time for the rest of a record; ``side`` is ``None`` if it is not read now."""
+        self._partial.pop(link, None)
+        if side is not None and side.has_partial:  # type: ignore[attr-defined]
+            self._partial[link] = time.monotonic()
+
     def _fail(self, link: _Link) -> None:
         """Drops a connection that has ended; a forwarder that is not proven connects again."""
         if link not in self._dialing or link.outer is None:
             self._drop(link)
             return
         self._close_side(link.outer)
+        self._partial.pop(link, None)
         link.handshake = None
         link.outer, link.dial_at = None, time.monotonic() + REDIAL_S
 
@@ -402,7 +434,10 @@ class Relay:
         if self._unproven:
             self._drop(next(iter(self._unproven)))
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: _Link, *, is_altered: bool = False) -> None:
+        if is_altered:
+            self._report_change(link)
+        self._partial.pop(link, None)
         self._unproven.pop(link, None)
         self._dialing.pop(link, None)
         del self._links[link]

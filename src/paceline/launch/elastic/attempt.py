@@ -371,7 +371,7 @@ class Attempt:
             sender = self._commands.host_at(address) or address
             self._screen.note(
                 f"paceline: warning: {host} ended an encrypted connection with {sender}: bytes were"
-                " changed on the way"
+                " changed on the way, or another machine answered"
             )
 
     def fail(self, failure: Failure) -> None:

@@ -816,6 +816,51 @@ def test_assembles_distributed_checkpoint_from_all_nodes(workspace: Workspace) -
     run(work)
 
 
+@pytest.mark.parametrize("owner", ["this run", "the user", "another machine"])
+def test_new_distributed_checkpoint_replaces_all_shards(workspace: Workspace, owner: str) -> None:
+    """Torch would load old and new shards together, without an error."""
+
+    def write(name: str, start: int) -> None:
+        rank = int(name[1]) - 1
+        workspace.write(name, f"ckpt/__{rank}_0.distcp", f"shard {rank} of start {start}".encode())
+        if rank == 0:
+            workspace.write(name, "ckpt/.metadata", f"index of start {start}".encode())
+
+    def arrived() -> dict[str, str]:
+        project = workspace.project if owner == "this run" else workspace.run / "files/n1"
+        return {path.name: path.read_text() for path in (project / "ckpt").iterdir()}
+
+    async def start(served: Served, number: int) -> None:
+        for name in ("n1", "n2"):
+            shutil.rmtree(workspace.copy(name) / "ckpt", ignore_errors=True)
+        workspace.store = workspace.fresh_store()
+        first, second = await workspace.folder(served, "n1"), await workspace.folder(served, "n2")
+        if owner == "another machine":
+            workspace.store.project = None
+        for folder in (first, second):
+            await workspace.store.send(folder)
+        await asyncio.sleep(0.02)
+        write("n1", number)
+        await workspace.store.sync(first, has_ended=True, has_succeeded=True)
+        assert f"shard 1 of start {number - 1}" not in arrived().values()
+        write("n2", number)
+        await workspace.store.fetch_shards(second)
+        assert arrived() == {
+            ".metadata": f"index of start {number}",
+            "__0_0.distcp": f"shard 0 of start {number}",
+            "__1_0.distcp": f"shard 1 of start {number}",
+        }
+
+    async def work(served: Served) -> None:
+        if owner == "the user":
+            (workspace.project / "ckpt").mkdir()
+            (workspace.project / "ckpt/.metadata").write_text("of the user")
+        for number in (1, 2, 3):
+            await start(served, number)
+
+    run(work)
+
+
 def test_final_sync_ends_despite_continuous_writes(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,16 @@ from paceline.agent.files.safe_paths import fold_name, refusal_reason
 from paceline.spec import rundir
 
 
+def is_index(path: str) -> bool:
+    """Whether a path is that of the index of a distributed checkpoint."""
+    return path.rpartition("/")[2] == DCP_INDEX
+
+
+def is_shard(path: str) -> bool:
+    """Whether a path is that of a rank's part of a distributed checkpoint."""
+    return path.endswith(SHARD_SUFFIX)
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -73,6 +83,7 @@ _STEP_FOLDER = re.compile(
     r"(?:(?:checkpoint|ckpt|step|epoch|iter|iteration|global[-_]?step)s?|ep)[-_=.]?[0-9].*",
     re.IGNORECASE,
 )
+SHARD_SUFFIX = ".distcp"  # of each rank's files beside it
 _LAST_FILES = frozenset({DCP_INDEX, "trainer_state.json"})  # written last, by DCP and HF Trainer
 _CHECKPOINT_SUFFIXES = frozenset({"bin", "ckpt", "distcp", "npz", "pt", "pth", "safetensors"})
 SETTLE_S = 3.0  # without a change, after which a file is complete
@@ -185,7 +196,7 @@ def group_files(files: Iterable[WrittenFile]) -> dict[str, list[WrittenFile]]:
     """Groups files that are complete only together, by their checkpoint folder or own path."""
     files = list(files)
     folders = {_parent(file.path) for file in files
-               if file.path.endswith((f"/{DCP_INDEX}", ".distcp"))} - {""}  # fmt: skip
+               if is_index(file.path) or is_shard(file.path)} - {""}  # fmt: skip
     groups: dict[str, list[WrittenFile]] = {}
     for file in files:
         groups.setdefault(_unit(file.path, folders), []).append(file)
@@ -242,7 +253,7 @@ def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = Fa
     if is_file and files[0].state == "whole":
         return True  # even if the script replaces it again and again
     has_last = any(file.path.rpartition("/")[2] in _LAST_FILES for file in files)
-    needs_index = any(file.path.endswith(".distcp") for file in files)
+    needs_index = any(is_shard(file.path) for file in files)
     is_left = has_last or (is_superseded and not needs_index)
     if has_ended and is_left:
         return True

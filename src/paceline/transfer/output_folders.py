@@ -16,7 +16,9 @@ from paceline.rundir.output_rules import (
     group_files,
     is_checkpoint,
     is_complete,
+    is_index,
     is_log,
+    is_shard,
 )
 
 Groups = dict[str, list[WrittenFile]]  # files that are complete only together, by unit
@@ -88,6 +90,16 @@ def batch_of(units: Sequence[str], groups: Groups) -> list[str]:
 def is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
     """Whether a file of the group is not here in its present version."""
     return any(folder.fetched.get(file.path) != file.version for file in group)
+
+
+def without_old_shards(folder: OutputFolder, group: Sequence[WrittenFile]) -> list[WrittenFile]:
+    """Leaves out shards that are here already, if the index of their checkpoint is new.
+
+    Each rank writes its shard on its own host. This node has the other shards of an earlier save.
+    """
+    if not is_new(folder, [file for file in group if is_index(file.path)]):
+        return [*group]
+    return [file for file in group if is_new(folder, [file]) or not is_shard(file.path)]
 
 
 def is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],

@@ -25,11 +25,12 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
-    DCP_INDEX,
     PathState,
     WrittenFile,
     group_files,
     is_checkpoint,
+    is_index,
+    is_shard,
     kept_out_reason,
     name_refusal,
     order_of_arrival,
@@ -70,6 +71,7 @@ from paceline.transfer.output_folders import (
     is_final,
     is_new,
     latest_change_us,
+    without_old_shards,
 )
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.torch_files import has_state, is_intact
@@ -108,6 +110,7 @@ class OutputStore:
         self._is_receiving = asyncio.Lock()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
+        self._indexed = set[str]()  # folders of distributed checkpoints that have arrived
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
     def set_code(self, project: Path | None, manifest: Manifest) -> set[str]:
@@ -261,7 +264,8 @@ class OutputStore:
             ]  # fmt: skip
             if not units:
                 break
-            batch = {unit: groups[unit] for unit in batch_of(units, groups)}
+            batch = {unit: without_old_shards(folder, groups[unit])
+                     for unit in batch_of(units, groups)}  # fmt: skip
             if folder.is_local:
                 fetched = batch
                 await asyncio.to_thread(self._record_local, folder, batch)
@@ -336,13 +340,14 @@ class OutputStore:
         return fetched
 
     async def _place_received(self, folder: OutputFolder, group: Sequence[WrittenFile],
-                              hashes: Mapping[str, str]) -> None:  # fmt: skip
+                              hashes: Mapping[str, str], *, index: Output | None = None,
+                              ) -> None:  # fmt: skip
         """Moves received files to their places, also if the caller is cancelled meanwhile.
 
         The thread would go on, and would meet the next files that are received.
         """
         placing = asyncio.ensure_future(
-            asyncio.to_thread(self.place_unit, folder.host, group, hashes)
+            asyncio.to_thread(self.place_unit, folder.host, group, hashes, index)
         )
         try:
             await asyncio.shield(placing)
@@ -354,17 +359,29 @@ class OutputStore:
                 folder.fetched |= {file.path: file.version for file in group}
 
     async def fetch_shards(self, folder: OutputFolder) -> None:
-        """Fetches shards of checkpoints whose index has arrived from rank 0's node."""
+        """Fetches shards of checkpoints whose index has arrived from rank 0's node.
+
+        They replace those that the node got from here, if the index has arrived since.
+        """
         outputs = self.journal.outputs
-        indexed = {_parent(path) for path, output in outputs.items()
-                   if path.endswith(f"/{DCP_INDEX}") and not output.place}  # fmt: skip
-        shards = [file for file in await self.list_files(folder) if file.path not in outputs
-                  and file.path.endswith(".distcp") and _parent(file.path) in indexed]  # fmt: skip
+        indexes = {_parent(path): output for path, output in outputs.items() if is_index(path)}
+
+        def is_missing(file: WrittenFile) -> bool:
+            known = outputs.get(file.path)
+            return known is None or (
+                _parent(file.path) in self._indexed
+                and folder.fetched.get(file.path) != file.version
+                and file.mtime_us > known.mtime_us
+            )
+
+        shards = [file for file in await self.list_files(folder) if is_shard(file.path)
+                  and _parent(file.path) in indexes and is_missing(file)]  # fmt: skip
         async with self._receiving():
             for file in shards:
                 if self.has_room(folder.host, file.path, [file]):
                     hashes = await self.receive(folder, [file], 1.0)
-                    await self._place_received(folder, [file], hashes)
+                    index = indexes[_parent(file.path)]
+                    await self._place_received(folder, [file], hashes, index=index)
 
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}
@@ -446,16 +463,24 @@ class OutputStore:
 
     # --- to its place ------------------------------------------------------------------------
 
-    def place_unit(self, host: str, group: Sequence[WrittenFile],
-                   hashes: Mapping[str, str]) -> None:  # fmt: skip
-        """Records received files and moves them to their places; a folder goes to one place."""
+    def place_unit(self, host: str, group: Sequence[WrittenFile], hashes: Mapping[str, str],
+                   index: Output | None = None) -> None:  # fmt: skip
+        """Records received files and moves them to their places; a folder goes to one place.
+
+        Args:
+            index: Of the distributed checkpoint to which the files belong, if it is here already.
+        """
         states = {file.path: self._state(file.path) for file in group}
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
+        is_beside = index is not None and bool(index.place)
+        self._remove_old_shards(group)
         outputs = []
         for file in group:
-            is_out = (self.project is None or is_taken or file.path.startswith(RUN_PREFIX)
+            is_out = (self.project is None or is_taken or is_beside
+                      or file.path.startswith(RUN_PREFIX)
                       or kept_out_reason(file.path, states[file.path]))  # fmt: skip
-            place = self._place_outside(host, file.path) if is_out else ""
+            owner = index.host if index is not None and is_beside else host
+            place = self._place_outside(owner, file.path) if is_out else ""
             outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
                                   file.mtime_us, round(time.time(), 3), file.mtime_us,
                                   has_state(self._run / UNPLACED / file.path)))  # fmt: skip
@@ -471,6 +496,23 @@ class OutputStore:
                 self._keep_out(output, unplaced)
             placed.append(output)
         self.journal.add(placed)
+
+    def _remove_old_shards(self, group: Sequence[WrittenFile]) -> None:
+        """Removes shards that a new index replaces: torch would load them together with new ones.
+
+        Those of the other ranks arrive at the end of the run.
+        """
+        paths = {file.path for file in group}
+        folders = set(map(_parent, filter(is_index, paths)))
+        self._indexed |= folders
+        old = [output for path, output in self.journal.outputs.items() if is_shard(path)
+               and _parent(path) in folders and path not in paths]  # fmt: skip
+        for output in old:
+            local = output.local_path(self._run, self.project)
+            if local is not None and output.is_unchanged(self._run, self.project):
+                local.unlink()
+        if old:
+            self.journal.remove([output.path for output in old])
 
     def _state(self, path: str) -> PathState:
         """What this machine has at a path of the project."""
@@ -579,6 +621,9 @@ class OutputStore:
             different = [folder.prefix + path for path in difference["different"]]
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
+        hidden += [file.path for file in files
+                   if is_shard(file.path) and _parent(file.path) in self._indexed
+                   and file.path not in paths and not is_new(folder, [file])]  # fmt: skip
         if hidden:
             await folder.channel.request("set_outputs_aside", root=folder.root,
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip

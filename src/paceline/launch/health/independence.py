@@ -25,7 +25,8 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
     has_group = any(event["calls"] or (event["group_size"] or 0) > 1 for event in reports)
     advice = "To train one model, wrap the model in DistributedDataParallel"
     if not has_group:
-        advice += ", after a call of init_process_group"
+        advice += ", after a call of init_process_group (if the script makes this call only when"
+        advice += " it gets --local_rank, add --pass-local-rank)"
     if len(training) > 1 and any(event["calls"] for event in reports):
         size = f" (at most {largest} elements at a time)" if largest else ""
         return (

@@ -1022,6 +1022,32 @@ def test_notes_hosts_with_own_projects(
     assert [note.partition(" have")[0] for note in notes] == ["paceline: note: n1, n2"] * is_noted
 
 
+def test_notes_new_paths_outside_project(workspace: Workspace) -> None:
+    present = {"/data"}
+    notes: list[str] = []
+    inside = str(workspace.project / "out")
+    arguments = ["--data", "/data", "--out=/results", inside, "/etc", "--log", "/missing"]
+    sync = OutputSync(workspace.run, notes.append, arguments)
+    sync.set_code(Supplies(Tree(workspace.project, [["train.py", "", 0o644, 4]])))
+
+    async def look(_: str, paths: list[str]) -> dict[str, Any]:
+        assert paths == ["/data", "/results", "/missing"]
+        return {"paths": [{"path": path, "exists": path in present} for path in paths]}
+
+    node: Any = SimpleNamespace(name="n1", host=SimpleNamespace(local=False),
+                                copies={"code": ("/copy", [])},
+                                channel=SimpleNamespace(request=look))  # fmt: skip
+
+    async def work() -> None:
+        sync._outside = await sync._existing_outside(node, exists=False)
+        present.add("/results")
+        await sync._note_outside(node)
+
+    asyncio.run(work())
+    (note,) = notes
+    assert "so it stays on n1: /results. To get it here" in note
+
+
 def test_files_of_other_run_keep_modification_times(workspace: Workspace) -> None:
     """In a new run directory, a script may also choose the checkpoint with the latest time."""
     paths = ("out/ckpt_10.pt", "out/ckpt_9.pt")

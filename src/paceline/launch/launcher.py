@@ -197,9 +197,10 @@ class Launcher:
         self.recorder = Recorder(directory, screen, request.job.debug.value)
         self._actions = RunActions(request.run_id, self.recorder, screen.note)
         self._request, self._screen, self._directory = request, screen, directory
-        self._outputs = OutputSync(directory.path, screen.note)
+        entry = request.job.entry
+        self._outputs = OutputSync(directory.path, screen.note, entry.args)
         self._results = ResultCollector(directory, screen.note, self._outputs,
-                                        is_call=request.job.entry.kind == "function")  # fmt: skip
+                                        is_call=entry.kind == "function")  # fmt: skip
         self._provisioner = Provisioner(request, directory, screen, self.recorder, self._outputs)
         self.driver = ElasticDriver(request, self._provisioner, self._results, self._outputs,
                                     self._actions, screen, self.recorder, on_event,

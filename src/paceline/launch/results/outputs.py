@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
+MAX_OUTSIDE, MAX_PATH_LENGTH = 20, 1000  # of paths outside the project that are looked at
 
 
 class OutputSync:
@@ -29,13 +31,19 @@ class OutputSync:
 
     These are files below copies of the code that were sent to nodes, and in ``PACELINE_RUN_DIR``.
 
+    Args:
+        arguments: Of the script.
+
     Attributes:
         store: The files that are here.
     """
 
-    def __init__(self, run: Path, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Path, note: Callable[[str], None], arguments: Sequence[str] = ()
+    ) -> None:
         self.store = OutputStore(run, note)
-        self._run, self._note = run, note
+        self._run, self._note, self._arguments = run, note, arguments
+        self._outside: list[str] = []  # absolute paths that rank 0's node did not have
         self._tree: Tree | None = None
         self._project: Path | None = None
         self._local_checkpoints: OutputFolder | None = None  # for later starts with other hosts
@@ -88,8 +96,31 @@ class OutputSync:
         await gather_all([self._fetch_uncollected(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
+        self._outside = await self._existing_outside(first, exists=False)
         await self._note_unsent_checkpoint(fleet)
         self._note_own_projects(fleet)
+
+    async def _existing_outside(self, node: Node, *, exists: bool) -> list[str]:
+        """Absolute paths in the script's arguments that a node has, or has not, and nobody here."""
+        values = [word.partition("=")[2] if word.startswith("-") else word
+                  for word in self._arguments]  # fmt: skip
+        roots = [root.resolve() for root in (self._run, self._tree and self._tree.root) if root]
+        paths = [value for value in values if value.startswith("/") and value.isprintable()
+                 and len(value) <= MAX_PATH_LENGTH and not os.path.lexists(value)
+                 and not any(Path(value).is_relative_to(root) for root in roots)]  # fmt: skip
+        if node.host.local or "code" not in node.copies or not paths:
+            return []
+        answer = await node.channel.request("look", paths=paths[:MAX_OUTSIDE])
+        return [entry["path"] for entry in answer["paths"] if entry["exists"] == exists]
+
+    async def _note_outside(self, node: Node) -> None:
+        """Says which results of the script stay on a node, because they are outside the project."""
+        with contextlib.suppress(PacelineError, ConnectionError):
+            written = {*await self._existing_outside(node, exists=True)} & {*self._outside}
+            if written:
+                self._note(f"paceline: note: outside the project, so it stays on {node.name}:"
+                           f" {format_paths(sorted(written))}. To get it here, let the script"
+                           " write below the project")  # fmt: skip
 
     def _note_own_projects(self, fleet: Fleet) -> None:
         """Says which hosts have the project themselves, so that files are not sent to others."""
@@ -210,6 +241,7 @@ class OutputSync:
         """Fetches the last files of rank 0's node after its ranks have ended, perhaps well."""
         await self._sync(node, self._folders.get(node, ()), has_ended=True,
                          has_succeeded=has_succeeded)  # fmt: skip
+        await self._note_outside(node)
         if self._local_checkpoints is not None:
             with contextlib.suppress(PacelineError, OSError, ValueError):  # they are in place
                 await self.store.sync(self._local_checkpoints, has_ended=True,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from paceline.spec.settings import Setting
 
 MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
+LIMIT_S = 300.0  # usually it takes seconds; a host may never say that its rank has ended
 
 
 class SilentScreen(Screen):
@@ -40,8 +44,17 @@ class SilentScreen(Screen):
 
 def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
     """Returns the evidence for the check ``trial``: loaded versions by host, rows, or an error."""
+    is_overdue = threading.Event()
+
+    def stop() -> None:
+        is_overdue.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher stops the job
+
+    timer = threading.Timer(LIMIT_S, stop)
+    timer.daemon = True
     with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
         path = Path(folder) / "run"
+        timer.start()
         try:
             transport = load(DEFAULT).start(Options(ssh=ssh))
             outcome = run_job(trial_job(job), Cluster(survey.present), transport,
@@ -53,6 +66,15 @@ def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
                 "rows": [],
                 "error": error.message,
                 "remedy": error.remedy,
+            }
+        finally:
+            timer.cancel()
+        if is_overdue.is_set():
+            return {
+                "loaded": _loaded_libraries(outcome.events),
+                "rows": [],
+                "error": f"it had not ended after {LIMIT_S:.0f} s",
+                "remedy": "Start your script on these hosts: a line names the rank that hangs",
             }
         return {"loaded": _loaded_libraries(outcome.events), **_result(outcome)}
 

@@ -418,6 +418,9 @@ def test_log_tail_excludes_previous_run(tmp_path: Path) -> None:
         directory.append_bytes(name, text)
         directory.close()
     assert log_tail(tmp_path / name, directory.start_offsets[name]) == "of the second run"
+    with (tmp_path / name).open("a") as log:
+        log.write("[W] [c10d] The hostname of the client socket cannot be retrieved\n")
+    assert log_tail(tmp_path / name, directory.start_offsets[name]) == "of the second run"
 
 
 def test_event_returns_redacted_record(tmp_path: Path) -> None:

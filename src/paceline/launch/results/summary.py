@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.terminal.screen import NOISE
 from paceline.rundir.directory import short
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.records import open_regular
@@ -180,7 +181,8 @@ def log_tail(log: Path, begins: int) -> str:
             data = file.read(LOG_TAIL_BYTES)
     except OSError:
         return ""
-    return "\n".join(data.decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    lines = [line for line in data.decode(errors="replace").splitlines() if not NOISE.search(line)]
+    return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
 def _indent(text: str) -> str:

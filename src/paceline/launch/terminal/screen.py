@@ -40,7 +40,7 @@ RECENT_LINES = 30  # output this recent is still visible
 _CLEAR_LINE = "\r\x1b[2K"
 # harmless warnings of torch on every rank, and the C++ frames in its warnings of lost connections;
 # the logs keep them
-_NOISE = re.compile(
+NOISE = re.compile(
     r"^frame #\d{1,4}: .{0,4096} \(0x[0-9a-f]{1,16} in "
     r"|^Exception raised from \S{1,200} at .{0,4096} \(most recent call first\):$"
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
@@ -170,7 +170,7 @@ class Screen:
             text = line.decode(errors="replace")
             if _SOURCE_LOCATION.match(text):
                 text = restore_local_paths(self.shipped_copies, host, text)
-            if _NOISE.search(text[:4500]):
+            if NOISE.search(text[:4500]):
                 continue
             if stream == "out" or not self._is_repeated(host, rank, text):
                 visible.append(clean(text, has_colour))

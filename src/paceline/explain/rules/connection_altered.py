@@ -14,8 +14,8 @@ def match(evidence: Evidence) -> Match | None:
         return None
     host, address = altered[-1].host, altered[-1]["address"]
     cause = (
-        f"bytes of the encrypted connection of {host} with {address} were changed on the way, or"
-        " another machine answered there, and Paceline ended the connection"
+        f"{failure.where} lost a connection that Paceline ended, because bytes between {host} and"
+        f" {address} were changed on the way, or another machine answered"
     )
     unit = lost[0][0]
     return Match(cause, (host,), failure.rank, 0.97, unit.lines[-1:], unit=unit)

@@ -114,12 +114,14 @@ def test_refresh_transfers_only_additions(cache: Path, tmp_path: Path) -> None:
 def test_refresh_extends_partial_and_replaces_foreign_files(cache: Path, tmp_path: Path) -> None:
     remote, path = make_remote_run(cache), make_local_run(tmp_path)
     log = "".join(f"line {number}\n" for number in range(100))
-    fill(remote, {"logs/n1/0.log": log, "logs/n1/1.log": log, "events.jsonl": "short\n"})
+    logs = dict.fromkeys(("logs/n1/0.log", "logs/n1/1.log", "logs/n1/2.log"), log)
+    fill(remote, {**logs, "events.jsonl": "short\n"})
     fill(
         path,
         {
             "logs/n1/0.log": log[:500],
             "logs/n1/1.log": "other\n" * 20,
+            "logs/n1/2.log": log.replace("line 0\n", "line X\n"),  # of the same script
             "events.jsonl": "much longer than there\n",
             "result.json": "{}",
             "ranks.json": "{}",
@@ -128,8 +130,8 @@ def test_refresh_extends_partial_and_replaces_foreign_files(cache: Path, tmp_pat
 
     async def work(follower: Follower, _: Served) -> None:
         assert (await follower.refresh()).state == "running"
-        for name in ("0", "1"):
-            assert (path / f"logs/n1/{name}.log").read_text() == log
+        for name in logs:
+            assert (path / name).read_text() == log
         assert (path / "events.jsonl").read_text() == "short\n"
         (previous,) = path.glob("events-before-*.jsonl")
         assert previous.read_text() == "much longer than there\n"

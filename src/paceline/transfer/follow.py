@@ -45,7 +45,7 @@ from paceline.transfer.results import (
 
 MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
 MAX_PARALLEL = 8
-OVERLAP_BYTES = 256  # bytes before the new ones that must match
+OVERLAP_BYTES = 1 << 16  # at the beginning, and before the new bytes, that must match
 _LOCAL_FILES = {
     DETACHED, names.OWNER, names.FORECAST, names.BATCH, names.REPORT, "index.html",
     names.OUTPUTS,  # says which local files may be sent and replaced
@@ -237,8 +237,7 @@ class Follower:
         try:
             offset = os.fstat(fd).st_size
             is_verified = self._inodes.get(path) == inode and offset <= size
-            overlap = 0 if is_verified else min(offset, OVERLAP_BYTES)
-            if offset > size or (overlap and not await self._agrees(fd, path, offset, overlap)):
+            if offset > size or not (is_verified or await self._agrees(fd, path, offset)):
                 fd, offset = self._replace(fd, path), 0
             self._inodes[path] = inode
             while offset < size:
@@ -264,10 +263,16 @@ class Follower:
         os.close(fd)
         return replacement
 
-    async def _agrees(self, fd: int, path: str, offset: int, count: int) -> bool:
-        """Whether the last bytes before an offset are equal on both sides."""
-        data = await self._read(path, offset - count, count)
-        return data == os.pread(fd, count, offset - count)
+    async def _agrees(self, fd: int, path: str, size: int) -> bool:
+        """Whether the first and the last bytes of a file's first ``size`` are equal on both sides.
+
+        The same script often writes the same last lines, and as many bytes, in each start.
+        """
+        count = min(size, OVERLAP_BYTES)
+        for offset in (0, size - count) if count else ():
+            if await self._read(path, offset, count) != os.pread(fd, count, offset):
+                return False
+        return True
 
     async def sync_outputs(self, *, share: float = 1.0) -> None:
         """Fetches files that the script wrote and that were complete at the last refresh.

@@ -816,47 +816,143 @@ def test_assembles_distributed_checkpoint_from_all_nodes(workspace: Workspace) -
     run(work)
 
 
-@pytest.mark.parametrize("owner", ["this run", "the user", "another machine"])
-def test_new_distributed_checkpoint_replaces_all_shards(workspace: Workspace, owner: str) -> None:
-    """Torch would load old and new shards together, without an error."""
+class ShardedScript:
+    """Saves a distributed checkpoint of two ranks to one folder, in each start on two hosts.
 
-    def write(name: str, start: int) -> None:
-        rank = int(name[1]) - 1
-        workspace.write(name, f"ckpt/__{rank}_0.distcp", f"shard {rank} of start {start}".encode())
-        if rank == 0:
-            workspace.write(name, "ckpt/.metadata", f"index of start {start}".encode())
+    Attributes:
+        folders: Of the two hosts in the present start.
+    """
 
-    def arrived() -> dict[str, str]:
-        project = workspace.project if owner == "this run" else workspace.run / "files/n1"
-        return {path.name: path.read_text() for path in (project / "ckpt").iterdir()}
+    def __init__(self, workspace: Workspace, served: Served) -> None:
+        self._workspace, self._served = workspace, served
+        self.folders: list[OutputFolder] = []
 
-    async def start(served: Served, number: int) -> None:
+    async def start(self, *, is_detached: bool = False, is_local: bool = False) -> None:
+        workspace = self._workspace
+        workspace.store = workspace.fresh_store()
         for name in ("n1", "n2"):
             shutil.rmtree(workspace.copy(name) / "ckpt", ignore_errors=True)
-        workspace.store = workspace.fresh_store()
-        first, second = await workspace.folder(served, "n1"), await workspace.folder(served, "n2")
-        if owner == "another machine":
+        self.folders = [await workspace.folder(self._served, name) for name in ("n1", "n2")]
+        if is_local:
+            channel = self._served.node.channel
+            self.folders[0] = OutputFolder("n1", channel, str(workspace.project), is_local=True)
+            await workspace.store.open_folder(self.folders[0])
+        if is_detached:
             workspace.store.project = None
-        for folder in (first, second):
+        for folder in self.folders[is_local:]:
             await workspace.store.send(folder)
         await asyncio.sleep(0.02)
-        write("n1", number)
-        await workspace.store.sync(first, has_ended=True, has_succeeded=True)
-        assert f"shard 1 of start {number - 1}" not in arrived().values()
-        write("n2", number)
-        await workspace.store.fetch_shards(second)
-        assert arrived() == {
-            ".metadata": f"index of start {number}",
-            "__0_0.distcp": f"shard 0 of start {number}",
-            "__1_0.distcp": f"shard 1 of start {number}",
-        }
+
+    def write(self, path: str, save: int) -> None:
+        """Writes a file of a save as a rank does: that of ``__1_0.distcp`` is on the second."""
+        root = Path(self.folders["__1_" in path].root)
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{Path(path).name} of save {save}")
+        os.utime(root / path, (time.time() - 60.0,) * 2)
+
+    def save(self, save: int) -> None:
+        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+            self.write(f"ckpt/{name}", save)
+
+    async def end(self) -> None:
+        first, second = self.folders
+        await self._workspace.store.sync(first, has_ended=True, has_succeeded=True)
+        await self._workspace.store.fetch_shards(second)
+
+
+def saves_in(folder: Path) -> dict[str, str]:
+    """The save of each file in a folder."""
+    return {path.name: path.read_text().rpartition(" ")[2] for path in folder.rglob("*")
+            if path.is_file()}  # fmt: skip
+
+
+def complete_save(number: int) -> dict[str, str]:
+    return dict.fromkeys((".metadata", "__0_0.distcp", "__1_0.distcp"), str(number))
+
+
+@pytest.mark.parametrize("case", ["remote", "local", "taken", "detached"])
+def test_new_distributed_checkpoint_replaces_all_shards(workspace: Workspace, case: str) -> None:
+    """Torch would load old and new shards together, without an error."""
+    is_home = case in ("remote", "local")
+    arrived = (workspace.project if is_home else workspace.run / "files/n1") / "ckpt"
 
     async def work(served: Served) -> None:
-        if owner == "the user":
+        script = ShardedScript(workspace, served)
+        if case == "taken":
             (workspace.project / "ckpt").mkdir()
             (workspace.project / "ckpt/.metadata").write_text("of the user")
         for number in (1, 2, 3):
-            await start(served, number)
+            await script.start(is_local=case == "local", is_detached=case == "detached")
+            script.save(number)
+            if number > 1:
+                await workspace.store.sync(script.folders[0], has_ended=True, has_succeeded=True)
+                assert saves_in(arrived).get("__1_0.distcp") in (None, str(number))
+            await script.end()
+            assert saves_in(arrived) == complete_save(number)
+
+    run(work)
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_old_shards_do_not_return(workspace: Workspace, removes: bool) -> None:
+    """Neither when other files of the checkpoint change, nor if the script removes it first."""
+    arrived = workspace.project / "ckpt"
+
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        await script.start()
+        if removes:
+            await workspace.store.sync(script.folders[0], has_ended=True)
+            shutil.rmtree(workspace.copy("n1") / "ckpt")
+            await workspace.store.sync(script.folders[0], has_ended=True)
+        for name in (".metadata", "__0_0.distcp"):
+            script.write(f"ckpt/{name}", 2)
+        await workspace.store.sync(script.folders[0], has_ended=True)
+        script.write("ckpt/state.json", 2)
+        await workspace.store.sync(script.folders[0], has_ended=True, has_succeeded=True)
+        assert saves_in(arrived) == dict.fromkeys((".metadata", "__0_0.distcp", "state.json"), "2")
+        await workspace.store.send(script.folders[0])  # as at a restart
+        assert "__1_0.distcp" not in saves_in(workspace.copy("n1") / "ckpt")
+
+    run(work)
+
+
+def test_shards_that_arrive_before_index_stay(workspace: Workspace) -> None:
+    """Of one of two parts of a checkpoint, or of ranks that are done before another host."""
+
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        for part in ("model_0", "optimizer_0"):
+            script.write(f"ckpt/step_5/{part}/__0_0.distcp", 5)
+            await workspace.store.sync(script.folders[0], has_ended=True, has_succeeded=True)
+            script.write(f"ckpt/step_5/{part}/.metadata", 5)
+            await workspace.store.sync(script.folders[0], has_ended=True)
+        await workspace.store.send(script.folders[0])
+        for root in (workspace.project, workspace.copy("n1")):
+            for part in ("model_0", "optimizer_0"):
+                files = saves_in(root / "ckpt/step_5" / part)
+                assert files == {".metadata": "5", "__0_0.distcp": "5"}
+
+    run(work)
+
+
+def test_old_shards_behind_link_of_user_stay(workspace: Workspace, tmp_path: Path) -> None:
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        (workspace.project / "ckpt").rename(tmp_path / "big")
+        (workspace.project / "ckpt").symlink_to(tmp_path / "big")
+        await script.start()
+        script.save(2)
+        await script.end()
+        assert saves_in(tmp_path / "big") == complete_save(1)
+        assert saves_in(workspace.run / "files") == complete_save(2)
 
     run(work)
 

@@ -19,7 +19,13 @@ from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
-from paceline.rundir.output_rules import WrittenFile, group_files, order_of_arrival
+from paceline.rundir.output_rules import (
+    WrittenFile,
+    group_files,
+    is_index,
+    is_shard,
+    order_of_arrival,
+)
 from paceline.rundir.outputs import MAX_JOURNAL_BYTES, Output, OutputJournal, OutputRecords
 from paceline.spec.errors import NodeError
 from paceline.spec.rundir import FETCHED, OUTPUTS
@@ -83,6 +89,9 @@ class DetachedOutputs:
             store = OutputStore(self._run, note)
             store.noted = self._noted
             store.set_code(self._project, [])
+            folders = {path.rpartition("/")[0] for path in self._remote.outputs if is_index(path)}
+            shards = filter(is_shard, removed)
+            store.remove_shards(path for path in shards if path.rpartition("/")[0] in folders)
             store.journal.remove(sorted(removed))
             self._removed = removed
             await self._fetch(store, root, share)

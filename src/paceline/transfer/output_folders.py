@@ -52,6 +52,7 @@ class OutputFolder:
         opened_at: When that was noted, on the monotonic clock.
         seen: Paths of the last list.
         removed: Paths of earlier lists whose files are gone, though they count as outputs.
+        sent: Version of each file that was here when the ranks started, and that the node got.
         fetched: Version of each file that is here, by path.
         fetched_at: When it arrived, on the monotonic clock.
         beginnings: Files that grow all the time, by path.
@@ -67,6 +68,7 @@ class OutputFolder:
     opened_at: float = 0.0
     seen: set[str] = field(default_factory=set)
     removed: set[str] = field(default_factory=set)
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched_at: dict[str, float] = field(default_factory=dict)
     beginnings: dict[str, Beginning] = field(default_factory=dict)
@@ -92,14 +94,19 @@ def is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
     return any(folder.fetched.get(file.path) != file.version for file in group)
 
 
-def without_old_shards(folder: OutputFolder, group: Sequence[WrittenFile]) -> list[WrittenFile]:
-    """Leaves out shards that are here already, if the index of their checkpoint is new.
+def old_shards(folder: OutputFolder, files: Sequence[WrittenFile]) -> set[str]:
+    """Shards of an earlier save, of checkpoints whose index the node has written since.
 
-    Each rank writes its shard on its own host. This node has the other shards of an earlier save.
+    Each rank writes its shard on its own host. This node got the others from here, or removed them.
     """
-    if not is_new(folder, [file for file in group if is_index(file.path)]):
-        return [*group]
-    return [file for file in group if is_new(folder, [file]) or not is_shard(file.path)]
+    written = {_parent(file.path) for file in files
+               if is_index(file.path) and folder.sent.get(file.path) != file.version}  # fmt: skip
+    sent = {file.path for file in files if folder.sent.get(file.path) == file.version}
+    return {path for path in sent | folder.removed if is_shard(path) and _parent(path) in written}
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],

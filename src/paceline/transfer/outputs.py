@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
+    DCP_INDEX,
     PathState,
     WrittenFile,
     group_files,
@@ -71,7 +72,7 @@ from paceline.transfer.output_folders import (
     is_final,
     is_new,
     latest_change_us,
-    without_old_shards,
+    old_shards,
 )
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.torch_files import has_state, is_intact
@@ -110,7 +111,6 @@ class OutputStore:
         self._is_receiving = asyncio.Lock()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
-        self._indexed = set[str]()  # folders of distributed checkpoints that have arrived
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
     def set_code(self, project: Path | None, manifest: Manifest) -> set[str]:
@@ -164,8 +164,9 @@ class OutputStore:
             later_us = folder.since_us + 1  # than all files of the user
             folder.since_us = min(self.journal.mark_local_start(later_us), later_us)
         if not folder.prefix:  # the latest files of the code may be as late
-            folder.fetched |= {file.path: file.version for file in await self.list_files(folder)
-                               if self._was_sent(file.path)}  # fmt: skip
+            folder.sent |= {file.path: file.version for file in await self.list_files(folder)
+                            if self._was_sent(file.path)}  # fmt: skip
+            folder.fetched |= folder.sent
 
     async def list_files(self, folder: OutputFolder) -> list[WrittenFile]:
         """Lists the outputs in a node's folder that may travel while a run goes on.
@@ -264,13 +265,14 @@ class OutputStore:
             ]  # fmt: skip
             if not units:
                 break
-            batch = {unit: without_old_shards(folder, groups[unit])
+            old = old_shards(folder, files)
+            batch = {unit: [file for file in groups[unit] if file.path not in old]
                      for unit in batch_of(units, groups)}  # fmt: skip
             if folder.is_local:
                 fetched = batch
                 await asyncio.to_thread(self._record_local, folder, batch)
             else:
-                fetched = await self._fetch(folder, batch, share, has_ended)
+                fetched = await self._fetch(folder, batch, share, has_ended, old)
                 done |= batch.keys() if has_ended else batch.keys() - fetched.keys()
             for group in fetched.values():
                 folder.fetched |= {file.path: file.version for file in group}
@@ -319,8 +321,11 @@ class OutputStore:
             folder.fetched_at[path] = time.monotonic()
 
     async def _fetch(self, folder: OutputFolder, batch: Groups, share: float,
-                     has_ended: bool) -> Groups:  # fmt: skip
-        """Fetches groups of files to their places; returns those that have arrived."""
+                     has_ended: bool, old: Set[str]) -> Groups:  # fmt: skip
+        """Fetches groups of files to their places; returns those that have arrived.
+
+        ``old``: see :func:`old_shards`.
+        """
         received: dict[str, dict[str, str]] = {}
         for unit, group in batch.items():
             if self.has_room(folder.host, unit, group):
@@ -335,19 +340,19 @@ class OutputStore:
             if (has_ended or not has_changed
                     or (len(group) == 1 and await asyncio.to_thread(
                         is_intact, self._run / UNPLACED / group[0].path))):  # fmt: skip
-                await self._place_received(folder, group, hashes)
+                await self._place_received(folder, group, hashes, old=old)
                 fetched[unit] = group
         return fetched
 
     async def _place_received(self, folder: OutputFolder, group: Sequence[WrittenFile],
                               hashes: Mapping[str, str], *, index: Output | None = None,
-                              ) -> None:  # fmt: skip
+                              old: Set[str] = frozenset()) -> None:  # fmt: skip
         """Moves received files to their places, also if the caller is cancelled meanwhile.
 
         The thread would go on, and would meet the next files that are received.
         """
         placing = asyncio.ensure_future(
-            asyncio.to_thread(self.place_unit, folder.host, group, hashes, index)
+            asyncio.to_thread(self.place_unit, folder.host, group, hashes, index, old)
         )
         try:
             await asyncio.shield(placing)
@@ -359,23 +364,24 @@ class OutputStore:
                 folder.fetched |= {file.path: file.version for file in group}
 
     async def fetch_shards(self, folder: OutputFolder) -> None:
-        """Fetches shards of checkpoints whose index has arrived from rank 0's node.
+        """Fetches shards of checkpoints whose index rank 0's node has written since the start.
 
-        They replace those that the node got from here, if the index has arrived since.
+        They replace those that the node got from here.
         """
         outputs = self.journal.outputs
-        indexes = {_parent(path): output for path, output in outputs.items() if is_index(path)}
+
+        def was_sent(output: Output) -> bool:
+            return folder.sent.get(output.path) == (output.size, output.local_mtime_us)
 
         def is_missing(file: WrittenFile) -> bool:
-            known = outputs.get(file.path)
-            return known is None or (
-                _parent(file.path) in self._indexed
-                and folder.fetched.get(file.path) != file.version
-                and file.mtime_us > known.mtime_us
-            )
+            index, known = indexes.get(_parent(file.path)), outputs.get(file.path)
+            if index is None or folder.sent.get(file.path) == file.version:
+                return False
+            return known is None or (was_sent(known) and not was_sent(index))
 
-        shards = [file for file in await self.list_files(folder) if is_shard(file.path)
-                  and _parent(file.path) in indexes and is_missing(file)]  # fmt: skip
+        indexes = {_parent(path): output for path, output in outputs.items() if is_index(path)}
+        shards = [file for file in await self.list_files(folder)
+                  if is_shard(file.path) and is_missing(file)]  # fmt: skip
         async with self._receiving():
             for file in shards:
                 if self.has_room(folder.host, file.path, [file]):
@@ -428,6 +434,8 @@ class OutputStore:
         if not folder.prefix:
             adopted = self.journal.adopt(Path(folder.root), files.keys())
             files = {path: file for path, file in files.items() if path not in adopted}
+        files = {path: file for path, file in files.items() if not self._is_recorded(folder, file)}
+        self.remove_shards(self._shards_of_others(folder.host, files.keys()))
         outputs = []
         for file in files.values():
             name = folder.on_node(file.path)
@@ -437,6 +445,20 @@ class OutputStore:
                 file.mtime_us, round(time.time(), 3), file.mtime_us, has_state(local),
             ))  # fmt: skip
         self.journal.add(outputs)
+
+    def _is_recorded(self, folder: OutputFolder, file: WrittenFile) -> bool:
+        place = folder.on_node(file.path) if folder.prefix else ""
+        known = self.journal.outputs.get(file.path)
+        return known is not None and (
+            (known.place, known.size, known.local_mtime_us) == (place, *file.version)
+        )  # fmt: skip
+
+    def _shards_of_others(self, host: str, files: Set[str]) -> list[str]:
+        """Shards that came from other hosts, of checkpoints whose index is among new files."""
+        written = {_parent(path) for path in files if is_index(path)}
+        return [path for path, output in self.journal.outputs.items() if is_shard(path)
+                and _parent(path) in written - {""} and path not in files
+                and output.host != host] if written else []  # fmt: skip
 
     async def receive(self, folder: OutputFolder, group: Sequence[WrittenFile], share: float,
                       *, may_grow: bool = False) -> dict[str, str]:  # fmt: skip
@@ -464,16 +486,16 @@ class OutputStore:
     # --- to its place ------------------------------------------------------------------------
 
     def place_unit(self, host: str, group: Sequence[WrittenFile], hashes: Mapping[str, str],
-                   index: Output | None = None) -> None:  # fmt: skip
+                   index: Output | None = None, old: Set[str] = frozenset()) -> None:  # fmt: skip
         """Records received files and moves them to their places; a folder goes to one place.
 
         Args:
             index: Of the distributed checkpoint to which the files belong, if it is here already.
+            old: Shards that do not belong to an index in the group.
         """
         states = {file.path: self._state(file.path) for file in group}
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
         is_beside = index is not None and bool(index.place)
-        self._remove_old_shards(group)
         outputs = []
         for file in group:
             is_out = (self.project is None or is_taken or is_beside
@@ -481,7 +503,7 @@ class OutputStore:
                       or kept_out_reason(file.path, states[file.path]))  # fmt: skip
             owner = index.host if index is not None and is_beside else host
             place = self._place_outside(owner, file.path) if is_out else ""
-            outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
+            outputs.append(Output(file.path, file.size, hashes[file.path], owner, place,
                                   file.mtime_us, round(time.time(), 3), file.mtime_us,
                                   has_state(self._run / UNPLACED / file.path)))  # fmt: skip
         # Before they are there, they must not count as arrived; then not as files of the user.
@@ -496,23 +518,23 @@ class OutputStore:
                 self._keep_out(output, unplaced)
             placed.append(output)
         self.journal.add(placed)
+        for output in filter(lambda output: is_index(output.path), placed if old else ()):
+            self.remove_shards(path for path in old if _parent(path) == _parent(output.path))
 
-    def _remove_old_shards(self, group: Sequence[WrittenFile]) -> None:
+    def remove_shards(self, paths: Iterable[str]) -> None:
         """Removes shards that a new index replaces: torch would load them together with new ones.
 
         Those of the other ranks arrive at the end of the run.
         """
-        paths = {file.path for file in group}
-        folders = set(map(_parent, filter(is_index, paths)))
-        self._indexed |= folders
-        old = [output for path, output in self.journal.outputs.items() if is_shard(path)
-               and _parent(path) in folders and path not in paths]  # fmt: skip
-        for output in old:
-            local = output.local_path(self._run, self.project)
-            if local is not None and output.is_unchanged(self._run, self.project):
-                local.unlink()
-        if old:
-            self.journal.remove([output.path for output in old])
+        known = [output for path in paths if (output := self.journal.outputs.get(path))]
+        for output in known:
+            index = self.journal.outputs.get(f"{_parent(output.path)}/{DCP_INDEX}".lstrip("/"))
+            is_beside = index is None or bool(index.place) == bool(output.place)
+            if is_beside and output.is_unchanged(self._run, self.project):
+                root = self._run if output.place or self.project is None else self.project
+                with safe_paths.FolderCache(str(root)) as folders:
+                    folders.remove(output.place or output.path)
+        self.journal.remove([output.path for output in known])
 
     def _state(self, path: str) -> PathState:
         """What this machine has at a path of the project."""
@@ -621,9 +643,7 @@ class OutputStore:
             different = [folder.prefix + path for path in difference["different"]]
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
-        hidden += [file.path for file in files
-                   if is_shard(file.path) and _parent(file.path) in self._indexed
-                   and file.path not in paths and not is_new(folder, [file])]  # fmt: skip
+        hidden += (old_shards(folder, files) & {file.path for file in files}) - paths.keys()
         if hidden:
             await folder.channel.request("set_outputs_aside", root=folder.root,
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip
@@ -632,7 +652,8 @@ class OutputStore:
         if (total := sum(sizes[path] for path in missing)) > MIN_NOTED_BYTES:
             self._note(f"paceline: sending {folder.host} {format_size(total)} that ranks wrote")
         await self._send_files(folder, missing, paths)
-        folder.fetched |= {path: (sizes[path], paths[path][1]) for path in sizes}
+        folder.sent |= {path: (sizes[path], paths[path][1]) for path in sizes}
+        folder.fetched |= folder.sent
 
     async def _send_files(self, folder: OutputFolder, missing: Sequence[str],
                           paths: Mapping[str, tuple[Path, int]]) -> None:  # fmt: skip

@@ -1122,7 +1122,7 @@ def test_notes_new_paths_outside_project(workspace: Workspace) -> None:
     present = {"/data"}
     notes: list[str] = []
     inside = str(workspace.project / "out")
-    arguments = ["--data", "/data", "--out=/results", inside, "/etc", "--log", "/missing"]
+    arguments = ["--data", "/data", "out=/results", inside, "/etc", "--log", "/missing"]
     sync = OutputSync(workspace.run, notes.append, arguments)
     sync.set_code(Supplies(Tree(workspace.project, [["train.py", "", 0o644, 4]])))
 
@@ -1135,7 +1135,7 @@ def test_notes_new_paths_outside_project(workspace: Workspace) -> None:
                                 channel=SimpleNamespace(request=look))  # fmt: skip
 
     async def work() -> None:
-        sync._outside = await sync._existing_outside(node, exists=False)
+        sync._outside = node, await sync._existing_outside(node, exists=False)
         present.add("/results")
         await sync._note_outside(node)
 

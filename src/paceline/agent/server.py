@@ -34,7 +34,7 @@ TICK_S = 0.05
 CLOSING_S = 0.6  # time from KILL to the end of the agent itself
 MAX_GRACE_S = 3.0  # longest time between TERM and KILL after the launcher has gone
 JOINT_SAVE_SHARE = 0.5  # share of the grace period for a joint save; then one rank saves alone
-CLEANUP_TIMEOUT_S = 30.0  # for removing folders; a busy disk is slow, and one may hang
+CLEANUP_TIMEOUT_S = 3.0  # for removing the job's folders, whose disk may hang
 CHUNK_BYTES = 1 << 16
 TOUCH_INTERVAL_S = 24 * 3600.0  # at which the agent marks its folders as used
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
@@ -87,6 +87,7 @@ class Agent:
         self.run_locks: Dict[str, int] = {}  # descriptors of locked folders of detached runs
         self._tasks: "queue.SimpleQueue[Work]" = queue.SimpleQueue()
         self._queues: Dict[str, "queue.SimpleQueue[Optional[Work]]"] = {}
+        self._queues_lock = threading.Lock()
         self._wake_write = wake_write
         self._fork_server_stderr: Optional[int] = None  # read end of its pipe
         self._touch_at = 0.0
@@ -343,11 +344,15 @@ class Agent:
         threading.Thread(target=self._guarded(work, request), daemon=True).start()
 
     def in_queue(self, name: str, work: Work, request: Message) -> None:
-        """Runs slow work in the thread of the queue ``name``, in the order of the calls."""
-        if name not in self._queues:
-            self._queues[name] = queue.SimpleQueue()
-            threading.Thread(target=_run_queue, args=(self._queues[name],), daemon=True).start()
-        self._queues[name].put(self._guarded(work, request))
+        """Runs slow work in the thread of the queue ``name``, in the order of the calls.
+
+        Can be called from any thread.
+        """
+        with self._queues_lock:
+            if name not in self._queues:
+                self._queues[name] = queue.SimpleQueue()
+                threading.Thread(target=_run_queue, args=(self._queues[name],), daemon=True).start()
+            self._queues[name].put(self._guarded(work, request))
 
     def on_loop(self, work: Work, request: Message) -> None:
         """Runs work in the loop's thread; can be called from any thread."""

@@ -94,7 +94,7 @@ def replace_path(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
-@in_queue(RECEIVING)
+@in_thread
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Answers the folder of the run's files on this node: the launcher's, if it is shared.
 
@@ -102,8 +102,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     the same folder. It then writes a file with its identity in the name, because a container or an
     overlay may show the folder without passing on what is written there. Otherwise, or with
     ``own``, the node uses a folder of its own under ``key``. That folder outlives the agent until
-    the launcher has fetched everything (``discard_run_folder``). It is made in the queue in which
-    folders are removed, so that none appears when the agent ends.
+    the launcher has fetched everything (``discard_run_folder``).
     """
     if not request.get("own"):
         with contextlib.suppress(OSError):
@@ -113,6 +112,11 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
                 snapshot.sign_folder(request["path"], agent.identity.hex())
                 agent.reply(request, shared=True, folder=request["path"])
                 return
+    # in the queue in which folders are removed: none must appear after the agent's end
+    agent.in_queue(RECEIVING, lambda: _make_run_folder(agent, request), request)
+
+
+def _make_run_folder(agent: Agent, request: Message) -> None:
     folder = snapshot.make_run_folder(request["key"], agent.identity.hex())
     outputs.keep_abandoned(folder)
     agent.run_keys.setdefault(request["key"], [])

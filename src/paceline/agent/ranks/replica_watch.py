@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, NamedTuple
 from .checksum import checksum
 from .gradient_watch import on_import
 from .input_watch import hide_in_copies, watch_inputs
-from .sampler_watch import watch_samplers
+from .sampler_watch import SamplerWatch
 
 CHECKSUMS = "replica checksums"
 TIMINGS = "replica timings"
@@ -41,6 +41,7 @@ class ReplicaWatch:
     def __init__(self, report: Report, *, verify: bool = True, measure: bool = True) -> None:
         self._report, self._verify, self._measure = report, verify, measure
         self._replicas: List[_Replica] = []
+        self._samplers = SamplerWatch(report)
 
     def install(self) -> None:
         callbacks: Dict[str, Callable[[Any], None]] = {
@@ -48,8 +49,7 @@ class ReplicaWatch:
             "torch.optim.optimizer": self._watch_optimizers,
         }
         if self._verify:
-            watch = functools.partial(watch_samplers, self._report)
-            callbacks["torch.utils.data.distributed"] = watch
+            callbacks["torch.utils.data.distributed"] = self._samplers.install
         on_import(callbacks)
 
     def _watch_models(self, module: Any) -> None:
@@ -84,6 +84,7 @@ class ReplicaWatch:
         torch: Any = sys.modules["torch"]
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
+        self._samplers.on_step()
         for replica in self._replicas:
             replica.before_step(torch, optimizer)
 

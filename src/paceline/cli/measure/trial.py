@@ -52,6 +52,8 @@ def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
 
     timer = threading.Timer(LIMIT_S, stop)
     timer.daemon = True
+    # while the launcher does not handle the signal, it must not end this process
+    former = signal.signal(signal.SIGTERM, lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
         path = Path(folder) / "run"
         timer.start()
@@ -69,6 +71,7 @@ def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
             }
         finally:
             timer.cancel()
+            signal.signal(signal.SIGTERM, former)
         if is_overdue.is_set():
             return {
                 "loaded": _loaded_libraries(outcome.events),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files.outputs import UNCOLLECTED
-from paceline.launch.nodes.fleet import Fleet, Node
+from paceline.launch.nodes.fleet import Fleet, Node, try_request
 from paceline.launch.planning.placement import Supplies
 from paceline.remote.fanout import gather_all
 from paceline.rundir.directory import short
@@ -24,6 +24,7 @@ from paceline.transfer.tree import Tree
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
 MAX_OUTSIDE, MAX_PATH_LENGTH = 20, 1000  # of paths outside the project that are looked at
+LOOK_TIMEOUT_S = 5.0  # for these, which may be on a disk that hangs
 
 
 class OutputSync:
@@ -43,7 +44,8 @@ class OutputSync:
     ) -> None:
         self.store = OutputStore(run, note)
         self._run, self._note, self._arguments = run, note, arguments
-        self._outside: list[str] = []  # absolute paths that rank 0's node did not have
+        # absolute paths that rank 0's node did not have at the start
+        self._outside: tuple[Node, list[str]] | None = None
         self._tree: Tree | None = None
         self._project: Path | None = None
         self._local_checkpoints: OutputFolder | None = None  # for later starts with other hosts
@@ -96,31 +98,38 @@ class OutputSync:
         await gather_all([self._fetch_uncollected(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
-        self._outside = await self._existing_outside(first, exists=False)
+        self._outside = first, await self._existing_outside(first, exists=False)
         await self._note_unsent_checkpoint(fleet)
         self._note_own_projects(fleet)
 
     async def _existing_outside(self, node: Node, *, exists: bool) -> list[str]:
         """Absolute paths in the script's arguments that a node has, or has not, and nobody here."""
-        values = [word.partition("=")[2] if word.startswith("-") else word
+        if node.host.local or "code" not in node.copies:
+            return []
+        paths = await asyncio.to_thread(self._paths_elsewhere)
+        answer = paths and await try_request(node, "look", LOOK_TIMEOUT_S, paths=paths)
+        entries = answer["paths"] if answer else []
+        return [entry["path"] for entry in entries if entry["exists"] == exists]
+
+    def _paths_elsewhere(self) -> list[str]:
+        """Absolute paths in the script's arguments, outside the project, that are not here."""
+        values = [word if word.startswith("/") else word.partition("=")[2]
                   for word in self._arguments]  # fmt: skip
         roots = [root.resolve() for root in (self._run, self._tree and self._tree.root) if root]
         paths = [value for value in values if value.startswith("/") and value.isprintable()
                  and len(value) <= MAX_PATH_LENGTH and not os.path.lexists(value)
                  and not any(Path(value).is_relative_to(root) for root in roots)]  # fmt: skip
-        if node.host.local or "code" not in node.copies or not paths:
-            return []
-        answer = await node.channel.request("look", paths=paths[:MAX_OUTSIDE])
-        return [entry["path"] for entry in answer["paths"] if entry["exists"] == exists]
+        return paths[:MAX_OUTSIDE]
 
     async def _note_outside(self, node: Node) -> None:
         """Says which results of the script stay on a node, because they are outside the project."""
-        with contextlib.suppress(PacelineError, ConnectionError):
-            written = {*await self._existing_outside(node, exists=True)} & {*self._outside}
-            if written:
-                self._note(f"paceline: note: outside the project, so it stays on {node.name}:"
-                           f" {format_paths(sorted(written))}. To get it here, let the script"
-                           " write below the project")  # fmt: skip
+        first, missing = self._outside or (None, [])
+        if first is not node or not missing:
+            return
+        if written := {*await self._existing_outside(node, exists=True)} & {*missing}:
+            self._note(f"paceline: note: outside the project, so it stays on {node.name}:"
+                       f" {format_paths(sorted(written))}. To get it here, let the script write"
+                       " below the project")  # fmt: skip
 
     def _note_own_projects(self, fleet: Fleet) -> None:
         """Says which hosts have the project themselves, so that files are not sent to others."""

@@ -42,9 +42,10 @@ BACKLOG = 1024
 REDIAL_S = 0.1  # after the gateway has dropped a connection that was proving the key
 CLOSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
-PARTIAL_TIMEOUT_S = (
-    30.0  # for the rest of a TLS record: its length was changed, or the host is lost
-)
+PARTIAL_TIMEOUT_S = 30.0  # for the rest of a TLS record: then its length was changed
+KEEPALIVE_S = 5  # between the questions by which the other host shows that it can be reached
+MAX_KEEPALIVES = 127  # the most: agents and launcher decide whether a host is lost
+_LAST_ACK_MS = struct.Struct("=56xI")  # of struct tcp_info in linux/tcp.h
 REQUEST_CHARS = 20  # addresses of source and target, and port
 
 Address = Tuple[str, int]
@@ -210,7 +211,7 @@ class Relay:
                 self._drop(next(iter(links)), is_altered=next(iter(links)) in self._partial)
         limit = current - PARTIAL_TIMEOUT_S
         while self._partial and next(iter(self._partial.values())) <= limit:
-            self._drop(next(iter(self._partial)), is_altered=True)
+            self._check_partial(next(iter(self._partial)), current)
         for listener in [each for each, until in self._paused.items() if until <= current]:
             del self._paused[listener]
             self._selector.register(listener, selectors.EVENT_READ)
@@ -220,7 +221,8 @@ class Relay:
                 self._dial(link)
         due = [link.dial_at for link in redialing] + list(self._paused.values())
         due += [next(iter(links)).deadline for links in (self._unproven, self._dialing) if links]
-        due += [since + PARTIAL_TIMEOUT_S for since in list(self._partial.values())[:1]]
+        if self._partial:
+            due.append(next(iter(self._partial.values())) + PARTIAL_TIMEOUT_S)
         return max(0.0, min(due) - current) if due else None
 
     def _accept(self, listener: socket.socket) -> None:
@@ -420,6 +422,14 @@ class Relay:
         if side is not None and side.has_partial:  # type: ignore[attr-defined]
             self._partial[link] = time.monotonic()
 
+    def _check_partial(self, link: _Link, current: float) -> None:
+        """Drops a link that misses a part of a record, unless the other host cannot be reached."""
+        del self._partial[link]
+        if link.outer is not None and _is_silent(link.outer):
+            self._partial[link] = current
+        else:
+            self._drop(link, is_altered=link.ended is None)
+
     def _fail(self, link: _Link) -> None:
         """Drops a connection that has ended; a forwarder that is not proven connects again."""
         if link not in self._dialing or link.outer is None:
@@ -494,6 +504,13 @@ def _connect(
     return sock
 
 
+def _is_silent(connection: socket.socket) -> bool:
+    """Whether the other host's kernel has not confirmed anything for a while."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_MS.size)
+    is_known = len(info) == _LAST_ACK_MS.size
+    return is_known and bool(_LAST_ACK_MS.unpack(info)[0] > 2000 * KEEPALIVE_S)
+
+
 def _is_own_user(connection: socket.socket) -> bool:
     user = socket_users.peer_user(connection)
     return user in (os.getuid(), socket_users.UNKNOWN_USER)
@@ -503,3 +520,7 @@ def _prepare(sock: socket.socket) -> None:
     sock.setblocking(False)
     with contextlib.suppress(OSError):  # the connection has ended
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_KEEPALIVES)

@@ -940,6 +940,92 @@ def test_shards_that_arrive_before_index_stay(workspace: Workspace) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("removed", ["ckpt", "ckpt/.metadata", "ckpt/__0_0.distcp"])
+def test_user_may_remove_parts_of_checkpoint(workspace: Workspace, removed: str) -> None:
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        path = workspace.project / removed
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        await script.start()
+        script.save(2)
+        await script.end()
+        assert saves_in(workspace.project / "ckpt") == complete_save(2)
+
+    run(work)
+
+
+def test_shards_of_ranks_that_moved_are_replaced(workspace: Workspace) -> None:
+    """Rank 0 moves to the second host, which has the shard of its former rank, and rank 1 to n1."""
+
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        workspace.store.start_attempt()
+        for folder in script.folders:
+            await workspace.store.send(folder)
+        script.folders.reverse()
+        await asyncio.sleep(0.02)
+        script.save(2)
+        await script.end()
+        assert saves_in(workspace.project / "ckpt") == complete_save(2)
+
+    run(work)
+
+
+def test_save_in_progress_is_not_fetched(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        script.write("ckpt/__0_0.distcp", 2)
+        await workspace.store.sync(script.folders[0], has_ended=True)
+        assert saves_in(workspace.project / "ckpt") == complete_save(1)
+
+    run(work)
+
+
+def test_save_of_lost_launcher_has_no_old_shards(workspace: Workspace) -> None:
+    """The agent has kept all files that came after the code, also those that were sent."""
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        await script.start()
+        script.save(2)
+        uncollected = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+        shutil.copytree(workspace.copy("n1") / "ckpt", uncollected / "ckpt")
+        served.agent.run_keys[key] = []
+        workspace.store = workspace.fresh_store()
+        kept = OutputFolder("n1", served.node.channel, str(uncollected))
+        await workspace.store.fetch_uncollected(kept)
+        assert saves_in(workspace.project / "ckpt") == {".metadata": "2", "__0_0.distcp": "2"}
+
+    run(work)
+
+
+def test_local_save_in_new_run_directory_replaces_all_shards(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        script = ShardedScript(workspace, served)
+        for number in (1, 2):
+            workspace.run = workspace.run.parent / f"run{number}"
+            workspace.run.mkdir()
+            await script.start(is_local=True)
+            script.save(number)
+            await script.end()
+            assert saves_in(workspace.project / "ckpt") == complete_save(number)
+
+    run(work)
+
+
 def test_old_shards_behind_link_of_user_stay(workspace: Workspace, tmp_path: Path) -> None:
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)

@@ -23,6 +23,17 @@ def is_shard(path: str) -> bool:
     return path.endswith(SHARD_SUFFIX)
 
 
+def is_of_save(path: str) -> bool:
+    """Whether a path is that of the index or of a part of a distributed checkpoint."""
+    return is_index(path) or is_shard(path)
+
+
+def index_of(path: str) -> str:
+    """The path of the index of the checkpoint to which a file belongs that is a part of one."""
+    folder = path.rpartition("/")[0]
+    return f"{folder}/{DCP_INDEX}" if folder else DCP_INDEX
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

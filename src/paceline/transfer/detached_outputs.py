@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.output_rules import (
     WrittenFile,
     group_files,
-    is_index,
+    index_of,
     is_shard,
     order_of_arrival,
 )
@@ -89,16 +89,27 @@ class DetachedOutputs:
             store = OutputStore(self._run, note)
             store.noted = self._noted
             store.set_code(self._project, [])
-            folders = {path.rpartition("/")[0] for path in self._remote.outputs if is_index(path)}
-            shards = filter(is_shard, removed)
-            store.remove_shards(path for path in shards if path.rpartition("/")[0] in folders)
-            store.journal.remove(sorted(removed))
-            self._removed = removed
+            replaced = {path for path in removed
+                        if is_shard(path) and index_of(path) in self._remote.outputs}  # fmt: skip
+            store.journal.remove(sorted(removed - replaced))
             await self._fetch(store, root, share)
+            removed -= self._remove_replaced(store, replaced)
+            self._removed = removed
             if is_last:
                 self._note_kept_out(store)
         finally:
             os.close(lock)
+
+    def _remove_replaced(self, store: OutputStore, shards: Set[str]) -> set[str]:
+        """Removes shards whose checkpoint has a new index here; returns those that stay for now."""
+        left = set()
+        for path in shards:
+            index = store.journal.outputs.get(index_of(path))
+            if index is not None and index.sha256 == self._remote.outputs[index.path].sha256:
+                store.remove_shards([path], is_outside=bool(index.place))
+            else:
+                left.add(path)
+        return left
 
     def _note_kept_out(self, store: OutputStore) -> None:
         """Names this run's files that did not arrive in the project, also in other terminals."""

@@ -52,7 +52,8 @@ class OutputFolder:
         opened_at: When that was noted, on the monotonic clock.
         seen: Paths of the last list.
         removed: Paths of earlier lists whose files are gone, though they count as outputs.
-        sent: Version of each file that was here when the ranks started, and that the node got.
+        earlier: Version of each shard and index of a distributed checkpoint that the node had
+            when its ranks started.
         fetched: Version of each file that is here, by path.
         fetched_at: When it arrived, on the monotonic clock.
         beginnings: Files that grow all the time, by path.
@@ -68,7 +69,7 @@ class OutputFolder:
     opened_at: float = 0.0
     seen: set[str] = field(default_factory=set)
     removed: set[str] = field(default_factory=set)
-    sent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    earlier: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched: dict[str, tuple[int, int]] = field(default_factory=dict)
     fetched_at: dict[str, float] = field(default_factory=dict)
     beginnings: dict[str, Beginning] = field(default_factory=dict)
@@ -95,14 +96,22 @@ def is_new(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
 
 
 def old_shards(folder: OutputFolder, files: Sequence[WrittenFile]) -> set[str]:
-    """Shards of an earlier save, of checkpoints whose index the node has written since.
+    """Shards that a node had before its ranks started, if they have written a new index since.
 
-    Each rank writes its shard on its own host. This node got the others from here, or removed them.
+    Each rank writes its shard on its own host; the node may have others of an earlier save.
     """
+    earlier = {file.path for file in files if folder.earlier.get(file.path) == file.version}
     written = {_parent(file.path) for file in files
-               if is_index(file.path) and folder.sent.get(file.path) != file.version}  # fmt: skip
-    sent = {file.path for file in files if folder.sent.get(file.path) == file.version}
-    return {path for path in sent | folder.removed if is_shard(path) and _parent(path) in written}
+               if is_index(file.path) and file.path not in earlier}  # fmt: skip
+    return {path for path in earlier if is_shard(path) and _parent(path) in written}
+
+
+def is_being_saved(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
+    """Whether a group has new shards and an index that is here already: it is written last."""
+    indexed = {_parent(file.path) for file in group
+               if is_index(file.path) and not is_new(folder, [file])}  # fmt: skip
+    return any(is_shard(file.path) and _parent(file.path) in indexed and is_new(folder, [file])
+               for file in group)  # fmt: skip
 
 
 def _parent(path: str) -> str:

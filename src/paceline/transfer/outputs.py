@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,13 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
-    DCP_INDEX,
     PathState,
     WrittenFile,
     group_files,
+    index_of,
     is_checkpoint,
     is_index,
+    is_of_save,
     is_shard,
     kept_out_reason,
     name_refusal,
@@ -68,6 +69,7 @@ from paceline.transfer.output_folders import (
     batch_of,
     fetch_slowly,
     grows,
+    is_being_saved,
     is_due,
     is_final,
     is_new,
@@ -111,6 +113,7 @@ class OutputStore:
         self._is_receiving = asyncio.Lock()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
+        self._fresh = set[str]()  # paths of what arrived since the ranks started
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
     def set_code(self, project: Path | None, manifest: Manifest) -> set[str]:
@@ -146,7 +149,7 @@ class OutputStore:
     def _is_code(self, path: str) -> bool:
         """Whether a file was sent and is no checkpoint: no host may change it on the others."""
         has_suffix = "." in path.rpartition("/")[2]  # programs often have none
-        is_checkpoint_file = has_suffix and is_checkpoint(path, [path])
+        is_checkpoint_file = is_index(path) or (has_suffix and is_checkpoint(path, [path]))
         return self._was_sent(path) and unit_of(path) == path and not is_checkpoint_file
 
     # --- from rank 0's node ------------------------------------------------------------------
@@ -160,13 +163,14 @@ class OutputStore:
         folder.since_us = await latest_change_us(folder.channel, folder.root)
         if folder.prefix:  # nothing but files of this run is in it
             folder.since_us = 0
+            self._note_earlier(folder, await self.list_files(folder))
         elif folder.is_local:  # a launcher that was killed may not have recorded the last ones
             later_us = folder.since_us + 1  # than all files of the user
             folder.since_us = min(self.journal.mark_local_start(later_us), later_us)
         if not folder.prefix:  # the latest files of the code may be as late
-            folder.sent |= {file.path: file.version for file in await self.list_files(folder)
-                            if self._was_sent(file.path)}  # fmt: skip
-            folder.fetched |= folder.sent
+            sent = [file for file in await self.list_files(folder) if self._was_sent(file.path)]
+            folder.fetched |= {file.path: file.version for file in sent}
+            folder.earlier |= {file.path: file.version for file in sent if is_of_save(file.path)}
 
     async def list_files(self, folder: OutputFolder) -> list[WrittenFile]:
         """Lists the outputs in a node's folder that may travel while a run goes on.
@@ -238,6 +242,7 @@ class OutputStore:
                 known = self.journal.outputs.get(file.path)
                 if known is not None and file.mtime_us <= known.mtime_us:
                     folder.fetched[file.path] = file.version
+            self._note_earlier(folder, files)
             old = dict(folder.fetched)
             await self._sync(folder, 1.0, has_ended=True, has_succeeded=False)
         groups = group_files(files)
@@ -246,6 +251,13 @@ class OutputStore:
                 and is_final(unit, group, False, unit in superseded)]  # fmt: skip
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
+
+    def _note_earlier(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
+        """Notes parts of the saves whose index is here, if the launcher of the ranks was lost."""
+        for file in filter(lambda file: is_of_save(file.path), files):
+            index = self.journal.outputs.get(index_of(file.path))
+            if index is not None and file.mtime_us <= index.mtime_us:
+                folder.earlier[file.path] = file.version
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
@@ -260,19 +272,21 @@ class OutputStore:
                 unit for unit in order_of_arrival(groups)
                 if unit not in done and is_new(folder, groups[unit])
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
+                and (has_succeeded or not is_being_saved(folder, groups[unit]))
                 and (is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
                      else is_due(folder, unit, groups[unit], unit in superseded))
             ]  # fmt: skip
             if not units:
                 break
             old = old_shards(folder, files)
+            folder.fetched |= {file.path: file.version for file in files if file.path in old}
             batch = {unit: [file for file in groups[unit] if file.path not in old]
                      for unit in batch_of(units, groups)}  # fmt: skip
             if folder.is_local:
                 fetched = batch
                 await asyncio.to_thread(self._record_local, folder, batch)
             else:
-                fetched = await self._fetch(folder, batch, share, has_ended, old)
+                fetched = await self._fetch(folder, batch, share, has_ended)
                 done |= batch.keys() if has_ended else batch.keys() - fetched.keys()
             for group in fetched.values():
                 folder.fetched |= {file.path: file.version for file in group}
@@ -321,11 +335,8 @@ class OutputStore:
             folder.fetched_at[path] = time.monotonic()
 
     async def _fetch(self, folder: OutputFolder, batch: Groups, share: float,
-                     has_ended: bool, old: Set[str]) -> Groups:  # fmt: skip
-        """Fetches groups of files to their places; returns those that have arrived.
-
-        ``old``: see :func:`old_shards`.
-        """
+                     has_ended: bool) -> Groups:  # fmt: skip
+        """Fetches groups of files to their places; returns those that have arrived."""
         received: dict[str, dict[str, str]] = {}
         for unit, group in batch.items():
             if self.has_room(folder.host, unit, group):
@@ -340,19 +351,19 @@ class OutputStore:
             if (has_ended or not has_changed
                     or (len(group) == 1 and await asyncio.to_thread(
                         is_intact, self._run / UNPLACED / group[0].path))):  # fmt: skip
-                await self._place_received(folder, group, hashes, old=old)
+                await self._place_received(folder, group, hashes)
                 fetched[unit] = group
         return fetched
 
     async def _place_received(self, folder: OutputFolder, group: Sequence[WrittenFile],
-                              hashes: Mapping[str, str], *, index: Output | None = None,
-                              old: Set[str] = frozenset()) -> None:  # fmt: skip
+                              hashes: Mapping[str, str], *,
+                              index: Output | None = None) -> None:  # fmt: skip
         """Moves received files to their places, also if the caller is cancelled meanwhile.
 
         The thread would go on, and would meet the next files that are received.
         """
         placing = asyncio.ensure_future(
-            asyncio.to_thread(self.place_unit, folder.host, group, hashes, index, old)
+            asyncio.to_thread(self.place_unit, folder.host, group, hashes, index)
         )
         try:
             await asyncio.shield(placing)
@@ -364,30 +375,26 @@ class OutputStore:
                 folder.fetched |= {file.path: file.version for file in group}
 
     async def fetch_shards(self, folder: OutputFolder) -> None:
-        """Fetches shards of checkpoints whose index rank 0's node has written since the start.
-
-        They replace those that the node got from here.
-        """
+        """Fetches the shards that a node's ranks have written, to checkpoints of rank 0's node."""
         outputs = self.journal.outputs
 
-        def was_sent(output: Output) -> bool:
-            return folder.sent.get(output.path) == (output.size, output.local_mtime_us)
-
         def is_missing(file: WrittenFile) -> bool:
-            index, known = indexes.get(_parent(file.path)), outputs.get(file.path)
-            if index is None or folder.sent.get(file.path) == file.version:
+            index = outputs.get(index_of(file.path)) if is_shard(file.path) else None
+            is_written = folder.earlier.get(file.path) != file.version
+            if index is None or not is_written or file.path in self._fresh:
                 return False
-            return known is None or (was_sent(known) and not was_sent(index))
+            return file.path not in outputs or index.path in self._fresh
 
-        indexes = {_parent(path): output for path, output in outputs.items() if is_index(path)}
-        shards = [file for file in await self.list_files(folder)
-                  if is_shard(file.path) and is_missing(file)]  # fmt: skip
         async with self._receiving():
-            for file in shards:
+            for file in filter(is_missing, await self.list_files(folder)):
                 if self.has_room(folder.host, file.path, [file]):
                     hashes = await self.receive(folder, [file], 1.0)
-                    index = indexes[_parent(file.path)]
+                    index = outputs[index_of(file.path)]
                     await self._place_received(folder, [file], hashes, index=index)
+
+    def start_attempt(self) -> None:
+        """Notes that ranks start: what arrives from now on is theirs."""
+        self._fresh.clear()
 
     def _record_removed(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         paths = {file.path for file in files}
@@ -435,7 +442,8 @@ class OutputStore:
             adopted = self.journal.adopt(Path(folder.root), files.keys())
             files = {path: file for path, file in files.items() if path not in adopted}
         files = {path: file for path, file in files.items() if not self._is_recorded(folder, file)}
-        self.remove_shards(self._shards_of_others(folder.host, files.keys()))
+        self._remove_shards_of_others(folder, files.keys())
+        self._fresh |= files.keys()
         outputs = []
         for file in files.values():
             name = folder.on_node(file.path)
@@ -453,12 +461,17 @@ class OutputStore:
             (known.place, known.size, known.local_mtime_us) == (place, *file.version)
         )  # fmt: skip
 
-    def _shards_of_others(self, host: str, files: Set[str]) -> list[str]:
-        """Shards that came from other hosts, of checkpoints whose index is among new files."""
-        written = {_parent(path) for path in files if is_index(path)}
-        return [path for path, output in self.journal.outputs.items() if is_shard(path)
-                and _parent(path) in written - {""} and path not in files
-                and output.host != host] if written else []  # fmt: skip
+    def _remove_shards_of_others(self, folder: OutputFolder, files: Set[str]) -> None:
+        """Removes shards from other hosts, of checkpoints whose index is among new files."""
+        root = Path(folder.root)
+        for index in filter(is_index, files):
+            if not folder.prefix:
+                parent = _parent(index)
+                beside = {f"{parent}/{path.name}" for path in (root / parent).glob("*.distcp")}
+                self.journal.adopt(root, beside - files)
+            kept = {path for path, output in self.journal.outputs.items()
+                    if output.host == folder.host or path in files}  # fmt: skip
+            self._remove_old_shards(index, kept, is_outside=bool(folder.prefix))
 
     async def receive(self, folder: OutputFolder, group: Sequence[WrittenFile], share: float,
                       *, may_grow: bool = False) -> dict[str, str]:  # fmt: skip
@@ -486,12 +499,11 @@ class OutputStore:
     # --- to its place ------------------------------------------------------------------------
 
     def place_unit(self, host: str, group: Sequence[WrittenFile], hashes: Mapping[str, str],
-                   index: Output | None = None, old: Set[str] = frozenset()) -> None:  # fmt: skip
+                   index: Output | None = None) -> None:  # fmt: skip
         """Records received files and moves them to their places; a folder goes to one place.
 
         Args:
             index: Of the distributed checkpoint to which the files belong, if it is here already.
-            old: Shards that do not belong to an index in the group.
         """
         states = {file.path: self._state(file.path) for file in group}
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
@@ -503,7 +515,7 @@ class OutputStore:
                       or kept_out_reason(file.path, states[file.path]))  # fmt: skip
             owner = index.host if index is not None and is_beside else host
             place = self._place_outside(owner, file.path) if is_out else ""
-            outputs.append(Output(file.path, file.size, hashes[file.path], owner, place,
+            outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
                                   file.mtime_us, round(time.time(), 3), file.mtime_us,
                                   has_state(self._run / UNPLACED / file.path)))  # fmt: skip
         # Before they are there, they must not count as arrived; then not as files of the user.
@@ -518,18 +530,27 @@ class OutputStore:
                 self._keep_out(output, unplaced)
             placed.append(output)
         self.journal.add(placed)
-        for output in filter(lambda output: is_index(output.path), placed if old else ()):
-            self.remove_shards(path for path in old if _parent(path) == _parent(output.path))
+        self._fresh |= {output.path for output in placed}
+        for output in filter(lambda output: is_index(output.path), placed):
+            self._remove_old_shards(output.path, self._fresh, is_outside=bool(output.place))
 
-    def remove_shards(self, paths: Iterable[str]) -> None:
-        """Removes shards that a new index replaces: torch would load them together with new ones.
+    def _remove_old_shards(self, index: str, kept: Collection[str], *, is_outside: bool) -> None:
+        """Removes the shards that do not belong to a new index.
 
-        Those of the other ranks arrive at the end of the run.
+        Torch would load them together with new ones. The other ranks' arrive at the run's end.
+        """
+        self.remove_shards([path for path in self.journal.outputs if is_shard(path)
+                            and index_of(path) == index and path not in kept],
+                           is_outside=is_outside)  # fmt: skip
+
+    def remove_shards(self, paths: Iterable[str], *, is_outside: bool) -> None:
+        """Forgets shards, and removes those at the place of their index that nobody changed.
+
+        ``is_outside``: The index is in the run directory, not in the project.
         """
         known = [output for path in paths if (output := self.journal.outputs.get(path))]
         for output in known:
-            index = self.journal.outputs.get(f"{_parent(output.path)}/{DCP_INDEX}".lstrip("/"))
-            is_beside = index is None or bool(index.place) == bool(output.place)
+            is_beside = bool(output.place) == is_outside
             if is_beside and output.is_unchanged(self._run, self.project):
                 root = self._run if output.place or self.project is None else self.project
                 with safe_paths.FolderCache(str(root)) as folders:
@@ -636,14 +657,16 @@ class OutputStore:
                   and not any(file.path in paths or self._was_sent(file.path) for file in group)
                   and not (is_source and all(file.is_whole for file in group))]  # fmt: skip
         missing: list[str] = []
-        if not is_source and manifest:
-            entries = [[folder.on_node(str(path)), *entry] for path, *entry in manifest]
+        # another host's shard, which is here, may differ from one that the source had before
+        compared = [entry for entry in manifest if not is_source or is_shard(str(entry[0]))]
+        if compared:
+            entries = [[folder.on_node(str(path)), *entry] for path, *entry in compared]
             difference = await folder.channel.request("compare_tree", root=folder.root,
                                                       manifest=entries)  # fmt: skip
             different = [folder.prefix + path for path in difference["different"]]
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
-        hidden += (old_shards(folder, files) & {file.path for file in files}) - paths.keys()
+        hidden += old_shards(folder, files) - paths.keys()
         if hidden:
             await folder.channel.request("set_outputs_aside", root=folder.root,
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip
@@ -652,8 +675,10 @@ class OutputStore:
         if (total := sum(sizes[path] for path in missing)) > MIN_NOTED_BYTES:
             self._note(f"paceline: sending {folder.host} {format_size(total)} that ranks wrote")
         await self._send_files(folder, missing, paths)
-        folder.sent |= {path: (sizes[path], paths[path][1]) for path in sizes}
-        folder.fetched |= folder.sent
+        sent = {path: (sizes[path], paths[path][1]) for path in sizes}
+        folder.fetched |= sent
+        present = {file.path: file.version for file in files if file.path not in hidden} | sent
+        folder.earlier |= {path: version for path, version in present.items() if is_of_save(path)}
 
     async def _send_files(self, folder: OutputFolder, missing: Sequence[str],
                           paths: Mapping[str, tuple[Path, int]]) -> None:  # fmt: skip

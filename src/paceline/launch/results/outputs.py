@@ -97,6 +97,7 @@ class OutputSync:
         await self._sync(first, kept, has_ended=True)
         await gather_all([self._fetch_uncollected(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
+        self.store.start_attempt()
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
         self._outside = first, await self._existing_outside(first, exists=False)
         await self._note_unsent_checkpoint(fleet)
@@ -202,6 +203,11 @@ class OutputSync:
         source = self._source
         if source is not None and not source.lost:
             await self._sync(source, self._folders.get(source, ()), has_ended=True)
+        for node in self._folders:
+            if node is not source and not node.lost:
+                with self._reporting(node):
+                    await self.fetch_shards(node)
+        self.store.start_attempt()
         self._source = fleet.first
         if fleet.nodes == [source]:
             await self._send(fleet.first, is_source=True)

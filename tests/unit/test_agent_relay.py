@@ -390,7 +390,9 @@ def test_altered_byte_before_proof_is_reported(
     altered = alterations(hosts, monkeypatch)
     wire = Wire(hosts)
     wire.flip_at, wire.direction = flip_at, "from gateway"
-    hosts.dial(hosts.forwarder(gateway=wire.listener))
+    forwarder = hosts.forwarder(gateway=wire.listener)
+    for _ in range(relay.MIN_STALLS):
+        assert is_closed(hosts.dial(forwarder))
     assert eventually(lambda: LOCAL in altered, TIMEOUT_S)
 
 

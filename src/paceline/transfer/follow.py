@@ -269,7 +269,7 @@ class Follower:
         The same script often writes the same last lines, and as many bytes, in each start.
         """
         count = min(size, OVERLAP_BYTES)
-        for offset in (0, size - count) if count else ():
+        for offset in {0, size - count} if count else ():
             if await self._read(path, offset, count) != os.pread(fd, count, offset):
                 return False
         return True

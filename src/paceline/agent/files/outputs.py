@@ -211,10 +211,10 @@ def keep_uncollected(agent: Agent) -> None:
     """
     for key in agent.run_keys:
         folder = snapshot.run_folder(key)
-        with contextlib.suppress(OSError):
-            (folder / snapshot.SOURCES_FILE).unlink()
         if any(rank.rank == 0 for rank in agent.job.ranks):
             _keep_written(folder, agent.output_roots)
+        with contextlib.suppress(OSError):
+            (folder / snapshot.SOURCES_FILE).unlink()
 
 
 def _record_sources(agent: Agent) -> None:
@@ -236,12 +236,12 @@ def keep_abandoned(folder: Path) -> None:
         fd = safe_paths.open_file(str(folder), snapshot.SOURCES_FILE, os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
             sources = json.loads(file.read(_MAX_SOURCES_BYTES))
-        (folder / snapshot.SOURCES_FILE).unlink()
         jobs = snapshot.cache_folder() / "jobs"
         if isinstance(sources, dict):
             roots = {root: since_us for root, since_us in sources.items()
                      if Path(root).parent.parent == jobs and isinstance(since_us, int)}  # fmt: skip
             _keep_written(folder, roots)
+        (folder / snapshot.SOURCES_FILE).unlink()
 
 
 def _keep_written(folder: Path, roots: Dict[str, int]) -> None:

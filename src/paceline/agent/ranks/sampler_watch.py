@@ -48,7 +48,9 @@ class SamplerWatch:
 
     def on_step(self) -> None:
         """Handles a step of an optimizer."""
-        for current in list(self._open):
+        if not self._open:
+            return
+        for current in self._open.copy():
             order, number = self._epochs.get(current.sampler, (current.order, 0))
             number = number + 1 if order == current.order else 1
             self._epochs[current.sampler] = current.order, number

@@ -45,6 +45,8 @@ CHUNK_BYTES = 1 << 16
 PARTIAL_TIMEOUT_S = 30.0  # for the rest of a TLS record: then its length was changed
 KEEPALIVE_S = 5  # between the questions by which the other host shows that it can be reached
 MAX_KEEPALIVES = 127  # the most: agents and launcher decide whether a host is lost
+MAX_RETRY_S = 120.0  # until TCP sends a record's rest again, after the other host was cut off
+MIN_STALLS = 3  # of connections in a row to one host, before their proof, that show a change
 _LAST_ACK_MS = struct.Struct("=56xI")  # of struct tcp_info in linux/tcp.h
 REQUEST_CHARS = 20  # addresses of source and target, and port
 
@@ -126,6 +128,7 @@ class Relay:
         self._links: Dict[_Link, None] = {}
         # encrypted links that have a part of a record, and since when, oldest first
         self._partial: Dict[_Link, float] = {}
+        self._stalls: Dict[str, int] = {}  # by host: connections in a row that stalled
         self._selector = selectors.DefaultSelector()
         self._orders: Deque[Tuple[socket.socket, Optional[Route]]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -208,7 +211,7 @@ class Relay:
         current = time.monotonic()
         for links in (self._unproven, self._dialing):
             while links and next(iter(links)).deadline <= current:
-                self._drop(next(iter(links)), is_altered=next(iter(links)) in self._partial)
+                self._end_unproven(next(iter(links)))
         limit = current - PARTIAL_TIMEOUT_S
         while self._partial and next(iter(self._partial.values())) <= limit:
             self._check_partial(next(iter(self._partial)), current)
@@ -360,7 +363,9 @@ class Relay:
         A gateway connects to ``target`` from its address ``source``, if there is one.
         """
         self._unproven.pop(link, None)
-        self._dialing.pop(link, None)
+        if link in self._dialing:
+            del self._dialing[link]
+            self._stalls.pop(link.host, None)
         if link.inner is None:
             try:
                 link.inner = _connect(target, link.route.port_filter, source)
@@ -422,11 +427,19 @@ class Relay:
         if side is not None and side.has_partial:  # type: ignore[attr-defined]
             self._partial[link] = time.monotonic()
 
+    def _end_unproven(self, link: _Link) -> None:
+        """Drops a link that took too long before its proof; the host may have been cut off."""
+        num_stalls = 0
+        if link in self._dialing:
+            num_stalls = self._stalls.get(link.host, 0) + 1 if link in self._partial else 0
+            self._stalls[link.host] = num_stalls
+        self._drop(link, is_altered=num_stalls >= MIN_STALLS)
+
     def _check_partial(self, link: _Link, current: float) -> None:
         """Drops a link that misses a part of a record, unless the other host cannot be reached."""
         del self._partial[link]
         if link.outer is not None and _is_silent(link.outer):
-            self._partial[link] = current
+            self._partial[link] = current + MAX_RETRY_S
         else:
             self._drop(link, is_altered=link.ended is None)
 

@@ -96,11 +96,15 @@ def run(argv: list[str]) -> int:
 
 def _supervise(folder: str, command: list[str]) -> int:
     parent_alive, parent_end = os.pipe()
+    # until this process can forward them: the command may be faster, and its caller, too
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED_SIGNALS, *_TERMINAL_SIGNALS})
     child = os.fork()
     if child == 0:
         os.close(parent_end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _exec_command(folder, command, parent_alive)
     _forward_signals(child)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(parent_alive)
     return _exit_like(os.waitpid(child, 0)[1])
 

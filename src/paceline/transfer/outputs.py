@@ -385,6 +385,8 @@ class OutputStore:
                 return False
             return file.path not in outputs or index.path in self._fresh
 
+        if not any(map(is_index, outputs)):
+            return
         async with self._receiving():
             for file in filter(is_missing, await self.list_files(folder)):
                 if self.has_room(folder.host, file.path, [file]):

@@ -203,7 +203,7 @@ class OutputSync:
         source = self._source
         if source is not None and not source.lost:
             await self._sync(source, self._folders.get(source, ()), has_ended=True)
-        for node in self._folders:
+        for node in list(self._folders):  # others may connect meanwhile
             if node is not source and not node.lost:
                 with self._reporting(node):
                     await self.fetch_shards(node)

@@ -89,8 +89,8 @@ def test_speed_based_shares_match_on_3_and_4_ranks(worlds: Any, size: int) -> No
 
 
 def test_very_slow_rank_gets_minimal_share(worlds: Any) -> None:
-    # of 32; on a busy machine, the other rank is slow at times, too
-    assert min(worlds[2][1]["twenty"]["shares"]) <= 6
+    # on a busy machine, the other rank is slow at times, too, and the share is larger for a while
+    assert min(worlds[2][1]["twenty"]["shares"]) <= 3
 
 
 def test_drop_slow_removes_rank_that_costs_time(worlds: Any) -> None:

@@ -52,10 +52,10 @@ def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
 
     timer = threading.Timer(LIMIT_S, stop)
     timer.daemon = True
-    # while the launcher does not handle the signal, it must not end this process
-    former = signal.signal(signal.SIGTERM, lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
         path = Path(folder) / "run"
+        # while the launcher does not handle the signal, it must not end this process
+        former = signal.signal(signal.SIGTERM, lambda *_: None)
         timer.start()
         try:
             transport = load(DEFAULT).start(Options(ssh=ssh))

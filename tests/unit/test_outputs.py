@@ -854,6 +854,12 @@ class ShardedScript:
         for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
             self.write(f"ckpt/{name}", save)
 
+    async def run(self, save: int) -> None:
+        """Runs a start with one save."""
+        await self.start()
+        self.save(save)
+        await self.end()
+
     async def end(self) -> None:
         first, second = self.folders
         await self._workspace.store.sync(first, has_ended=True, has_succeeded=True)
@@ -900,9 +906,7 @@ def test_old_shards_do_not_return(workspace: Workspace, removes: bool) -> None:
 
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         await script.start()
         if removes:
             await workspace.store.sync(script.folders[0], has_ended=True)
@@ -944,14 +948,10 @@ def test_shards_that_arrive_before_index_stay(workspace: Workspace) -> None:
 def test_user_may_remove_parts_of_checkpoint(workspace: Workspace, removed: str) -> None:
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         path = workspace.project / removed
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        await script.start()
-        script.save(2)
-        await script.end()
+        await script.run(2)
         assert saves_in(workspace.project / "ckpt") == complete_save(2)
 
     run(work)
@@ -962,9 +962,7 @@ def test_shards_of_ranks_that_moved_are_replaced(workspace: Workspace) -> None:
 
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         workspace.store.start_attempt()
         for folder in script.folders:
             await workspace.store.send(folder)
@@ -980,9 +978,7 @@ def test_shards_of_ranks_that_moved_are_replaced(workspace: Workspace) -> None:
 def test_save_in_progress_is_not_fetched(workspace: Workspace) -> None:
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         script.write("ckpt/__0_0.distcp", 2)
         await workspace.store.sync(script.folders[0], has_ended=True)
         assert saves_in(workspace.project / "ckpt") == complete_save(1)
@@ -996,9 +992,7 @@ def test_save_of_lost_launcher_has_no_old_shards(workspace: Workspace) -> None:
 
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         await script.start()
         script.save(2)
         uncollected = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
@@ -1029,14 +1023,10 @@ def test_local_save_in_new_run_directory_replaces_all_shards(workspace: Workspac
 def test_old_shards_behind_link_of_user_stay(workspace: Workspace, tmp_path: Path) -> None:
     async def work(served: Served) -> None:
         script = ShardedScript(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         (workspace.project / "ckpt").rename(tmp_path / "big")
         (workspace.project / "ckpt").symlink_to(tmp_path / "big")
-        await script.start()
-        script.save(2)
-        await script.end()
+        await script.run(2)
         assert saves_in(tmp_path / "big") == complete_save(1)
         assert saves_in(workspace.run / "files") == complete_save(2)
 

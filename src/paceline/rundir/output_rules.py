@@ -13,27 +13,6 @@ from paceline.agent.files.safe_paths import fold_name, refusal_reason
 from paceline.spec import rundir
 
 
-def is_index(path: str) -> bool:
-    """Whether a path is that of the index of a distributed checkpoint."""
-    return path.rpartition("/")[2] == DCP_INDEX
-
-
-def is_shard(path: str) -> bool:
-    """Whether a path is that of a rank's part of a distributed checkpoint."""
-    return path.endswith(SHARD_SUFFIX)
-
-
-def is_of_save(path: str) -> bool:
-    """Whether a path is that of the index or of a part of a distributed checkpoint."""
-    return is_index(path) or is_shard(path)
-
-
-def index_of(path: str) -> str:
-    """The path of the index of the checkpoint to which a file belongs that is a part of one."""
-    folder = path.rpartition("/")[0]
-    return f"{folder}/{DCP_INDEX}" if folder else DCP_INDEX
-
-
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -201,6 +180,27 @@ class WrittenFile:
     def version(self) -> tuple[int, int]:
         """Changes if the file does."""
         return self.size, self.mtime_us
+
+
+def is_index(path: str) -> bool:
+    """Whether a path is that of the index of a distributed checkpoint."""
+    return path.rpartition("/")[2] == DCP_INDEX
+
+
+def is_shard(path: str) -> bool:
+    """Whether a path is that of a rank's part of a distributed checkpoint."""
+    return path.endswith(SHARD_SUFFIX)
+
+
+def is_of_save(path: str) -> bool:
+    """Whether a path is that of the index or of a part of a distributed checkpoint."""
+    return is_index(path) or is_shard(path)
+
+
+def index_of(path: str) -> str:
+    """The path of the index of the checkpoint to which a file belongs that is a part of one."""
+    folder = path.rpartition("/")[0]
+    return f"{folder}/{DCP_INDEX}" if folder else DCP_INDEX
 
 
 def group_files(files: Iterable[WrittenFile]) -> dict[str, list[WrittenFile]]:

@@ -14,6 +14,7 @@ from paceline.rundir.output_rules import (
     SETTLE_S,
     WrittenFile,
     group_files,
+    index_of,
     is_checkpoint,
     is_complete,
     is_index,
@@ -101,21 +102,15 @@ def old_shards(folder: OutputFolder, files: Sequence[WrittenFile]) -> set[str]:
     Each rank writes its shard on its own host; the node may have others of an earlier save.
     """
     earlier = {file.path for file in files if folder.earlier.get(file.path) == file.version}
-    written = {_parent(file.path) for file in files
-               if is_index(file.path) and file.path not in earlier}  # fmt: skip
-    return {path for path in earlier if is_shard(path) and _parent(path) in written}
+    written = {file.path for file in files if is_index(file.path)} - earlier
+    return {path for path in earlier if is_shard(path) and index_of(path) in written}
 
 
 def is_being_saved(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
     """Whether a group has new shards and an index that is here already: it is written last."""
-    indexed = {_parent(file.path) for file in group
-               if is_index(file.path) and not is_new(folder, [file])}  # fmt: skip
-    return any(is_shard(file.path) and _parent(file.path) in indexed and is_new(folder, [file])
-               for file in group)  # fmt: skip
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
+    new = {file.path for file in group if is_new(folder, [file])}
+    fetched = {file.path for file in group if is_index(file.path)} - new
+    return any(is_shard(path) and index_of(path) in fetched for path in new)
 
 
 def is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files.outputs import UNCOLLECTED
+from paceline.agent.files.safe_paths import MAX_PATH_LENGTH
 from paceline.launch.nodes.fleet import Fleet, Node, try_request
 from paceline.launch.planning.placement import Supplies
 from paceline.remote.fanout import gather_all
@@ -23,7 +24,7 @@ from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
-MAX_OUTSIDE, MAX_PATH_LENGTH = 20, 1000  # of paths outside the project that are looked at
+MAX_OUTSIDE = 20  # paths outside the project that are looked at
 LOOK_TIMEOUT_S = 5.0  # for these, which may be on a disk that hangs
 
 
@@ -104,7 +105,10 @@ class OutputSync:
         self._note_own_projects(fleet)
 
     async def _existing_outside(self, node: Node, *, exists: bool) -> list[str]:
-        """Absolute paths in the script's arguments that a node has, or has not, and nobody here."""
+        """Returns absolute paths in the script's arguments that are not on this machine.
+
+        ``exists``: Whether to return those that are on the node, or those that are not.
+        """
         if node.host.local or "code" not in node.copies:
             return []
         paths = await asyncio.to_thread(self._paths_elsewhere)

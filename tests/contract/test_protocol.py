@@ -145,7 +145,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
         "6": {"error": "in use", "holders": [[3, "python"]]}}}, b""),
     "half_open": ({}, {"peers": [[5, "10.0.0.1"]], "rejects": ["10.0.0.0"]}, b""),
     "sink": ({}, {"port": 5}, b""),
-    "transfer": ({}, {"bytes": 5, "seconds": 0.5, "sent": 6, "pmtu": 1500, "rtt": 0.1,
+    "transfer": ({}, {"bytes": 5, "seconds": 0.5, "pmtu": 1500, "rtt": 0.1,
                       "retransmitted": 0, "segments": 4}, b""),
     "counters": ({}, {"bytes": {"eth0": [1, 2]}}, b""),
     "leave_token": ({}, {"ok": False, "step": "write", "why": "no", "errno": 5}, b""),

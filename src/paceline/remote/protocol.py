@@ -213,7 +213,7 @@ ANSWERS: dict[str, Schema] = {
     "half_open": record(peers=list_of(tuple_of(PORT, address)), rejects=list_of(address)),
     "sink": record(port=PORT),
     "transfer": record({"pmtu": integer(), "rtt": number, "retransmitted": integer(),
-                        "segments": integer()}, bytes=SIZE, seconds=number, sent=SIZE),
+                        "segments": integer()}, bytes=SIZE, seconds=number),
     "counters": record(bytes=dict_of(tuple_of(SIZE, SIZE), INTERFACE)),
     "leave_token": record({"step": SHORT_TEXT, "why": optional(text()),
                            "errno": optional(integer())}, ok=boolean),

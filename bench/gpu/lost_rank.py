@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -83,6 +84,10 @@ def lose_rank(options: argparse.Namespace, moment: str, step: int) -> None:
             continue
         number_of_signal = signal.SIGKILL if options.how == "kill" else signal.SIGSTOP
 
+        if moment == "connecting":
+            others = [f"connecting/{rank}" for rank in range(dist.get_world_size())]
+            dist.distributed_c10d._get_default_store().wait(others)
+
         def end_process(mark: Path = mark, number: int = number_of_signal) -> None:
             mark.write_text(repr(time.time()))
             os.kill(os.getpid(), number)
@@ -117,6 +122,8 @@ def main() -> None:
     connect = DeviceGroup.connect
 
     def connect_or_end(group: DeviceGroup) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"connecting/{dist.get_rank()}", b"1")
         lose_rank(options, "connecting", 0)
         connect(group)
 

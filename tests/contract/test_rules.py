@@ -65,7 +65,8 @@ def test_crash_by_torch_debugging_has_specific_remedy() -> None:
 @each_case("path", HITS, ids=case_id)
 def test_hits_match_no_second_cause(path: Path) -> None:
     """Several rules may match a symptom, but only one rule a cause."""
-    causes = [rule.code for rule in RULES if not rule.symptom and rule.match(evidence(path))]
+    found = evidence(path)
+    causes = [rule.code for rule in RULES if not rule.symptom and rule.match(found)]
     assert set(causes) <= {path.parent.name}
 
 

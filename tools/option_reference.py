@@ -56,7 +56,8 @@ RECIPE_TEXT = """\
 
 Give these options after the recipe's name, or put them into `paceline.toml` under `[train.image]`,
 `[train.text]`, `[train.translation]`, `[train.language]` or `[train.sft]`. Write a key with
-underscores or dashes: `global_batch = 64`. These options have no environment variables.
+underscores or dashes: `global_batch = 64`. These options have no environment variables. Every
+recipe also takes `--like RUN`, which means [all settings of an earlier run](recipes.md#settings).
 """
 
 

@@ -264,5 +264,12 @@ def test_makes_environment_from_shipped_wheels(tmp_path: Path, shared_home: bool
                 name, [f"{home}/env/bin/python-activated", "-c", script], timeout=TEST_LIMIT_S
             )
             assert printed.stdout.split() == ["shipped", "ran", f"{home}/env"], printed.stderr
+        use = re.search(r"use it: paceline run (--python \S+) …", output)
+        assert use, output
+        (tmp_path / "part.py").write_text("import tiny_part; print(tiny_part.WORD)\n")
+        run = [*argv[:3], "run", *argv[5:9], *use[1].split(), "--no-torch", "part.py"]
+        result = subprocess.run(run, capture_output=True, text=True, env=env, cwd=tmp_path,
+                                timeout=TEST_LIMIT_S)  # fmt: skip
+        assert (result.returncode, result.stdout.count("shipped")) == (0, 2), result.stderr
         code, output = make_environments("--offline", "--activate", "export HOOK=ran")
         assert (code, output.count("is up to date")) == (0, num_environments), output

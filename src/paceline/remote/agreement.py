@@ -26,7 +26,8 @@ def interpreter_problem(host: Host, requested: str, actual: str, facts: Facts) -
         f"{host.name} has no Python at {requested}",
         found=f"{python['executable']} (Python {python['version']}, {with_torch})",
         remedy=f'Set python = "/path/to/python" under [hosts.{host.name}] in paceline.toml, '
-        f"or --python PATH when it is the same on all hosts",
+        f"or --python PATH when it is the same on all hosts. To make one there: "
+        "paceline setup env --requirements FILE",
     )
 
 

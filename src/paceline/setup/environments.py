@@ -58,7 +58,7 @@ async def one_node_per_disk(channels: Sequence[Channel], spec: EnvironmentSpec) 
 
     Hosts that share their home directory must not make one environment at the same time.
     """
-    marks = [f"{_folder_on(channel, spec)}.{channel.identity}" for channel in channels]
+    marks = [f"{folder_on(channel, spec)}.{channel.identity}" for channel in channels]
     make_mark = ["/bin/sh", "-c", 'mkdir -p "${0%/*}" && : > "$0"']
     remove_mark = ["/bin/sh", "-c", 'rm -f "$0"']
     pairs = list(zip(channels, marks, strict=True))
@@ -73,7 +73,8 @@ async def one_node_per_disk(channels: Sequence[Channel], spec: EnvironmentSpec) 
             for row, channel in zip(seen, channels, strict=True)]  # fmt: skip
 
 
-def _folder_on(channel: Channel, spec: EnvironmentSpec) -> str:
+def folder_on(channel: Channel, spec: EnvironmentSpec) -> str:
+    """Returns the path of the environment on one node, without ``~``."""
     return spec.folder.replace("~", str(channel.facts["user"]["home"]), 1).rstrip("/")
 
 
@@ -87,7 +88,7 @@ async def make_environment(channel: Channel, spec: EnvironmentSpec, wheels: Path
         NodeError: A step failed there; has the last lines of its output.
     """
     name = channel.host.name
-    folder = _folder_on(channel, spec)
+    folder = folder_on(channel, spec)
     stamp = await _execute(channel, ["cat", f"{folder}/{STAMP}"], check=False)
     if stamp["output"].strip() == spec.digest:
         return f"{name}: {folder} is up to date"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,28 @@ def command(ctx: click.Context, /, requirements: Path, folder: str, python: str,
     spec = environments.EnvironmentSpec(requirements, folder, python, activate, offline)
     wheels = environments.download_wheels(requirements) if offline else None
     try:
-        asyncio.run(_make_environments(hosts, ssh, spec, wheels))
+        folders = asyncio.run(_make_environments(hosts, ssh, spec, wheels))
     finally:
         if wheels is not None:
             import shutil
 
             shutil.rmtree(wheels)
-    interpreter = f"{folder}/bin/python{'-activated' if activate else ''}"
-    say(f"use it: paceline run --python {interpreter} … (with ~ written out)")
+    say(_describe_use(folders, f"bin/python{'-activated' if activate else ''}"))
+
+
+def _describe_use(folders: Mapping[str, str], program: str) -> str:
+    """Says how a run uses the environments in these folders, by host."""
+    if len(set(folders.values())) == 1:
+        return f"use it: paceline run --python {next(iter(folders.values()))}/{program} …"
+    lines = [f"  [hosts.{json.dumps(name)}]\n  python = {json.dumps(f'{folder}/{program}')}"
+             for name, folder in folders.items()]  # fmt: skip
+    return "\n".join(["use it: write these lines to paceline.toml, then type: paceline trust",
+                      *lines])  # fmt: skip
 
 
 async def _make_environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
-                        wheels: Path | None) -> None:  # fmt: skip
+                             wheels: Path | None) -> dict[str, str]:  # fmt: skip
+    """Makes the environments; returns their folders by host."""
     import asyncio
 
     from paceline.remote.fanout import connect_hosts
@@ -74,6 +85,7 @@ async def _make_environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
         await asyncio.gather(*(channel.close(5.0) for channel in channels))
     if failed:
         raise environments.combine_failures(failed)
+    return {channel.host.name: environments.folder_on(channel, spec) for channel in channels}
 
 
 async def _make_environment(channel: Any, spec: Any, wheels: Path | None) -> PacelineError | None:

@@ -367,7 +367,7 @@ def texts(folder: Path) -> None:
     for at, name in enumerate(("europarl.de", "europarl.en")):
         (folder / name).write_text("".join(f"{pair[at]}\n" for pair in pairs))
     (folder / "sentences").write_text("forty-two\nseven\n")
-    books = folder / "USER" / "opus_books"
+    books = folder / "Helsinki-NLP" / "opus_books"
     books.mkdir(parents=True)
     lines = [
         json.dumps({"translation": {"en": english, "it": italian}}) for english, italian in pairs

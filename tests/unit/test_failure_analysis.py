@@ -255,3 +255,18 @@ def test_network_error_is_secondary_only_from_gloo(why: str) -> None:
 )  # fmt: skip
 def test_unreachable_peer(raw: str, peer: str) -> None:
     assert unreachable_peer(GLOO + raw) == peer
+
+
+@pytest.mark.parametrize(
+    ("original", "described"),
+    [
+        ("ValueError: bad sample 5", "ValueError: bad sample 5"),
+        ("data.parts.ValueError: two\nlines", "data.parts.ValueError: two"),
+        ("ValueError", "ValueError"),
+    ],
+)
+def test_exception_of_data_worker_is_described_in_one_line(original: str, described: str) -> None:
+    message = "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback "
+    message += f'(most recent call last):\n  File "t.py", line 6\n    raise it\n{original}'
+    text = failure(1, 2.0, message).describe()
+    assert text == f"rank 1 on n1: {described} (in DataLoader worker process 0)"

@@ -62,6 +62,11 @@ _NETWORK = (
 COLLECTIVE_TIMEOUT = re.compile(_TIMEOUT)  # a rank did not come to a collective
 PEER_LOST = re.compile(rf"{_LOST}|{_TIMEOUT}|ncclSystemError|ncclRemoteError")  # while it trained
 SECONDARY_ERROR = re.compile(f"{_LOST}|{_TIMEOUT}|{_NETWORK}", re.IGNORECASE)  # at any time
+# torch's message for an exception of another process or thread
+_CAUGHT = re.compile(
+    r"(?:[\w.]{1,100}: )?Caught (?P<type>[\w.]{1,100}) (?P<place>in [^\n]{1,80})\.\n"
+    "Original Traceback "
+)
 _PEER_ADDRESS = re.compile(
     rf"(?:{_UNREACHABLE}).{{0,100}}|trying to connect to \([^,()\s]{{1,80}}, \d{{1,5}}\)"
 )
@@ -182,7 +187,8 @@ class Failure:
 
     def describe(self) -> str:
         """``rank 1 on n2: ValueError: boom``."""
-        return self.headline if self.kind == "launcher" else f"{self.where}: {self.headline}"
+        headline = _shorten_caught(self.headline)
+        return headline if self.kind == "launcher" else f"{self.where}: {headline}"
 
     @property
     def status(self) -> int:
@@ -199,6 +205,16 @@ class Failure:
         """Reads the valid fields of a record in ``result.json``; ``None`` without a kind."""
         valid = _valid_fields(_FAILURE, record)
         return cls(**{"host": "", "rank": None, **valid}) if "kind" in valid else None
+
+
+def _shorten_caught(headline: str) -> str:
+    """Returns an exception of a data worker without its traceback, others unchanged."""
+    caught = _CAUGHT.match(headline)
+    if caught is None:
+        return headline
+    last_line = rf"^(?:\w{{1,100}}\.){{0,20}}{re.escape(caught['type'])}(?::.*)?$"
+    lines = re.findall(last_line, headline, re.MULTILINE)
+    return f"{lines[-1]} ({caught['place']})" if lines else headline.partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,10 +187,10 @@ def test_finish_fetches_files_and_discard_removes_run(cache: Path, tmp_path: Pat
         make_local_run(tmp_path),
     )
     weights = FileEntry(hashlib.sha256(b"c" * 300).hexdigest(), 300)
-    manifest = Manifest(10, {"weights": weights}, {}).encode().decode()
+    manifest = Manifest(10, {"weights.safetensors": weights}, {}).encode().decode()
     fill(remote, {"result.json": '{"exit_code": 0}', "model/config.json": "{}", "big": "b" * 5000,
           "model/model.safetensors": "w" * 5000, "files/n1/out.txt": "o",
-          "checkpoints/10/weights": "c" * 300, "checkpoints/10/manifest.json": manifest,
+          "checkpoints/10/weights.safetensors": "c" * 300, "checkpoints/10/manifest.json": manifest,
           "checkpoints/latest.json": '{"step": 10}', "checkpoints/writer.json": "{}"})  # fmt: skip
 
     async def work(follower: Follower, _: Served) -> None:
@@ -200,7 +200,7 @@ def test_finish_fetches_files_and_discard_removes_run(cache: Path, tmp_path: Pat
         assert detached_of(path) is not None
         await follower.finish()
         assert detached_of(path) is None  # now an ordinary run
-        for name in ("model/model.safetensors", "big", "files/n1/out.txt", "checkpoints/10/weights",
+        for name in ("model/model.safetensors", "big", "files/n1/out.txt", "checkpoints/10/weights.safetensors",
                      "checkpoints/latest.json", "result.json"):  # fmt: skip
             assert (path / name).read_bytes() == (remote / name).read_bytes(), name
         assert not (path / "checkpoints/writer.json").exists()
@@ -401,6 +401,7 @@ def test_agent_serves_only_run_files(cache: Path, tmp_path: Path) -> None:
      ("checkpoints/10/manifest.json", False, False), ("Checkpoints/10/x", False, False),
      ("report.html", False, False), ("stacks/now.txt", False, True),
      ("debug/__init__.py", True, False), ("stacks/x.SO", False, False),
+     ("logs/n1/test_a.txt", True, False),
      ("returned/0", False, False), ("files-before-1/model/config.json", False, False)],
 )  # fmt: skip
 def test_classifies_growing_and_mirrored_files(path: str, growing: bool, mirrored: bool) -> None:
@@ -423,7 +424,7 @@ def test_script_outputs_reach_project_without_overwriting(cache: Path, tmp_path:
     fill(project, {"train.py": "mine", "data.csv": "mine"})
     write_output(remote, "out/1.pt", "one", "files/n1/out/1.pt")
     write_output(remote, "out/2.pt", "two", "files/n1/out/2.pt", sha256="0" * 64)
-    write_output(remote, "train.py", "theirs", "files/n1/train.py")
+    write_output(remote, "train.py", "theirs", "files/n1/train.py.from-n1")
     write_output(remote, "data.csv", "theirs", "files/n1/data.csv")
     write_output(remote, "$PACELINE_RUN_DIR/3.pt", "three", "3.pt")
 
@@ -448,7 +449,7 @@ def test_script_outputs_reach_project_without_overwriting(cache: Path, tmp_path:
         (note,) = notes
         assert "1 file of the script did not replace files in the project" in note
         assert sorted(str(file.relative_to(path)) for file in path.rglob("files/n1/**/*.*")) == [
-            "files/n1/data.csv", "files/n1/train.py",
+            "files/n1/data.csv", "files/n1/train.py.from-n1",
         ]  # fmt: skip
 
     def second_follower(served: Served) -> Follower:

@@ -75,7 +75,7 @@ def test_fetch_into_project_keeps_its_files(tmp_path: Path) -> None:
         *(name for name in PROJECT if not name.startswith("files/")), "model/model.safetensors"
     }  # fmt: skip
     assert contents["files/n1/out.txt"] == b"a result"
-    assert contents["files/n1/train.py"] == b"evil"
+    assert contents["files/n1/train.py.from-n1"] == b"evil"
     (note,) = notes
     assert "came to another place" in note
     fetch_files(run_dir, {"out.txt": b"a newer result", "old.txt": b"evil"}, node_dir)
@@ -203,18 +203,18 @@ def test_results_preserve_user_files_and_back_up_previous(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name",
     ["torch.py", "Torch.PY", "torch/__init__.py", "typing.cpython-311-x86_64-linux-gnu.so",
-     "model/cfg.py", "model/cfg.pyc", "model/__init__.py", "model/torch/__init__.py"],
+     "model/cfg.py", "model/cfg.pyc", "model/__init__.py", "model/torch/__init__.py",
+     "torch_xla/core/xla.py", "wandb/run-1/files/conftest.py", "wandb/run-1/test_a.py",
+     "out-1/test_losses.txt", "x.dist-info/entry_points.txt", "model/a.egg-info/x.json"],
 )  # fmt: skip
-def test_code_shadowing_libraries_goes_to_host_folder(tmp_path: Path, name: str) -> None:
+def test_code_that_programs_find_goes_to_host_folder(tmp_path: Path, name: str) -> None:
+    """There it has a name by which no program takes it for code."""
     run_dir, node_dir = tmp_path / "run", tmp_path / "node"
     RunDirectory(run_dir).close()
-    (note,) = fetch_files(
-        run_dir, {name: b"evil", "wandb/code/train.py": b"1", "model/code/x.py": b"2"}, node_dir
-    )
-    assert content(run_dir) == {
-        f"files/n1/{name}": b"evil", "wandb/code/train.py": b"1", "model/code/x.py": b"2"
-    }  # fmt: skip
-    assert f"{name} as files/n1/{name}" in note
+    others = {"wandb/run-1/code/train.py": b"1", "out/plot.html": b"2", "out/run.yaml": b"3"}
+    (note,) = fetch_files(run_dir, {name: b"evil", **others}, node_dir)
+    assert content(run_dir) == {f"files/n1/{name}.from-n1": b"evil", **others}
+    assert f"{name} as files/n1/{name}.from-n1" in note
 
 
 REPOSITORIES = [".git/config", "a/.git/hooks/pre-commit", ".GIT/config", "a/.g\u200cit/config",

@@ -62,6 +62,8 @@ def test_accepts_data_files_in_user_folders(path: str) -> None:
     "env/etc/conda/env_vars.d/x.json", "env/conda-meta/x.json", "host_vars/n1.json",
     "venv/share/jupyter/kernels/python3/kernel.json", "venv/etc/jupyter/x/y.json",
     "CMakePresets.json", "jest.config.json", "out/mcp.json", "events.out.tfevents.1.n1.pkl",
+    "x.dist-info/entry_points.txt", "out/X.Dist-Info/entry_points.txt", "a.egg-info/top_level.txt",
+    "out/a.egg-link", "test_samples.txt", "out/Test.txt",
     "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
 ])  # fmt: skip
 @pytest.mark.parametrize("state", [OWN_FOLDER, USER_FOLDER])

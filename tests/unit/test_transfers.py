@@ -91,7 +91,7 @@ def steps(*names: int, frozen: dict[str, bytes] | None = None) -> dict[str, byte
     found = {}
     for step in names:
         files = {file: content(f"{step}{file}", size)
-                 for file, size in (("weights", 3 * BLOCK), ("state", 40))}  # fmt: skip
+                 for file, size in (("weights.safetensors", 3 * BLOCK), ("state.json", 40))}  # fmt: skip
         files |= frozen or {}
         files["manifest.json"] = manifest_of(step, files)
         found |= {f"{step}/{file}": data for file, data in files.items()}
@@ -621,8 +621,8 @@ def test_forged_local_frozen_weights_do_not_block_fetch(tmp_path: Path) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
     weights = content("frozen", 3 * BLOCK)
     name = frozen_file(hashlib.sha256(weights).hexdigest())
-    genuine = {"20/weights": b"w", f"20/{name}": weights}
-    genuine["20/manifest.json"] = manifest_of(20, {"weights": b"w", name: weights})
+    genuine = {"20/weights.safetensors": b"w", f"20/{name}": weights}
+    genuine["20/manifest.json"] = manifest_of(20, {"weights.safetensors": b"w", name: weights})
     fill(run_dir.path / "checkpoints", {**steps(10), f"10/{name}": content("forged", 3 * BLOCK)})
     fill(remote_end / "checkpoints", genuine)
 
@@ -745,7 +745,7 @@ def test_mirror_keeps_limit_and_best_checkpoint(tmp_path: Path) -> None:
 def test_replaces_incomplete_local_checkpoint(tmp_path: Path) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(remote_end / "checkpoints", steps(10))
-    fill(run_dir.path / "checkpoints", {"10/weights": b"half"})
+    fill(run_dir.path / "checkpoints", {"10/weights.safetensors": b"half"})
 
     async def work(served: Served) -> None:
         await make_checkpoint_fetcher(served, run_dir, remote_end).sync()
@@ -764,7 +764,7 @@ def test_fetches_remaining_checkpoints_after_read_error(
 
     async def list_outdated_sizes(*where: Any) -> dict[str, int]:
         listing = await sizes(*where)
-        fill(remote_end / "checkpoints", {"10/weights": bytes(4 * BLOCK)})  # it has grown
+        fill(remote_end / "checkpoints", {"10/weights.safetensors": bytes(4 * BLOCK)})  # it has grown
         return listing
 
     monkeypatch.setattr(checkpoints, "_remote_sizes", list_outdated_sizes)
@@ -817,7 +817,7 @@ def test_does_not_fetch_oversized_checkpoint(
     assert "10/extra" not in fetched
     assert fetched.count("10/manifest.json") == 1  # an unlisted file is not refetched
     reason = {"manifest": "the disk has no room: 1,125,899,906.8 MB needed",
-              "listing": "it is damaged: state is not the file that its manifest describes",
+              "listing": "it is damaged: state.json is not the file that its manifest describes",
               }[claims]  # fmt: skip
     (note,) = messages
     assert f"checkpoint 77 of n1 was left there: {reason}" in note
@@ -934,7 +934,7 @@ PLANTED = {
     "pointers to a writer far ahead": {"latest.json": pointer("9.999999"),
                                        "best.json": pointer("9.999999")},
     "other content": {"900.7/manifest.json": steps(900)["900/manifest.json"],
-                      "900.7/weights": b"x", "900.7/state": b"x"},
+                      "900.7/weights.safetensors": b"x", "900.7/state.json": b"x"},
 }  # fmt: skip
 
 
@@ -945,7 +945,7 @@ def test_invalid_checkpoints_replace_nothing(tmp_path: Path, planted: str, keep:
     fill(run_dir.path / "checkpoints", steps(10, 20, 30))
     fill(
         remote_end / "checkpoints",
-        {"30/weights": b"other", ".git/config": b"x", **PLANTED[planted]},
+        {"30/weights.safetensors": b"other", ".git/config": b"x", **PLANTED[planted]},
     )
     messages: list[str] = []
 
@@ -975,7 +975,7 @@ def test_invalid_checkpoints_replace_nothing(tmp_path: Path, planted: str, keep:
 def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: int) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
     local_folder, remote_folder = run_dir.path / "checkpoints", remote_end / "checkpoints"
-    fill(local_folder, {**steps(10, 20, 30), "40/weights": b"half", "best.json": pointer("10")})
+    fill(local_folder, {**steps(10, 20, 30), "40/weights.safetensors": b"half", "best.json": pointer("10")})
     fakes = {f"90{n}.{n}": renamed(steps(900 + n), f"90{n}.{n}") for n in range(2, 6)}
 
     async def work(served: Served) -> None:
@@ -994,7 +994,7 @@ def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: 
     run(work)
     present = read_final_files(local_folder)
     assert {**steps(10, 30), "best.json": pointer("905.5")}.items() <= present.items()
-    assert (keep == 0) == ("20/weights" in present)
+    assert (keep == 0) == ("20/weights.safetensors" in present)
     assert fakes["905.5"].items() <= present.items()
     run_dir.close()
 
@@ -1002,7 +1002,7 @@ def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: 
 def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(remote_end / "checkpoints", steps(10))
-    other = {"weights": b"other weights"}
+    other = {"weights.safetensors": b"other weights"}
     other["manifest.json"] = manifest_of(10, other)
     replaced = {f"10/{file}": data for file, data in other.items()}
     messages: list[str] = []
@@ -1076,8 +1076,8 @@ def test_sends_only_complete_checkpoints(tmp_path: Path, cache: Path) -> None:
             remote_end,
             {
                 **steps(10),
-                "20/weights": steps(20)["20/weights"],
-                "30/weights": b"newer",
+                "20/weights.safetensors": steps(20)["20/weights.safetensors"],
+                "30/weights.safetensors": b"newer",
                 "latest.json": b"theirs",
             },
         )
@@ -1085,7 +1085,7 @@ def test_sends_only_complete_checkpoints(tmp_path: Path, cache: Path) -> None:
         await served.ask("discard_run_folder", key=KEY)  # requested by another run
         assert read_final_files(remote_end) == {
             **steps(10, 20),
-            "30/weights": b"newer",
+            "30/weights.safetensors": b"newer",
             "latest.json": b"theirs",
         }
 
@@ -1130,6 +1130,7 @@ def is_expected_content(name: str, data: bytes) -> bool:
     expected_files = {**FILES, **steps(10, 20, 30)}
     if name.split("/")[0] == "blobs":
         return hashlib.sha256(data).hexdigest() == name.split("/")[-1]
+    name = name.removesuffix(".from-n1")  # of code
     return any(name.endswith(end) and data == whole for end, whole in expected_files.items())
 
 

@@ -2,8 +2,9 @@
 
 Only files of runs are replaced. Those that an earlier start brought are moved to
 ``files-before-DATE``, unless the new ones are equal. If the run directory is somebody's project
-(``--run-dir .``), new files of ranks are put below ``files/HOST``, where no program looks for code.
-So are, in every run directory, files that Python would import if it were started there.
+(``--run-dir .``), new files of ranks are put below ``files/HOST``. So are, in every run directory,
+files that Python would run if it were started there or above. Code below ``files`` gets a name
+under which no program looks for it: tests, for example, are looked for in all folders.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from paceline.agent.files import safe_paths
 from paceline.rundir import records
+from paceline.rundir.output_rules import is_code, is_python_code
 from paceline.spec import rundir as names
 
 _INPUT = re.compile(r"input[0-9]+")  # files that a detached run was given
@@ -91,13 +93,17 @@ class Arrivals:
     def place(self, path: str, host: str) -> str:
         """The path below the folder for a file of a host, if no reason refuses its own path."""
         is_free = not self._is_foreign(path)
-        if names.is_product(path) and (self._is_exclusive or is_free):
+        is_product = names.is_product(path) and not is_python_code(path)
+        if is_product and (self._is_exclusive or is_free):
             return path
-        if path.startswith(f"{names.FETCHED}/") and is_free:
+        is_below = path.startswith(f"{names.FETCHED}/")
+        if is_below and is_free and not is_code(path):
             return path
-        if self._is_exclusive and is_free and not _is_importable(path):
+        if not is_below and self._is_exclusive and is_free and not is_python_code(path):
             return path
         relative = path.removeprefix(f"{names.FETCHED}/")
+        if is_code(path):
+            relative += f".from-{names.safe_name(host)}"
         folders = (names.safe_name(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
         candidates = (f"{names.FETCHED}/{folder}/{relative}" for folder in folders)
         return next(candidate for candidate in candidates if not self._is_foreign(candidate))
@@ -146,12 +152,3 @@ class Arrivals:
             safe_paths.write_fully(file, json.dumps(line).encode() + b"\n")
         finally:
             os.close(file)
-
-
-def _is_importable(path: str) -> bool:
-    """Whether Python imports the file if it is started in the run directory or its ``model``."""
-    *folders, name = path.casefold().split("/")
-    if folders[:1] == [names.MODEL]:
-        del folders[0]
-    is_package = len(folders) == 1 and name.startswith("__init__.")
-    return name.endswith(names.CODE_SUFFIXES) and (not folders or is_package)

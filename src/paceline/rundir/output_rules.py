@@ -51,6 +51,13 @@ _CODE_NAMES = re.compile(
     r"|(?:jupyter|ipython)[-_].*\.json"  # Jupyter reads them in the folder in which it is started
     r"|.*\.(?:tf|tfvars|tofu|pkr)\.json"  # Terraform and Packer read all of a folder
 )
+# ``import torch`` calls what metadata of packages on ``sys.path`` names, and pytest looks in all
+# folders for tests, also for examples in text files.
+_PACKAGE_METADATA = re.compile(r"(?:.*\.)?(?:dist-info|egg|egg-info|egg-link)")
+_DOCTESTS = re.compile(r"test.*\.txt")
+_TESTS = re.compile(r"(?:test_.*|.*_test|conftest)\.py")
+_PYTHON_SUFFIXES = _words("py pyc pyd pyo so")
+_PAGE_SUFFIXES = _words("htm html ipynb shtml svg xhtml")  # run only if the user opens them
 _CODE_FOLDERS = _words(  # also settings in environments of virtualenv and conda, and of Ansible
     "site-packages dist-packages node_modules __pycache__"
     " conda-meta env_vars.d group_vars host_vars jupyter"
@@ -124,7 +131,7 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
         return "a hidden file, or a name that looks like an option"
     if any(":" in part or "\\" in part for part in parts):
         return "a name with special characters"
-    if not _CODE_FOLDERS.isdisjoint(parts[:-1]):
+    if not _CODE_FOLDERS.isdisjoint(parts[:-1]) or any(map(_PACKAGE_METADATA.fullmatch, parts)):
         return "in a folder of packages or settings"
     is_below_runs = len(parts) > 2 and parts[0] == rundir.DEFAULT_PARENT
     if is_below_runs and (name in _RUN_RECORDS or name == rundir.MANIFEST):
@@ -132,7 +139,7 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
     if name == DCP_INDEX:
         return ""
     suffix = _suffix(name)
-    if name in _SETTINGS_FILES or _CODE_NAMES.fullmatch(name) or suffix in CODE_SUFFIXES:
+    if _has_code_name(name):
         return "a name of code or settings"
     if suffix in _PICKLE_SUFFIXES and not (in_own_folder and unit_of(path) != path):
         return "a pickle outside a checkpoint folder"
@@ -145,6 +152,27 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
     if not in_own_folder and suffix not in DATA_SUFFIXES:
         return "no data file, in a folder that the run did not make"
     return ""
+
+
+def _has_code_name(name: str) -> bool:
+    """Whether a file is code or settings by its folded name."""
+    is_named = name in _SETTINGS_FILES or _CODE_NAMES.fullmatch(name) or _DOCTESTS.fullmatch(name)
+    return bool(is_named) or _suffix(name) in CODE_SUFFIXES
+
+
+def is_python_code(path: str) -> bool:
+    """Whether Python or pytest runs a file unasked if they are started in a folder above it."""
+    *folders, name = (fold_name(part).rstrip(". ") for part in path.split("/"))
+    is_metadata = any(map(_PACKAGE_METADATA.fullmatch, (*folders, name)))
+    is_test = bool(_DOCTESTS.fullmatch(name) or _TESTS.fullmatch(name))
+    is_module = _suffix(name) in _PYTHON_SUFFIXES and all(map(str.isidentifier, folders))
+    return is_metadata or is_test or is_module
+
+
+def is_code(path: str) -> bool:
+    """Whether some program may run a file unasked if it is started in a folder above it."""
+    name = fold_name(path.rpartition("/")[2]).rstrip(". ")
+    return is_python_code(path) or (_has_code_name(name) and _suffix(name) not in _PAGE_SUFFIXES)
 
 
 def _suffix(name: str) -> str:

@@ -58,7 +58,6 @@ LAUNCHER_FILES = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, DEBUG, OWNER, FIND
 
 # Written by recipes and by paceline.train, on whichever node has rank 0.
 PRODUCTS = {CONFIG, MEASURED, COLLECTIVES}
-CODE_SUFFIXES = (".py", ".pyc", ".so")  # what Python imports
 _MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
 
 

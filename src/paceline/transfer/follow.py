@@ -27,6 +27,7 @@ from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import write_text
+from paceline.rundir.output_rules import is_python_code
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, DetachedRecord, SupervisorLocation
@@ -76,8 +77,8 @@ def is_mirrored(path: str) -> bool:
     is_local = top in _LOCAL_FILES or top.startswith(".") or names.is_backup(path)
     # no record of a run is code; other files get their place by rundir/arrivals.py
     is_record = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
-    is_code = is_record and path.casefold().endswith(names.CODE_SUFFIXES)
-    return not (is_local or is_code or names.is_fetched_separately(top))
+    runs_code = is_record and is_python_code(path)
+    return not (is_local or runs_code or names.is_fetched_separately(top))
 
 
 class UnknownRun(NodeError):

@@ -17,9 +17,9 @@ from typing import Any
 from paceline.spec.rundir import MANIFEST
 
 _MANIFEST_FORMAT = 1
-# no HEAD: git takes a folder with one for a repository
 _TENSOR_FILES = "*.safetensors"
-_FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}(?!(?i:head)\Z)\w[\w.-]{0,99}", re.ASCII)
+# No others: a host may be hostile, and programs run some files that they find, such as tests.
+_FILE = re.compile(r"state\.json|(?:\w{1,99}/)?\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 class DamagedCheckpoint(Exception):

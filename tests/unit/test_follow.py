@@ -200,8 +200,9 @@ def test_finish_fetches_files_and_discard_removes_run(cache: Path, tmp_path: Pat
         assert detached_of(path) is not None
         await follower.finish()
         assert detached_of(path) is None  # now an ordinary run
-        for name in ("model/model.safetensors", "big", "files/n1/out.txt", "checkpoints/10/weights.safetensors",
-                     "checkpoints/latest.json", "result.json"):  # fmt: skip
+        for name in ("model/model.safetensors", "big", "files/n1/out.txt",
+                     "checkpoints/10/weights.safetensors", "checkpoints/latest.json",
+                     "result.json"):  # fmt: skip
             assert (path / name).read_bytes() == (remote / name).read_bytes(), name
         assert not (path / "checkpoints/writer.json").exists()
         assert not (path / ".paceline-incoming").exists()

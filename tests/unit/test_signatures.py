@@ -12,13 +12,19 @@ from click.testing import CliRunner, Result
 
 from paceline.cli import program
 from paceline.rundir import signatures
+from paceline.rundir.signatures import Signer
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import CHECKPOINTS, MANIFEST, SIGNATURES
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest, sha256
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def signer(tmp_path: Path) -> Signer:
+    return Signer(tmp_path / "run")
+
+
+@pytest.fixture
+def run(tmp_path: Path, signer: Signer, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "run"
     folder.mkdir()
@@ -26,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step in (10, 20, 30):
         write_checkpoint(folder, step)
         if step > 10:  # the first was written by an earlier version
-            signatures.sign_step(folder, step)
+            signer.sign_step(step)
     return folder
 
 
@@ -101,27 +107,39 @@ def test_damaged_manifest_does_not_count_as_forged(run: Path) -> None:
     signatures.require_unchanged(run)
 
 
-def test_accepts_removed_and_re_signed_checkpoints(run: Path) -> None:
+def test_accepts_removed_and_re_signed_checkpoints(run: Path, signer: Signer) -> None:
     (run / CHECKPOINTS / "10" / MANIFEST).unlink()
     write_checkpoint(run, 30, best=True)  # the same state, now marked as best
-    signatures.sign(run, "30")
+    signer.sign("30")
     assert statuses(run) == ["signed", "signed"]
     with (run / SIGNATURES).open("ab") as file:
         file.write(b'{"checkpoint": "30", "manifest": "' + b"0" * 64 + b'"}\n{"che')  # incomplete
     assert statuses(run) == ["signed", "signed"]
     write_checkpoint(run, 40)
-    signatures.sign_step(run, None)
+    signer.sign_step(None)
     assert statuses(run) == ["signed"] * 3
 
 
-def test_does_not_sign_checkpoint_that_was_replaced(run: Path) -> None:
+def test_does_not_sign_checkpoint_that_was_replaced(run: Path, signer: Signer) -> None:
     """A host may report a checkpoint again that it has replaced."""
     write_checkpoint(run, 20, b"other weights")
-    signatures.sign_step(run, 20)
-    signatures.sign(run, "20")
+    signer.sign_step(20)
+    signer.sign("20")
     assert statuses(run)[1] == "changed"
     with pytest.raises(SettingError, match="checkpoint 20 was replaced"):
         signatures.require_unchanged(run)
+
+
+def test_signs_again_only_newest_that_it_signed(run: Path, signer: Signer) -> None:
+    """A host may write an optimizer of its own into an earlier checkpoint with the same weights."""
+    write_checkpoint(run, 20, best=True)
+    signer.sign("20")
+    assert statuses(run)[1] == "changed"
+    write_checkpoint(run, 30, best=True)
+    Signer(run).sign("30")  # of a later start
+    assert statuses(run)[0] == "changed"
+    signer.sign("30")
+    assert statuses(run)[0] == "signed"
 
 
 @pytest.mark.parametrize("name", ["extra.pt", "deep/er/file.json"])

@@ -40,7 +40,9 @@ class Host:
 
 def publish(store: Store, step: int) -> None:
     staged = store.temporary(step)
-    entry = FileEntry(*write_chunks(staged / "weights.safetensors", iter([f"{store.token} {step}".encode()])))
+    entry = FileEntry(
+        *write_chunks(staged / "weights.safetensors", iter([f"{store.token} {step}".encode()]))
+    )
     store.publish(staged, Manifest(step, {"weights.safetensors": entry}, {}))
     store.prune(2)
 

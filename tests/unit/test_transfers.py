@@ -90,8 +90,8 @@ FILES = {"a.py": content("a", 100), "empty": b"", "b/even": content("b", 4 * BLO
 def steps(*names: int, frozen: dict[str, bytes] | None = None) -> dict[str, bytes]:
     found = {}
     for step in names:
-        files = {file: content(f"{step}{file}", size)
-                 for file, size in (("weights.safetensors", 3 * BLOCK), ("state.json", 40))}  # fmt: skip
+        sizes = {"weights.safetensors": 3 * BLOCK, "state.json": 40}
+        files = {file: content(f"{step}{file}", size) for file, size in sizes.items()}
         files |= frozen or {}
         files["manifest.json"] = manifest_of(step, files)
         found |= {f"{step}/{file}": data for file, data in files.items()}
@@ -764,7 +764,8 @@ def test_fetches_remaining_checkpoints_after_read_error(
 
     async def list_outdated_sizes(*where: Any) -> dict[str, int]:
         listing = await sizes(*where)
-        fill(remote_end / "checkpoints", {"10/weights.safetensors": bytes(4 * BLOCK)})  # it has grown
+        grown = {"10/weights.safetensors": bytes(4 * BLOCK)}
+        fill(remote_end / "checkpoints", grown)
         return listing
 
     monkeypatch.setattr(checkpoints, "_remote_sizes", list_outdated_sizes)
@@ -975,7 +976,10 @@ def test_invalid_checkpoints_replace_nothing(tmp_path: Path, planted: str, keep:
 def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: int) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
     local_folder, remote_folder = run_dir.path / "checkpoints", remote_end / "checkpoints"
-    fill(local_folder, {**steps(10, 20, 30), "40/weights.safetensors": b"half", "best.json": pointer("10")})
+    fill(
+        local_folder,
+        {**steps(10, 20, 30), "40/weights.safetensors": b"half", "best.json": pointer("10")},
+    )
     fakes = {f"90{n}.{n}": renamed(steps(900 + n), f"90{n}.{n}") for n in range(2, 6)}
 
     async def work(served: Served) -> None:
@@ -1023,6 +1027,37 @@ def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
         " here"
     ]
     assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"]
+    run_dir.close()
+
+
+def test_only_newest_fetched_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """A host may write an optimizer of its own into an earlier checkpoint with the same weights."""
+    run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    rewritten = {
+        f"{step}/{file}": data
+        for step in (10, 20)
+        for state in [{"weights.safetensors": steps(step)[f"{step}/weights.safetensors"],
+                       "state.json": b"longer" * step}]
+        for file, data in {**state, "manifest.json": manifest_of(step, state)}.items()
+    }  # fmt: skip
+    messages: list[str] = []
+
+    async def work(served: Served) -> None:
+        follow = CheckpointFetcher(
+            served.node.channel, str(remote_end), run_dir.path, Fetcher(run_dir.path),
+            note=messages.append,
+        )  # fmt: skip
+        fill(remote_end / "checkpoints", steps(10, 20))
+        await follow.sync()
+        fill(remote_end / "checkpoints", rewritten)
+        await follow.sync()
+        assert not follow.has_refused
+
+    run(work)
+    newest = {path: data for path, data in rewritten.items() if path.startswith("20/")}
+    assert read_final_files(run_dir.path / "checkpoints") == steps(10) | newest
+    assert not messages
+    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"] * 2
     run_dir.close()
 
 

@@ -1,9 +1,9 @@
 """Signs the manifests of a run's checkpoints, and finds those that were changed later.
 
 A signature is an HMAC under a key that only this user of this machine can read. It is valid in the
-run directory where it was made. The launcher signs a checkpoint when it arrives. A later one of the
-same name gets a signature only if it has the same weights: ranks write a state again that turns out
-to be the best, but a host could also replace a checkpoint.
+run directory where it was made. The launcher signs a checkpoint when it arrives. Ranks write a
+state again that turns out to be the best. But a host could also replace a checkpoint: another one
+of the same name is signed only if it has the same weights, and comes before any later checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.agent.files import safe_paths
 from paceline.rundir import records
@@ -26,6 +26,7 @@ from paceline.spec.rundir import (
     CHECKPOINTS,
     MANIFEST,
     SIGNATURES,
+    Version,
     checkpoints,
     parse_version,
 )
@@ -63,30 +64,65 @@ class _Signature:
     weights: str
 
 
-def sign(run: Path, name: str) -> None:
-    """Signs a checkpoint that has just been made. Without a key, or on a full disk, does nothing.
+class Signer:
+    """Signs the checkpoints of a run that this process receives.
 
-    Does nothing either if a checkpoint of that name was signed with other weights.
-
-    ``name``: of the checkpoint's folder.
+    Attributes:
+        newest: The newest one that it has signed; only this one may be replaced.
     """
-    seals = LineSeals(run)
-    with contextlib.suppress(OSError, DamagedCheckpoint):
-        raw = _read_manifest(run / CHECKPOINTS / name)
-        manifest, former = parse_manifest(raw), _signatures(run, seals).get(name)
-        signature = _Signature(hashlib.sha256(raw).hexdigest(), _weights_digest(manifest))
-        if former is not None and (former == signature or former.weights != signature.weights):
-            return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        fd = safe_paths.open_file(str(run), SIGNATURES, flags)
-        with os.fdopen(fd, "wb") as file:
-            file.write(b"\n" + _encode(seals, name, signature))  # the line before may be cut off
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.newest = ""
+
+    def sign(self, name: str) -> None:
+        """Signs a checkpoint that has just been made, unless it replaces one that may not be.
+
+        Without a key, or on a full disk, it does nothing.
+
+        ``name``: of the checkpoint's folder.
+        """
+        seals = LineSeals(self._run)
+        with contextlib.suppress(OSError, DamagedCheckpoint):
+            raw = _read_manifest(self._run / CHECKPOINTS / name)
+            manifest = parse_manifest(raw)
+            is_signed = _is_signed(_signatures(self._run, seals).get(name), raw)
+            if is_signed or self.judge(name, manifest) != "new":
+                return
+            signature = _Signature(hashlib.sha256(raw).hexdigest(), _weights_digest(manifest))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            fd = safe_paths.open_file(str(self._run), SIGNATURES, flags)
+            with os.fdopen(fd, "wb") as file:
+                file.write(b"\n" + _encode(seals, name, signature))  # the last may be cut off
+            self.newest = max(self.newest, name, key=_version)
+
+    def sign_step(self, step: int | None) -> None:
+        """Signs the newest checkpoint of a step; ``None``: of any."""
+        for path in checkpoints(self._run):
+            version = parse_version(path.name)
+            if version is not None and step in (None, version[1]):
+                self.sign(path.name)
+                return
+
+    def judge(self, name: str, manifest: Manifest) -> Literal["new", "late", "other"]:
+        """Judges a checkpoint before it is fetched or signed.
+
+        Returns ``other`` if one of that name was signed with other weights, and ``late`` if it may
+        not be replaced any more although its weights are the same.
+        """
+        former = _signatures(self._run, LineSeals(self._run)).get(name)
+        if former is None or _is_signed(former, manifest.encode()):
+            return "new"
+        if former.weights != _weights_digest(manifest):
+            return "other"
+        return "new" if self._may_replace(name, former, manifest) else "late"
+
+    def _may_replace(self, name: str, former: _Signature, manifest: Manifest) -> bool:
+        return name == self.newest and former.weights == _weights_digest(manifest)
 
 
-def has_other_weights(run: Path, name: str, manifest: Manifest) -> bool:
-    """Whether a checkpoint of that name was signed with other weights than ``manifest`` has."""
-    former = _signatures(run, LineSeals(run)).get(name)
-    return former is not None and former.weights != _weights_digest(manifest)
+def _version(name: str) -> Version:
+    return parse_version(name) or (-1, -1)
 
 
 def _weights_digest(manifest: Manifest) -> str:
@@ -94,15 +130,6 @@ def _weights_digest(manifest: Manifest) -> str:
     weights = {name: entry.sha256 for name, entry in manifest.files.items()
                if not name.startswith(("optimizer", "random.", "state."))}  # fmt: skip
     return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
-
-
-def sign_step(run: Path, step: int | None) -> None:
-    """Signs the newest checkpoint of a step; ``None``: of any."""
-    for path in checkpoints(run):
-        version = parse_version(path.name)
-        if version is not None and step in (None, version[1]):
-            sign(run, path.name)
-            return
 
 
 def verify(run: Path) -> Iterator[VerifiedCheckpoint]:

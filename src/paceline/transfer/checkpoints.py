@@ -15,8 +15,9 @@ from pathlib import Path
 from paceline.agent.files import safe_paths
 from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel, HostSilent
-from paceline.rundir import records, signatures
+from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
+from paceline.rundir.signatures import Signer
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import (
     BEST,
@@ -35,6 +36,7 @@ from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher, Sizes, room_problem
 
 OTHER_CHECKPOINT = "it differs from the checkpoint of that name here"
+_KEPT = "a later one was fetched: the one here stays"  # with the same weights
 MAX_REFUSAL_NOTES = 20  # a hostile node may list very many checkpoints
 MAX_NEW_WRITERS = 1000  # each start and each change of rank 0 adds one writer token
 MAX_NEW_STEPS = 10**10  # more than a year at 300 steps a second
@@ -167,6 +169,7 @@ class CheckpointFetcher:
         self._channel, self._folder = channel, folder
         self._run = str(run)
         self._target = run / CHECKPOINTS
+        self._signer = Signer(run)
         self._fetcher = fetcher
         self._initial: dict[str, Version] | None = None  # complete local ones at the first sync
         self._max_version: Version = _NO_VERSION  # largest token and step that are accepted
@@ -207,9 +210,9 @@ class CheckpointFetcher:
         """Fetches new checkpoints and removes those that the node has removed.
 
         A node can be hostile. It cannot replace complete checkpoints that were here at the first
-        call, nor have the newest and the best of them removed. Nor can it replace a checkpoint that
-        was signed here by one with other weights. If ``keep`` is 0, only checkpoints
-        that were fetched by this object are removed.
+        call, nor have the newest and the best of them removed. Of those that were fetched later, it
+        can replace only the newest, by one with the same weights. If ``keep`` is 0, only
+        checkpoints that were fetched by this object are removed.
 
         A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
         changed while it was read.
@@ -221,9 +224,10 @@ class CheckpointFetcher:
             self._initial = await asyncio.to_thread(self._record_initial, local)
         remote = by_name(files)
         # a checkpoint that the node is removing may lack files: nothing of it is new
-        changed = [(name, sizes) for name, sizes in remote.items()
-                   if not sizes.items() <= local.get(name, {}).items()
-                   and not self._has_all_but_extras(name, sizes, local)]  # fmt: skip
+        # in their order: the last one may be replaced by one that turned out to be the best
+        changed = [(name, remote[name]) for name in sorted(remote, key=_version)
+                   if not remote[name].items() <= local.get(name, {}).items()
+                   and not self._has_all_but_extras(name, remote[name], local)]  # fmt: skip
         pointers = {name: size for name, size in files.items() if "/" not in name}
         refusals = [
             *[await _catch_refusal(self._fetch_checkpoint(*entry)) for entry in changed],
@@ -300,10 +304,11 @@ class CheckpointFetcher:
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
         try:
             if problem := await self._fetch_verified(name, files, arriving):
-                self._refuse(name, problem)
+                if problem != _KEPT:
+                    self._refuse(name, problem)
                 return
             await asyncio.to_thread(self._place, arriving.name, name)
-            await asyncio.to_thread(signatures.sign, Path(self._run), name)
+            await asyncio.to_thread(self._signer.sign, name)
             self._verified.add(name)
         finally:
             await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
@@ -322,9 +327,10 @@ class CheckpointFetcher:
             manifest = await asyncio.to_thread(_read_manifest, folder, name)
         except DamagedCheckpoint as damage:
             return f"it is damaged: {damage}"
-        run, entries = Path(self._run), manifest.files
-        if await asyncio.to_thread(signatures.has_other_weights, run, name, manifest):
-            return OTHER_CHECKPOINT
+        verdict = await asyncio.to_thread(self._signer.judge, name, manifest)
+        if verdict != "new":
+            return OTHER_CHECKPOINT if verdict == "other" else _KEPT
+        entries = manifest.files
         sizes = {file: entry.bytes for file, entry in entries.items()}
         for file, size in sizes.items():
             if listed.get(file) != size:

@@ -14,8 +14,8 @@ from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote.channel import HostSilent
-from paceline.rundir import signatures
 from paceline.rundir.directory import RunDirectory, short
+from paceline.rundir.signatures import Signer
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
@@ -53,6 +53,7 @@ class ResultCollector:
         self._note, self._is_call = note, is_call
         self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None
+        self._signer, self._signing_order = Signer(directory.path), asyncio.Lock()
         self._signing: set[asyncio.Future[None]] = set()  # of checkpoints in a shared folder
         self._max_checkpoints = 0  # that the script keeps
         self._is_complete = self._has_begun = False
@@ -99,10 +100,14 @@ class ResultCollector:
         if event.kind == "checkpoint" and self._checkpoints is not None:
             self._checkpoints.schedule()
         elif event.kind == "checkpoint":
-            signing = asyncio.to_thread(signatures.sign_step, self._directory.path, event["step"])
-            task = asyncio.ensure_future(signing)
+            task = asyncio.ensure_future(self._sign(event["step"]))
             self._signing.add(task)
             task.add_done_callback(self._signing.discard)
+
+    async def _sign(self, step: int | None) -> None:
+        """Signs a checkpoint in a shared run directory, one after the other as they were made."""
+        async with self._signing_order:
+            await asyncio.to_thread(self._signer.sign_step, step)
 
     async def fetch_unless_hurried(self, fleet: Fleet, interrupts: Interrupts) -> None:
         """Fetches the results, but only briefly once the user has asked twice to stop."""

@@ -26,7 +26,7 @@ def make(store: Store, step: int) -> None:
     content = f"{store.token} {step}".encode() * 2000
     entries = {
         name: FileEntry(*write_chunks(made / name, iter([content])))
-        for name in ("weights", "state")
+        for name in ("weights.safetensors", "state.json")
     }
     store.publish(made, Manifest(step, entries, {"best": step % 5 == 0}))
     store.prune(KEEP)

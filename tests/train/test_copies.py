@@ -50,7 +50,8 @@ def make_checkpoint(
         content = b"f" * frozen
         name = frozen_file(hashlib.sha256(content).hexdigest())
         entries[name] = FileEntry(*write_chunks(temp_dir / name, iter([content])))
-    for name, length in (("weights.safetensors", size), ("a/b", 3), ("empty", 0)):
+    sizes = {"weights.safetensors": size, "a/b.safetensors": 3, "empty.safetensors": 0}
+    for name, length in sizes.items():
         (temp_dir / name).parent.mkdir(exist_ok=True)
         content = bytes([step % 256]) * length
         entries[name] = FileEntry(*write_chunks(temp_dir / name, iter([content])))
@@ -94,7 +95,7 @@ def test_copies_are_complete_and_pruned(
         assert offer(copy_receiver, writer, name) == 700_003
     assert intact_checkpoints(root) == ["40", "30", "20"]
     assert json.loads((root / "best.json").read_text())["checkpoint"] == "20"
-    assert sha256(root / "40/a/b") == sha256(writer.root / "40/a/b")
+    assert sha256(root / "40/a/b.safetensors") == sha256(writer.root / "40/a/b.safetensors")
     assert offer(copy_receiver, writer, "40") == 0  # it has this checkpoint already
 
 
@@ -114,6 +115,13 @@ def test_forged_copy_cannot_remove_earlier_checkpoints(tmp_path: Path, writer: S
         "30",
         "10",
     ]  # the earlier newest and best are kept
+    replaced = Store(tmp_path / "replaced")
+    replaced.claim_token(0, "")
+    make_checkpoint(replaced, 30, size=5)
+    with pytest.raises(CopyRefused, match="another checkpoint here"):
+        offer(copy_receiver, Store(replaced.root, token=2), "30")
+    assert intact_checkpoints(root)[1] == "30"
+    assert (root / "30/weights.safetensors").stat().st_size == 700_000
     forger = Store(tmp_path / "other", token=999_999)
     with pytest.raises(CopyRefused, match="another writer"):
         offer(copy_receiver, forger, make_checkpoint(forger, 1))

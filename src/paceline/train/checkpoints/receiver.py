@@ -244,6 +244,8 @@ class Receiver:
         with contextlib.suppress(OSError):
             if files.read_bytes_limited(self._root / name / MANIFEST) == raw:
                 return {"here": True}
+        if version in self._protected:  # rank 0's host may have been taken over since
+            raise CopyRefused(f"{name} is another checkpoint here, of an earlier start")
         self._root.mkdir(parents=True, exist_ok=True)
         folder = self._root / f".{name}{_PART}"
         self._clear(except_folder=folder)

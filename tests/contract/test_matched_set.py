@@ -317,3 +317,17 @@ def test_rejects_invalid_options(arguments: tuple[str, str], tmp_path: Path) -> 
 def test_rejects_invalid_workers(settings: tuple[str, ...]) -> None:
     with pytest.raises(SettingError, match="cannot be"):
         parse_workers(settings)
+
+
+def test_interface_search_imports_nothing_from_workload(tmp_path: Path) -> None:
+    out, workload = tmp_path / "set", tmp_path / "workload"
+    words = ["--worker", "w1=10.0.0.11", "--image", "base:1", "--launcher", "127.0.0.1"]
+    assert CliRunner().invoke(command, ["--out", str(out), *words]).exit_code == 0
+    texts = [path.read_text() for path in out.iterdir() if path.is_file()]
+    (search,) = re.findall(r'card=\$\(.*?"\$own"\)', "\n".join(texts), re.DOTALL)
+    workload.mkdir()
+    (workload / "socket.py").write_text("raise SystemExit('imported')\n")
+    script = f'own=127.0.0.1\n{search}\necho "$card"\n'
+    printed = subprocess.run(["sh"], input=script, cwd=workload, check=True, capture_output=True,
+                             text=True)  # fmt: skip
+    assert (printed.stdout, printed.stderr) == ("lo\n", "")

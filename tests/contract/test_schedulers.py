@@ -31,7 +31,8 @@ HOSTILE = ("a,b", "it's", '"q"', "$HOME", "a b", "64(x2)", "new\nline", "`id`", 
 HOSTS = (Host("n1", slots=2), Host("n2", "10.0.0.2", slots=2, user="ann", port=2222))
 REQUEST = BatchRequest(
     name="my run",
-    argv=("/opt/env/bin/python", "-m", "paceline", "run"),
+    python="/opt/env/bin/python",
+    verb=("run",),
     options=("-p", "2", "train.py", "--lr", "0.1"),
     workdir="/home/ann/my project",
     run_dir="/home/ann/my project/runs/1",
@@ -283,7 +284,7 @@ VARIANTS = {
     "requeue": replace(REQUEST, requeue=True),
     "array": replace(REQUEST, array="1-4"),
     "both": replace(REQUEST, requeue=True, array="1-4"),
-    "bare": BatchRequest("x", ("python", "-m", "paceline", "run"), ("t.py",), "/", "/r", 1),
+    "bare": BatchRequest("x", "python", ("run",), ("t.py",), "/", "/r", 1),
 }
 
 
@@ -302,7 +303,7 @@ def test_batch_script_passes_hostile_arguments(name: str, tmp_path: Path) -> Non
     fake_python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     fake_python.chmod(0o755)
     request = replace(
-        REQUEST, argv=(str(fake_python), "-m", "paceline", "run"), options=HOSTILE, setup=(),
+        REQUEST, python=str(fake_python), options=HOSTILE, setup=(),
         workdir=str(tmp_path), run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     process = subprocess.run(["bash"], input=render(name, request), text=True, capture_output=True,
@@ -334,7 +335,7 @@ def test_requeues_job_after_warning_signal(
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     setup = f"echo set-up >> {printed}; sleep 0.5"
-    request = replace(REQUEST, argv=(str(tmp_path / "job"),), requeue=True, setup=(setup,),
+    request = replace(REQUEST, python=str(tmp_path / "job"), requeue=True, setup=(setup,),
                       workdir=str(tmp_path), run_dir=str(tmp_path))  # fmt: skip
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", render("slurm", request)], env=env,
@@ -612,7 +613,7 @@ def test_converts_time_limit_to_seconds(time: str, seconds: int) -> None:
 
 def test_pod_runs_setup_commands_in_shell(tmp_path: Path) -> None:
     """These lines are shell code; the arguments after them are not."""
-    request = {"setup": ("export A=$((40 + 2))",), "options": ("$A", "it's"), "argv": ("run",)}
+    request = {"setup": ("export A=$((40 + 2))",), "options": ("$A", "it's")}
     command = pod_of(manifest(**request)[-1])["containers"][0]["command"]
     (tmp_path / "paceline").write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
     (tmp_path / "paceline").chmod(0o755)

@@ -13,6 +13,8 @@ import pytest
 
 from paceline.agent.files import safe_paths, snapshot
 from paceline.recipes.data.decoding import image_files
+from paceline.schedulers import load
+from paceline.schedulers.script import BatchRequest
 from paceline.spec.errors import DataError, SettingError
 from paceline.transfer import tree
 from paceline.transfer.checkpoints import local_sizes
@@ -68,6 +70,44 @@ def test_imports_no_module_from_run_directory(tmp_path: Path, words: str) -> Non
     completed = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert "holds no model of the image recipe" in completed.stdout + completed.stderr
     assert not ran_marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "refusal"),
+    [("slurm", "a batch needs the number of nodes"), ("pbs", "PBS_NODEFILE"), ("lsf", "lsf-hosts")],
+)
+def test_batch_script_imports_nothing_from_current_folder(
+    tmp_path: Path, scheduler: str, refusal: str
+) -> None:
+    """Outside a batch system, the job ends with an error of Paceline."""
+    project, ran_marker = tmp_path / "project", tmp_path / "it ran"
+    (project / "paceline").mkdir(parents=True)
+    for name in ("paceline/__init__", "torch", "click", "asyncio", "runpy"):
+        (project / f"{name}.py").write_text(f"open({str(ran_marker)!r}, 'a').write({name!r})\n")
+    paceline = str(Path(sys.executable).parent / "paceline")
+    command = [paceline, "train", "image", "--via", scheduler, "--nnodes", "2", "--plan"]
+    script = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True).stdout
+    completed = subprocess.run(
+        ["bash"], input=script, cwd=project, check=False, capture_output=True, text=True
+    )
+    assert refusal in completed.stdout + completed.stderr
+    assert not ran_marker.exists()
+
+
+def test_batch_script_finds_paceline_by_pythonpath(tmp_path: Path) -> None:
+    request = BatchRequest("x", "/usr/bin/python3", ("--version",), (), str(tmp_path), "/r", 1)
+    (tmp_path / "packages" / "paceline").mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "__main__": "def main():\n    print('from PYTHONPATH')",
+    }.items():
+        (tmp_path / "packages" / "paceline" / f"{name}.py").write_text(text)
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path / "packages")}
+    completed = subprocess.run(
+        ["bash"], input=load("slurm").render(request), check=True, capture_output=True, text=True,
+        env=environ,
+    )  # fmt: skip
+    assert completed.stdout == "from PYTHONPATH\n"
 
 
 # --- git

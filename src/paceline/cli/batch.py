@@ -65,7 +65,8 @@ def batch_request(
     texts: dict[str, Any] = {name: params[name] or "" for name in _TEXTS}
     return BatchRequest(
         name=job.name,
-        argv=(job.python, "-m", "paceline", *VERBS[ctx.command.name or "run"].split()),
+        python=job.python,
+        verb=tuple(VERBS[ctx.command.name or "run"].split()),
         folder=folder_option,
         options=inner_arguments(ctx),
         workdir=job.workdir,

@@ -175,7 +175,7 @@ def _command(request: BatchRequest, first: str) -> list[str]:
     run_dir, *words = (_literal(word) for word in (request.run_dir, *request.options))
     lines = _literal("\n".join([*request.setup, 'exec "$@"']))
     setup = ["/bin/sh", "-c", lines, "sh"] if request.setup else []
-    paceline = ["paceline", request.argv[-1], "--run-dir", run_dir]
+    paceline = ["paceline", *request.verb, "--run-dir", run_dir]
     return [*setup, *paceline, *rendezvous, *processes, *words]
 
 

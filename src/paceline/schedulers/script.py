@@ -11,9 +11,14 @@ from paceline.hosts.dialect import UnreadableError
 from paceline.hosts.nodelist import expand_gpus
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import bash_line
+from paceline.spec.python_code import DROP_CURRENT_FOLDER
 
 OWNER_FILE = "owner.json"
 SUBMITTED_VARIABLE = "PACELINE_SUBMITTED"  # set in all batch scripts
+_PROGRAM = (
+    "# the same as python -m paceline, but imports nothing from the current folder",
+    f"paceline='{DROP_CURRENT_FOLDER}; from paceline.__main__ import main; main()'",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,8 @@ class BatchRequest:
 
     Attributes:
         name: Name of the job.
-        argv: ``paceline``'s command with its verb, without run directory and hosts.
+        python: Interpreter that runs ``paceline``.
+        verb: Words of the command, as ``("bench", "scaling")``.
         folder: The verb's option for the run directory.
         options: Options and arguments of that command, as typed.
         workdir: Working directory.
@@ -46,7 +52,8 @@ class BatchRequest:
     """
 
     name: str
-    argv: tuple[str, ...]
+    python: str
+    verb: tuple[str, ...]
     options: tuple[str, ...]
     workdir: str
     run_dir: str
@@ -169,6 +176,7 @@ def prologue(request: BatchRequest) -> list[str]:
         f"export {SUBMITTED_VARIABLE}=1",
         f"cd {bash_line([request.workdir])} || exit",
         *request.setup,
+        *_PROGRAM,
     ]
 
 
@@ -185,6 +193,10 @@ def bash_script(mark: str, directives: Sequence[str], lines: Sequence[str]) -> s
 
 
 def job_command(request: BatchRequest, via: Sequence[str], run_dir: str) -> str:
-    """Returns the line that runs the job; ``via`` selects the scheduler within the batch."""
+    """Returns the line that runs the job, after :func:`prologue`.
+
+    ``via`` selects the scheduler within the batch.
+    """
+    python, verb = bash_line([request.python]), bash_line(request.verb)
     options = bash_line([*via, *request.options])
-    return f"{bash_line(request.argv)} {request.folder} {run_dir} {options}"
+    return f'{python} -c "$paceline" {verb} {request.folder} {run_dir} {options}'

@@ -190,7 +190,7 @@ def _callback_lines(spec: ContainerSet) -> list[str]:
     return [
         'if [ "$1" = mpirun ]; then',
         f"own={shell_text([spec.launcher]) if spec.launcher else address_text} || exit",
-        f'card=$(python3 -c {shell_text([_FIND_INTERFACE])} "$own")',
+        f'card=$(python3 -I -c {shell_text([_FIND_INTERFACE])} "$own")',
         'if [ -n "$card" ]; then shift; set -- mpirun -iface "$card" "$@"; fi',
         "fi",
     ]

@@ -17,16 +17,13 @@ from typing import Any
 from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError, PacelineError, SettingError
+from paceline.spec.python_code import DROP_CURRENT_FOLDER
 from paceline.transfer.files import send_tree
 
 STAMP = ".paceline-environment"
 INSTALL_TIMEOUT_S = 3600.0
 TAIL_LINES = 12
-# without the current folder, which may be a run directory with files of hosts
-_PIP = (
-    "import sys; sys.path[:] = filter(None, sys.path)\n"
-    "from pip._internal.cli.main import main; sys.exit(main())"
-)
+_PIP = f"{DROP_CURRENT_FOLDER}; from pip._internal.cli.main import main; sys.exit(main())"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
     async def write_on(host: Host) -> tuple[int, str, str]:
         program = accelerate.INSTALL.format(text=repr(texts[host.name]))
         if not host.local:
-            answer = await run_on_host(host, ssh, [host.python or "python3", "-"], program)
+            answer = await run_on_host(host, ssh, [host.python or "python3", "-I", "-"], program)
             return answer.status, answer.output, answer.messages
         process = await asyncio.create_subprocess_exec(
             this_machine.default_python(), "-I", "-c", program,

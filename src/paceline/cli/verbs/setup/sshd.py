@@ -45,7 +45,7 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, argv: list[st
 
     text = source.read_text(encoding="utf-8")
     answers = await asyncio.gather(
-        *(run_on_host(h, ssh, ["python3", "-", *argv], text) for h in hosts)
+        *(run_on_host(h, ssh, ["python3", "-I", "-", *argv], text) for h in hosts)
     )
     for host, answer in zip(hosts, answers, strict=True):
         output = answer.refusal.details if answer.refusal else answer.output or answer.messages

@@ -331,3 +331,18 @@ def test_interface_search_imports_nothing_from_workload(tmp_path: Path) -> None:
     printed = subprocess.run(["sh"], input=script, cwd=workload, check=True, capture_output=True,
                              text=True)  # fmt: skip
     assert (printed.stdout, printed.stderr) == ("lo\n", "")
+
+
+def test_copied_set_is_writable_by_nobody_else(folder: Path, tmp_path: Path) -> None:
+    """The login on the other machine has the umask 000."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\numask 000; cd {home}; exec /bin/sh -c "$2"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    lines = (folder / "commands.sh").read_text().splitlines()
+    copy_line = next(line for line in lines if line.startswith("tar ") and "10.0.0.12" in line)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", copy_line], cwd=folder, env=env, check=True)
+    (copied,) = home.iterdir()
+    assert (copied / "Containerfile").is_file()
+    assert not copied.stat().st_mode & 0o022

@@ -313,6 +313,16 @@ def test_batch_script_passes_hostile_arguments(name: str, tmp_path: Path) -> Non
     assert tuple(words[-len(HOSTILE) :]) == HOSTILE, process.stderr
 
 
+def test_lsf_run_directory_is_private(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "1"
+    request = replace(REQUEST, python="true", setup=(), workdir=str(tmp_path), run_dir=str(run_dir))
+    env = {"LSB_MCPU_HOSTS": "n1 2 n2 2", "PATH": "/usr/bin:/bin"}
+    subprocess.run(["bash"], input=render("lsf", request), text=True, check=True, env=env, umask=0)
+    assert (run_dir / "lsf-hosts").read_text() == "n1 slots=2\nn2 slots=2\n"
+    for path in (run_dir, run_dir.parent, run_dir / "lsf-hosts"):
+        assert not path.stat().st_mode & 0o077, path
+
+
 @each_case("name", SHELL)
 @each_case("value", ["a\nb", "$(id)", "a;b", "`x`", "a'b"])
 def test_rejects_hostile_directives(name: str, value: str) -> None:

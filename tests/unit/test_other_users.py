@@ -13,15 +13,19 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.agent import server, warm
-from paceline.agent.files import safe_paths
+from paceline.agent.files import safe_paths, snapshot
+from paceline.agent.files.data import DataCopies
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
 from paceline.agent.multiplexing import FILES, Reassembler
 from paceline.agent.supervision.activation import INDUCTOR_CACHE, job_environment
 from paceline.agent.surveys import checks
-from paceline.cli import main, supervise
+from paceline.cli import main, supervise, trust
 from paceline.cli.settings_file import read_settings_file
 from paceline.hosts import read_hosts
+from paceline.rundir import detached_file
 from paceline.rundir.directory import RunDirectory, require_usable
+from paceline.setup.journal import Change, Journal, write_file
+from paceline.setup.keys import Identity, make_key_pair
 from paceline.spec.errors import HostsError, SettingError
 from paceline.train import files
 
@@ -55,6 +59,62 @@ def test_run_directory_is_private(tmp_path: Path, umask: int) -> None:
         assert not mode & 0o002 or name.endswith("/model"), (name, oct(mode))
         assert not mode & umask, (name, oct(mode))
     directory.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "setup.json",
+        "config of ssh",
+        "key pair",
+        "trusted files",
+        "seal",
+        "data copy",
+    ],
+)
+def test_folders_in_home_are_private(
+    tmp_path: Path, umask: int, make: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a umask of 000, every new folder on the way is closed, not only the last one."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home / "a"))
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(snapshot, "_cache_override", [])
+    journal = Journal.read()
+    if make == "setup.json":
+        journal.add(Change("/x", None, None))
+    elif make == "config of ssh":
+        assert write_file(journal, home / "a" / ".ssh" / "config", b"x", 0o600)
+    elif make == "key pair":
+        make_key_pair(Identity(home / "a" / "keys" / "id", ""), "ed25519", journal)
+    elif make == "trusted files":
+        trust.remember(tmp_path / "paceline.toml", {})
+    elif make == "seal":
+        detached_file.ensure_key()
+    else:
+        copies = DataCopies("n1")
+        copies.open_copy("0" * 24, "photos")
+        copies.close()
+    made = {path: stat.S_IMODE(path.lstat().st_mode) for path in home.rglob("*")}
+    made[home] = stat.S_IMODE(home.lstat().st_mode)
+    assert len(made) > 2
+    for path, mode in made.items():
+        assert not mode & (0o077 if path.is_dir() else 0o002), (path, oct(mode))
+
+
+def test_parents_of_run_directory_are_not_writable_by_others(tmp_path: Path, umask: int) -> None:
+    RunDirectory(tmp_path / "results" / "june" / "runs" / "one").close()
+    for folder in ("results", "results/june", "results/june/runs"):
+        assert stat.S_IMODE((tmp_path / folder).lstat().st_mode) == 0o775 & ~umask
+
+
+def test_make_folder_refuses_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        safe_paths.make_folder(str(tmp_path / "file" / "folder"))
+    with pytest.raises(FileExistsError):
+        safe_paths.make_folder(str(tmp_path / "file"))
 
 
 def test_main_prevents_world_writable_files(umask: int) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -85,15 +89,30 @@ def test_commands_set_interface() -> None:
     )
 
 
-def test_install_script_backs_up_existing_file(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pathlib import Path
+def install(home: Path, text: str, umask: int = 0o022) -> Path:
+    """Runs the script as on a host and returns the file."""
+    program = accelerate.INSTALL.format(text=repr(text))
+    completed = subprocess.run(
+        [sys.executable, "-I", "-"], input=program, check=True, capture_output=True, text=True,
+        env={"HF_HOME": str(home)}, umask=umask,
+    )  # fmt: skip
+    return Path(completed.stdout.strip())
 
-    home = Path(str(tmp_path))
-    monkeypatch.setenv("HF_HOME", str(home))
-    file = home / "accelerate" / "default_config.yaml"
+
+def test_install_script_backs_up_existing_file(tmp_path: Path) -> None:
     for text in ("one: 1\n", "one: 1\n", "two: {'a': \"b\"}\n"):
-        exec(accelerate.INSTALL.format(text=repr(text)), {})
+        file = install(tmp_path, text)
+        assert file == tmp_path / "accelerate" / "default_config.yaml"
         assert file.read_text() == text
     assert file.with_name(f"{file.name}.before-paceline").read_text() == "one: 1\n"
+
+
+def test_install_script_lets_nobody_else_write(tmp_path: Path) -> None:
+    home, foreign = tmp_path / "home" / "huggingface", tmp_path / "foreign"
+    file = install(home, "one: 1\n", umask=0)
+    for path in (file, file.parent, home, home.parent):
+        assert not path.stat().st_mode & 0o022, path
+    foreign.write_text("theirs")
+    file.with_name(f"{file.name}.new").symlink_to(foreign)
+    assert install(home, "two: 2\n").read_text() == "two: 2\n"
+    assert foreign.read_text() == "theirs"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent import bootstrap
+from paceline.agent.files import safe_paths
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
@@ -177,7 +178,7 @@ def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
     lines = [*others, _record(path, toml)] if trusted else others
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        safe_paths.make_folder(str(file.parent))
         text = "".join(f"{line}\n" for line in lines)
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
         temporary.chmod(0o600)

@@ -411,7 +411,8 @@ def temporary_call_folder(run_dir: Path | None, name: str) -> Iterator[Path]:
     Afterwards removes the pickled call and return values: they may be large.
     """
     path = (run_dir or claim(Path(names.DEFAULT_PARENT), name)).absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    safe_paths.make_folder(str(path.parent), 0o775)
+    path.mkdir(mode=0o700, exist_ok=True)
     require_usable(path)
     try:
         yield path

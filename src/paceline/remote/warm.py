@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.bootstrap import is_trusted_path
+from paceline.agent.files import safe_paths
 from paceline.agent.reconnection import NONCE_BYTES
 from paceline.remote.agent_code import agent_code
 from paceline.remote.link import run_process
@@ -104,15 +105,6 @@ def is_private() -> bool:
 
 def _is_owned(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
-
-
-def _make_folder() -> None:
-    """Makes the folder and its missing parents, readable by the user only."""
-    missing = [folder()]
-    while not missing[-1].parent.exists():
-        missing.append(missing[-1].parent)
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def control_path() -> str | None:
@@ -215,7 +207,7 @@ class WarmSlot:
         """Opens and locks the file; False if it is locked or not private."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         if create:
-            _make_folder()
+            safe_paths.make_folder(str(folder()))
         elif not self.path.exists():
             return False
         if not is_private():

@@ -135,7 +135,7 @@ def ensure_key() -> bytes:
     file = _key_file()
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        safe_paths.make_folder(str(file.parent))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as out:
             out.write(secrets.token_bytes(_KEY_BYTES))

@@ -57,7 +57,7 @@ class RunDirectory:
         self._unchecked_bytes = CHECKED_BYTES  # of output since the free space was looked at
         self._log_reserve_bytes: int | None = None  # unknown until there is output
         with self._explained():
-            self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+            safe_paths.make_folder(str(self.path.parent), 0o775)
             self.path.mkdir(mode=0o700, exist_ok=True)
             require_usable(self.path)
             self._read_key()  # SettingError if the file is something else
@@ -393,7 +393,7 @@ def fresh_path(parent: Path, name: str) -> Path:
 
 def claim(parent: Path, name: str) -> Path:
     """Makes a new folder, even if several runs start in the same second."""
-    parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+    safe_paths.make_folder(str(parent), 0o775)
     while True:
         path = fresh_path(parent, name)
         with contextlib.suppress(FileExistsError):

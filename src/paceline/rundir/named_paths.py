@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+from paceline.agent.files import safe_paths
 from paceline.rundir import detached_file, records
 from paceline.rundir.directory import write_text
 from paceline.spec.errors import SettingError
@@ -22,7 +23,7 @@ def record(run: Path, paths: Collection[str]) -> None:
     if not paths:
         return
     with contextlib.suppress(OSError, SettingError):
-        run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+        safe_paths.make_folder(str(run.parent), 0o775)
         run.mkdir(mode=0o700, exist_ok=True)
         content = {"kind": "named", "paths": sorted(read(run) | {*paths})}
         sealed = {**content, detached_file.SEAL: detached_file.make_seal(content, run)}

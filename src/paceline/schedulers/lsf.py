@@ -35,7 +35,8 @@ class Lsf(Scheduler):
         check_request(request)
         run_dir = run_dir_of(request, "LSB_JOBINDEX")
         hosts = f"{run_dir}/lsf-hosts"
-        preparation = [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
+        # private, as Paceline makes it, whatever the umask of the job is
+        preparation = [f"(umask 077; mkdir -p {run_dir}; {_HOSTS.replace('{hosts}', hosts)})"]
         job_line = job_command(request, ["--via", "ssh"], run_dir).replace(
             f"{request.folder} {run_dir}", f"{request.folder} {run_dir} -H {hosts}", 1
         )

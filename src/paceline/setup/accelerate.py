@@ -17,9 +17,10 @@ CPU_NOTE = (
     "# Accelerate finds no GPU and trains on CPUs, with gloo. Its MULTI_CPU would start one\n"
     "# process that knows nothing of the other machines, unless mpirun starts it.\n"
 )
-# Runs on the machine itself; keeps a copy of a file that differs
+# Runs on the machine itself; keeps a copy of a file that differs. The umask of a login may be 000.
 INSTALL = """
-import json, os, sys
+import contextlib, os
+os.umask(os.umask(0o077) | 0o022)
 text = {text}
 home = os.environ.get("HF_HOME") or os.path.join(
     os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -28,7 +29,9 @@ os.makedirs(os.path.dirname(file), exist_ok=True)
 old = open(file).read() if os.path.exists(file) else None
 if old is not None and old != text:
     os.replace(file, file + ".before-paceline")
-with open(file + ".new", "w") as out:
+with contextlib.suppress(FileNotFoundError):
+    os.unlink(file + ".new")
+with open(file + ".new", "x") as out:  # not through a link
     out.write(text)
 os.replace(file + ".new", file)
 print(file)

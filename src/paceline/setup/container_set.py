@@ -358,7 +358,7 @@ def _copy_line(spec: ContainerSet, address: str, workers: list[Worker]) -> str:
     """Copies a machine's part of the set; ``tar`` keeps owners and modes, which sshd checks."""
     parts = ["Containerfile", "rank.sh", "sshd.sh", "workload", *map(folder_of, workers)]
     folder = shell_text([spec.folder])
-    unpack = f"mkdir -p {folder} && tar -C {folder} -xpf -"
+    unpack = f"umask 022; mkdir -p {folder} && tar -C {folder} -xpf -"
     return f"{shell_text(['tar', '-cf', '-', *parts])} | {shell_text(['ssh', address, unpack])}"
 
 

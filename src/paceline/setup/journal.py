@@ -10,6 +10,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from paceline.agent.files import safe_paths
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -70,13 +72,10 @@ class Journal:
         parent = self.file.parent
         missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         self.folders += [str(folder) for folder in missing]
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        safe_paths.make_folder(str(parent))
         changes = [asdict(change) for change in self.changes]
         text = json.dumps({"changes": changes, "folders": self.folders}, indent=1)
-        temporary = self.file.with_suffix(".new")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.chmod(0o600)
-        temporary.replace(self.file)
+        _write_private(self.file, f"{text}\n".encode(), 0o600)
 
     def _remove(self) -> None:
         self.file.unlink(missing_ok=True)
@@ -100,7 +99,7 @@ def write_file(journal: Journal, path: Path, content: bytes, mode: int,
         return False
     if not path.parent.is_dir():
         journal.add(Change(str(path.parent), None, None, folder=True))
-        path.parent.mkdir(mode=0o700, parents=True)
+        safe_paths.make_folder(str(path.parent))
     previous_mode = path.stat().st_mode & 0o777 if previous is not None else None
     text = None if previous is None else base64.b64encode(previous).decode()
     journal.add(Change(str(path), text, previous_mode, digest(content), lines=lines))
@@ -109,8 +108,10 @@ def write_file(journal: Journal, path: Path, content: bytes, mode: int,
 
 
 def _write_private(path: Path, content: bytes, mode: int) -> None:
+    """Replaces a file; never writes through a link."""
     temporary = path.with_name(path.name + ".paceline-new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary.unlink(missing_ok=True)  # of a write that was interrupted, or a link of somebody
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
     temporary.chmod(mode)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.agent.files import safe_paths
 from paceline.setup.journal import Change, Journal, digest
 from paceline.spec.errors import SettingError
 
@@ -80,7 +81,7 @@ def make_key_pair(identity: Identity, kind: str, journal: Journal) -> Identity:
     assert private is not None
     if not private.parent.is_dir():
         journal.add(Change(str(private.parent), None, None, folder=True))
-        private.parent.mkdir(mode=0o700, parents=True)
+        safe_paths.make_folder(str(private.parent))
     argv = ["ssh-keygen", "-q", *KINDS[kind], "-N", "", "-C", "paceline", "-f", str(private)]
     result = _run(argv)
     if result.returncode:

@@ -144,7 +144,7 @@ class DataCopies:
         """Returns the copy's folder, which need not exist; protects it while this agent lives."""
         place = copy_folder(key)
         if key not in self._lock_fds:
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            safe_paths.make_folder(str(place))
             for file_name in (USED, self._sign_file):
                 os.close(safe_paths.open_file(str(place), file_name, os.O_WRONLY | os.O_CREAT))
             used = os.open(str(place / USED), os.O_RDWR)

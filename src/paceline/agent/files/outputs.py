@@ -249,7 +249,7 @@ def _keep_written(folder: Path, roots: Dict[str, int]) -> None:
     for root, since_us in roots.items():
         for file in list_written(root, since_us + 1)[0]:
             with contextlib.suppress(OSError):
-                (target / file["path"]).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                safe_paths.make_folder(str((target / file["path"]).parent))
                 _link(os.path.join(root, file["path"]), str(target / file["path"]))
 
 

@@ -241,6 +241,24 @@ def _keeps_names(folder: str) -> bool:
     return bool(is_sticky_or_closed) and status.st_uid in (0, os.getuid())
 
 
+def make_folder(path: str, mode: int = 0o700) -> None:
+    """Makes a folder and its missing parents with ``mode``, less the umask; it may exist.
+
+    ``os.makedirs`` gives its mode to the last one only: with a umask of 000, others could rename
+    what is in its parents.
+    """
+    missing = []
+    while path and not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder, mode)
+        except FileExistsError:  # another process was faster
+            if not os.path.isdir(folder):
+                raise
+
+
 def tighten_umask() -> None:
     """Makes files that this process will create unwritable for others, whatever its umask was."""
     os.umask(os.umask(0o077) | 0o002)
@@ -262,7 +280,7 @@ def private_temp_folder(name: str, fallback: str) -> str:
         is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
         if is_own_folder and not status.st_mode & 0o022:
             return path
-    os.makedirs(fallback, 0o700, exist_ok=True)
+    make_folder(fallback)
     return fallback
 
 

@@ -137,7 +137,7 @@ def sign_folder(folder: str, user: str) -> None:
 
 def _create_run_folder(key: str) -> Path:
     folder = run_folder(key)
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    safe_paths.make_folder(str(folder.parent))
     if not folder.is_symlink() and folder.is_dir():
         return folder
     unpublished = _private_folder(folder)
@@ -238,7 +238,7 @@ def claim_job_folder(folder: Path) -> None:
 
     An earlier agent of the host that has not ended yet then leaves the folder alone.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    safe_paths.make_folder(str(folder))
     safe_paths.write_file(str(folder), OWNER_FILE, _AGENT_ID.encode(), durable=False)
 
 
@@ -322,7 +322,7 @@ def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
     if is_first:
         if root in _unfinished_trees:
             shutil.rmtree(str(_unfinished_trees.pop(root)), ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        safe_paths.make_folder(str(target.parent))
         _unfinished_trees[root] = _private_folder(target)
     if root not in _unfinished_trees:
         raise ValueError("the beginning of %s did not come" % root)
@@ -394,7 +394,7 @@ def store(contents: Iterable[Tuple[str, bytes]]) -> None:
     Raises ValueError if a content does not have its hash; the earlier ones were added.
     """
     root = cache_folder()
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    safe_paths.make_folder(str(root))
     with safe_paths.FolderCache(str(root)) as cache:
         for sha256, data in contents:
             if hashlib.sha256(data).hexdigest() != sha256:

@@ -79,7 +79,7 @@ def put_file(agent: Agent, request: Message, blob: bytes) -> None:
 
 def _receive_block(agent: Agent, request: Message, blob: bytes, root: Path, path: str,
                    durable: bool) -> None:  # fmt: skip
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    safe_paths.make_folder(str(root))
     agent.uploads.receive(str(root), path, request, blob, durable)
     agent.reply(request)
 

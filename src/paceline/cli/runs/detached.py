@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.agent.files import safe_paths
 from paceline.cli.runs.state import end_state
 from paceline.remote import this_machine
 from paceline.remote.channel import LoginError
@@ -145,7 +146,7 @@ def local_folder(run: DetachedRecord, detached: SupervisorLocation, parent: Path
 @contextlib.contextmanager
 def _lock_folder(parent: Path) -> Iterator[None]:
     """Lets only one of several commands make a folder for the same run."""
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    safe_paths.make_folder(str(parent))
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a disk without locks

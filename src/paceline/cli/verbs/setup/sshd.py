@@ -34,18 +34,17 @@ def command(ctx: click.Context, /, action: str, port: int, address: str, folder:
     if ctx.params["hosts"] is None:
         ctx.exit(worker_sshd.main(argv))
     hosts, ssh = cluster_hosts(ctx)
-    ctx.exit(asyncio.run(_sshd_everywhere(hosts, ssh, argv, Path(worker_sshd.__file__))))
+    ctx.exit(asyncio.run(_sshd_everywhere(hosts, ssh, argv, worker_sshd.script_text())))
 
 
 async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, argv: list[str],
-                           source: Path) -> int:  # fmt: skip
+                           script: str) -> int:  # fmt: skip
     import asyncio
 
     from paceline.setup.login import run_on_host
 
-    text = source.read_text(encoding="utf-8")
     answers = await asyncio.gather(
-        *(run_on_host(h, ssh, ["python3", "-I", "-", *argv], text) for h in hosts)
+        *(run_on_host(h, ssh, ["python3", "-I", "-", *argv], script) for h in hosts)
     )
     for host, answer in zip(hosts, answers, strict=True):
         output = answer.refusal.details if answer.refusal else answer.output or answer.messages

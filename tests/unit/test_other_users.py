@@ -22,6 +22,8 @@ from paceline.agent.surveys import checks
 from paceline.cli import main, supervise, trust
 from paceline.cli.settings_file import read_settings_file
 from paceline.hosts import read_hosts
+from paceline.recipes.common import run as run_recipe
+from paceline.recipes.data import IMAGE_SETS, download
 from paceline.rundir import detached_file
 from paceline.rundir.directory import RunDirectory, require_usable
 from paceline.setup.journal import Change, Journal, write_file
@@ -101,6 +103,24 @@ def test_folders_in_home_are_private(
     assert len(made) > 2
     for path, mode in made.items():
         assert not mode & (0o077 if path.is_dir() else 0o002), (path, oct(mode))
+
+
+def test_cache_of_data_sets_is_private(
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    monkeypatch.setattr(download, "download", lambda _, target, *__: target)
+    found = download.find_or_download(
+        IMAGE_SETS["cifar10"], "", lambda _: False, download.DownloadOptions()
+    )
+    for folder in (found.parent, *found.parent.parents[:3]):
+        assert stat.S_IMODE(folder.lstat().st_mode) == 0o700, folder
+
+
+def test_recipe_prevents_world_writable_files(umask: int) -> None:
+    """Also before it joins the job, as when it downloads data under another launcher."""
+    assert run_recipe("image", lambda _: None, []) == 0
+    assert os.umask(umask) == umask | 0o002
 
 
 def test_parents_of_run_directory_are_not_writable_by_others(tmp_path: Path, umask: int) -> None:

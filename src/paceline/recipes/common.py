@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -42,6 +43,7 @@ def with_fast_dtype(options: R, large: bool) -> R:
 
 def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None = None) -> int:
     """Runs a recipe in this process, by default with its flags; returns the exit status."""
+    os.umask(os.umask(0o077) | 0o002)  # data are read before the session tightens it
     flags = sys.argv[1:] if argv is None else argv
     return guarded(lambda: training(parse_options(recipe, flags)))
 

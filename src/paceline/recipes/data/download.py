@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import os
@@ -80,6 +81,10 @@ def find_or_download(
             remedy=dataset.get,
         )
     root = Path(data_dir).expanduser() if data_dir else cache()
+    if not data_dir:
+        with contextlib.suppress(OSError):  # `download` explains it
+            for folder in [*reversed(root.parents), root]:
+                folder.mkdir(mode=0o700, exist_ok=True)
     return download(dataset, root / dataset.folders[0], is_complete, options)
 
 

@@ -122,6 +122,11 @@ def test_forged_copy_cannot_remove_earlier_checkpoints(tmp_path: Path, writer: S
         offer(copy_receiver, Store(replaced.root, token=2), "30")
     assert intact_checkpoints(root)[1] == "30"
     assert (root / "30/weights.safetensors").stat().st_size == 700_000
+    again = Store(tmp_path / "again")
+    again.claim_token(0, "")
+    make_checkpoint(again, 30, best=True)  # an evaluation has shown that it is the best
+    assert offer(copy_receiver, Store(again.root, token=2), "30") == 0
+    assert json.loads((root / "best.json").read_text())["checkpoint"] == "30"
     forger = Store(tmp_path / "other", token=999_999)
     with pytest.raises(CopyRefused, match="another writer"):
         offer(copy_receiver, forger, make_checkpoint(forger, 1))

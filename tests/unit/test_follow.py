@@ -402,7 +402,7 @@ def test_agent_serves_only_run_files(cache: Path, tmp_path: Path) -> None:
      ("checkpoints/10/manifest.json", False, False), ("Checkpoints/10/x", False, False),
      ("report.html", False, False), ("stacks/now.txt", False, True),
      ("debug/__init__.py", True, False), ("stacks/x.SO", False, False),
-     ("logs/n1/test_a.txt", True, False),
+     ("logs/n1/conftest.py", True, False),
      ("returned/0", False, False), ("files-before-1/model/config.json", False, False)],
 )  # fmt: skip
 def test_classifies_growing_and_mirrored_files(path: str, growing: bool, mirrored: bool) -> None:

@@ -84,6 +84,22 @@ def test_fetch_into_project_keeps_its_files(tmp_path: Path) -> None:
     assert content(run_dir)["files/n1-2/old.txt"] == b"evil"
 
 
+@pytest.mark.parametrize(
+    ("path", "host", "place"),
+    [
+        ("files/n1/gen.py", "n1", "files/n1/gen.py.from-n1"),
+        ("files/n1/sub/Makefile", "n1", "files/n1/sub/Makefile.from-n1"),
+        ("files/n1/sub/a.pt", "n1", "files/n1/sub/a.pt"),
+        ("conftest.py", "gpu1.una.py", "files/gpu1.una.py/conftest.py.from-gpu1_una_py"),
+        (f"{'a' * 251}.py", "n1", f"files/n1/{'a' * 247}.from-n1"),
+    ],
+)
+def test_code_gets_name_that_no_program_looks_for(
+    tmp_path: Path, path: str, host: str, place: str
+) -> None:
+    assert Arrivals(tmp_path).place(path, host) == place
+
+
 def test_backs_up_differing_files_of_previous_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,13 +221,14 @@ def test_results_preserve_user_files_and_back_up_previous(tmp_path: Path) -> Non
     ["torch.py", "Torch.PY", "torch/__init__.py", "typing.cpython-311-x86_64-linux-gnu.so",
      "model/cfg.py", "model/cfg.pyc", "model/__init__.py", "model/torch/__init__.py",
      "torch_xla/core/xla.py", "wandb/run-1/files/conftest.py", "wandb/run-1/test_a.py",
-     "out-1/test_losses.txt", "x.dist-info/entry_points.txt", "model/a.egg-info/x.json"],
+     "x.dist-info/entry_points.txt", "model/a.egg-info/x.json"],
 )  # fmt: skip
 def test_code_that_programs_find_goes_to_host_folder(tmp_path: Path, name: str) -> None:
     """There it has a name by which no program takes it for code."""
     run_dir, node_dir = tmp_path / "run", tmp_path / "node"
     RunDirectory(run_dir).close()
-    others = {"wandb/run-1/code/train.py": b"1", "out/plot.html": b"2", "out/run.yaml": b"3"}
+    others = {"wandb/run-1/code/train.py": b"1", "out/plot.html": b"2", "out/run.yaml": b"3",
+              "egg/1.png": b"4", "test_losses.txt": b"5"}  # fmt: skip
     (note,) = fetch_files(run_dir, {name: b"evil", **others}, node_dir)
     assert content(run_dir) == {f"files/n1/{name}.from-n1": b"evil", **others}
     assert f"{name} as files/n1/{name}.from-n1" in note

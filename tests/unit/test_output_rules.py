@@ -63,7 +63,7 @@ def test_accepts_data_files_in_user_folders(path: str) -> None:
     "venv/share/jupyter/kernels/python3/kernel.json", "venv/etc/jupyter/x/y.json",
     "CMakePresets.json", "jest.config.json", "out/mcp.json", "events.out.tfevents.1.n1.pkl",
     "x.dist-info/entry_points.txt", "out/X.Dist-Info/entry_points.txt", "a.egg-info/top_level.txt",
-    "out/a.egg-link", "test_samples.txt", "out/Test.txt",
+    "out/a.egg-link",
     "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
 ])  # fmt: skip
 @pytest.mark.parametrize("state", [OWN_FOLDER, USER_FOLDER])

@@ -1005,7 +1005,7 @@ def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: 
 
 def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
-    fill(remote_end / "checkpoints", steps(10))
+    fill(remote_end / "checkpoints", steps(10, 20))
     other = {"weights.safetensors": b"other weights"}
     other["manifest.json"] = manifest_of(10, other)
     replaced = {f"10/{file}": data for file, data in other.items()}
@@ -1021,25 +1021,21 @@ def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
         await follow.sync()
 
     run(work)
-    assert read_final_files(run_dir.path / "checkpoints") == steps(10)
+    assert read_final_files(run_dir.path / "checkpoints") == steps(10, 20)
     assert messages == [
         "paceline: checkpoint 10 of n1 was left there: it differs from the checkpoint of that name"
         " here"
     ]
-    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"]
+    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"] * 2
     run_dir.close()
 
 
-def test_only_newest_fetched_checkpoint_is_replaced(tmp_path: Path) -> None:
-    """A host may write an optimizer of its own into an earlier checkpoint with the same weights."""
+def test_newest_fetched_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """It is written again if an evaluation shows that it is the best."""
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
-    rewritten = {
-        f"{step}/{file}": data
-        for step in (10, 20)
-        for state in [{"weights.safetensors": steps(step)[f"{step}/weights.safetensors"],
-                       "state.json": b"longer" * step}]
-        for file, data in {**state, "manifest.json": manifest_of(step, state)}.items()
-    }  # fmt: skip
+    files = {"weights.safetensors": b"smaller", "state.json": b"longer" * 20}
+    files["manifest.json"] = manifest_of(20, files)
+    rewritten = {f"20/{file}": data for file, data in files.items()}
     messages: list[str] = []
 
     async def work(served: Served) -> None:
@@ -1054,8 +1050,7 @@ def test_only_newest_fetched_checkpoint_is_replaced(tmp_path: Path) -> None:
         assert not follow.has_refused
 
     run(work)
-    newest = {path: data for path, data in rewritten.items() if path.startswith("20/")}
-    assert read_final_files(run_dir.path / "checkpoints") == steps(10) | newest
+    assert read_final_files(run_dir.path / "checkpoints") == steps(10) | rewritten
     assert not messages
     assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"] * 2
     run_dir.close()

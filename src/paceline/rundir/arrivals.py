@@ -25,6 +25,7 @@ from paceline.spec import rundir as names
 
 _INPUT = re.compile(r"input[0-9]+")  # files that a detached run was given
 _MAX_RECORD_BYTES = 64 << 20
+_MAX_NAME_BYTES = 255
 
 
 class Arrivals:
@@ -101,9 +102,9 @@ class Arrivals:
             return path
         if not is_below and self._is_exclusive and is_free and not is_python_code(path):
             return path
-        relative = path.removeprefix(f"{names.FETCHED}/")
+        relative = path.removeprefix(f"{names.FETCHED}/").removeprefix(f"{names.safe_name(host)}/")
         if is_code(path):
-            relative += f".from-{names.safe_name(host)}"
+            relative = _disguise(relative, host)
         folders = (names.safe_name(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
         candidates = (f"{names.FETCHED}/{folder}/{relative}" for folder in folders)
         return next(candidate for candidate in candidates if not self._is_foreign(candidate))
@@ -152,3 +153,11 @@ class Arrivals:
             safe_paths.write_fully(file, json.dumps(line).encode() + b"\n")
         finally:
             os.close(file)
+
+
+def _disguise(path: str, host: str) -> str:
+    """Gives a file a name by which no program takes it for code, of at most 255 bytes."""
+    folder, slash, name = path.rpartition("/")
+    suffix = f".from-{names.safe_name(host).replace('.', '_')}"
+    short = os.fsencode(name)[: _MAX_NAME_BYTES - len(os.fsencode(suffix))].decode(errors="ignore")
+    return f"{folder}{slash}{short}{suffix}"

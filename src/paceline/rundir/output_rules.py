@@ -43,6 +43,8 @@ _SETTINGS_FILES = _words(  # that programs look for, though their suffixes are t
     " package.json process.json project.json pyrightconfig.json renovate.json rush.json"
     " serverless.json settings.json skill.md tasks.json tsconfig.json turbo.json vcpkg.json"
     " vercel.json workspace.json wrangler.json"
+    " bsdmakefile build containerfile dockerfile gemfile gnumakefile jenkinsfile justfile makefile"
+    " procfile rakefile vagrantfile workspace"
 )
 _CODE_NAMES = re.compile(
     r"(?:.*[-_.])?(?:requirements|constraints)(?:[-_.].*)?\.txt|.*\.so\.[0-9.]+"
@@ -52,9 +54,8 @@ _CODE_NAMES = re.compile(
     r"|.*\.(?:tf|tfvars|tofu|pkr)\.json"  # Terraform and Packer read all of a folder
 )
 # ``import torch`` calls what metadata of packages on ``sys.path`` names, and pytest looks in all
-# folders for tests, also for examples in text files.
-_PACKAGE_METADATA = re.compile(r"(?:.*\.)?(?:dist-info|egg|egg-info|egg-link)")
-_DOCTESTS = re.compile(r"test.*\.txt")
+# folders for tests.
+_PACKAGE_METADATA = re.compile(r".*\.(?:dist-info|egg|egg-info|egg-link)")
 _TESTS = re.compile(r"(?:test_.*|.*_test|conftest)\.py")
 _PYTHON_SUFFIXES = _words("py pyc pyd pyo so")
 _PAGE_SUFFIXES = _words("htm html ipynb shtml svg xhtml")  # run only if the user opens them
@@ -156,15 +157,15 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
 
 def _has_code_name(name: str) -> bool:
     """Whether a file is code or settings by its folded name."""
-    is_named = name in _SETTINGS_FILES or _CODE_NAMES.fullmatch(name) or _DOCTESTS.fullmatch(name)
-    return bool(is_named) or _suffix(name) in CODE_SUFFIXES
+    is_named = name in _SETTINGS_FILES or _CODE_NAMES.fullmatch(name) is not None
+    return is_named or _suffix(name) in CODE_SUFFIXES
 
 
 def is_python_code(path: str) -> bool:
     """Whether Python or pytest runs a file unasked if they are started in a folder above it."""
     *folders, name = (fold_name(part).rstrip(". ") for part in path.split("/"))
     is_metadata = any(map(_PACKAGE_METADATA.fullmatch, (*folders, name)))
-    is_test = bool(_DOCTESTS.fullmatch(name) or _TESTS.fullmatch(name))
+    is_test = _TESTS.fullmatch(name) is not None
     is_module = _suffix(name) in _PYTHON_SUFFIXES and all(map(str.isidentifier, folders))
     return is_metadata or is_test or is_module
 

@@ -3,7 +3,7 @@
 A signature is an HMAC under a key that only this user of this machine can read. It is valid in the
 run directory where it was made. The launcher signs a checkpoint when it arrives. Ranks write a
 state again that turns out to be the best. But a host could also replace a checkpoint: another one
-of the same name is signed only if it has the same weights, and comes before any later checkpoint.
+of the same name is signed only as long as no later one is. A host could as well write a later one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from paceline.agent.files import safe_paths
 from paceline.rundir import records
@@ -56,14 +56,6 @@ class VerifiedCheckpoint:
         return "signed" if self.is_signed else "unsigned"
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What was signed: SHA-256 of a manifest, and of the names and hashes of its weights."""
-
-    manifest: str
-    weights: str
-
-
 class Signer:
     """Signs the checkpoints of a run that this process receives.
 
@@ -85,15 +77,16 @@ class Signer:
         seals = LineSeals(self._run)
         with contextlib.suppress(OSError, DamagedCheckpoint):
             raw = _read_manifest(self._run / CHECKPOINTS / name)
-            manifest = parse_manifest(raw)
-            is_signed = _is_signed(_signatures(self._run, seals).get(name), raw)
-            if is_signed or self.judge(name, manifest) != "new":
+            parse_manifest(raw)
+            former = _signatures(self._run, seals).get(name)
+            digest = hashlib.sha256(raw).hexdigest()
+            if former not in (None, digest) and name != self.newest:
                 return
-            signature = _Signature(hashlib.sha256(raw).hexdigest(), _weights_digest(manifest))
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            fd = safe_paths.open_file(str(self._run), SIGNATURES, flags)
-            with os.fdopen(fd, "wb") as file:
-                file.write(b"\n" + _encode(seals, name, signature))  # the last may be cut off
+            if former != digest:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                fd = safe_paths.open_file(str(self._run), SIGNATURES, flags)
+                with os.fdopen(fd, "wb") as file:
+                    file.write(b"\n" + _encode(seals, name, digest))  # the last may be cut off
             self.newest = max(self.newest, name, key=_version)
 
     def sign_step(self, step: int | None) -> None:
@@ -104,32 +97,15 @@ class Signer:
                 self.sign(path.name)
                 return
 
-    def judge(self, name: str, manifest: Manifest) -> Literal["new", "late", "other"]:
-        """Judges a checkpoint before it is fetched or signed.
-
-        Returns ``other`` if one of that name was signed with other weights, and ``late`` if it may
-        not be replaced any more although its weights are the same.
-        """
+    def may_arrive(self, name: str, manifest: Manifest) -> bool:
+        """Whether a checkpoint may be fetched: it replaces no other that was signed before."""
         former = _signatures(self._run, LineSeals(self._run)).get(name)
-        if former is None or _is_signed(former, manifest.encode()):
-            return "new"
-        if former.weights != _weights_digest(manifest):
-            return "other"
-        return "new" if self._may_replace(name, former, manifest) else "late"
-
-    def _may_replace(self, name: str, former: _Signature, manifest: Manifest) -> bool:
-        return name == self.newest and former.weights == _weights_digest(manifest)
+        digest = hashlib.sha256(manifest.encode()).hexdigest()
+        return former in (None, digest) or name == self.newest
 
 
 def _version(name: str) -> Version:
     return parse_version(name) or (-1, -1)
-
-
-def _weights_digest(manifest: Manifest) -> str:
-    # an evaluation changes the random state and the progress, but not the weights
-    weights = {name: entry.sha256 for name, entry in manifest.files.items()
-               if not name.startswith(("optimizer", "random.", "state."))}  # fmt: skip
-    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 
 def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
@@ -183,13 +159,13 @@ def forget_removed(run: Path) -> None:
             safe_paths.write_file(str(run), SIGNATURES, b"".join(lines))
 
 
-def _encode(seals: LineSeals, name: str, signature: _Signature) -> bytes:
-    line = seals.sealed({"checkpoint": name, **asdict(signature)})
+def _encode(seals: LineSeals, name: str, digest: str) -> bytes:
+    line = seals.sealed({"checkpoint": name, "manifest": digest})
     return json.dumps(line).encode() + b"\n"
 
 
-def _is_signed(signature: _Signature | None, raw: bytes) -> bool:
-    return signature is not None and signature.manifest == hashlib.sha256(raw).hexdigest()
+def _is_signed(signed: str | None, raw: bytes) -> bool:
+    return signed == hashlib.sha256(raw).hexdigest()
 
 
 def _foreign_file(checkpoint: Path, manifest: Manifest) -> str:
@@ -226,18 +202,17 @@ def _chain_problem(run: Path, manifest: Manifest) -> str:
     return ""
 
 
-def _signatures(run: Path, seals: LineSeals) -> Mapping[str, _Signature]:
-    """The last valid signature of each checkpoint, by name."""
+def _signatures(run: Path, seals: LineSeals) -> Mapping[str, str]:
+    """SHA-256 of the manifest that was signed last for each checkpoint, by name."""
     try:
         head, tail = records.head_and_tail(run / SIGNATURES, 0, MAX_BYTES)
     except OSError:
         return {}
-    signed: dict[str, _Signature] = {}
+    signed: dict[str, str] = {}
     for text in (head or tail).split(b"\n"):
         line: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
         if isinstance(line, dict) and seals.is_valid(line):
-            signature = _Signature(str(line.get("manifest")), str(line.get("weights")))
-            signed[str(line.get("checkpoint"))] = signature
+            signed[str(line.get("checkpoint"))] = str(line.get("manifest"))
     return signed

@@ -36,7 +36,6 @@ from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher, Sizes, room_problem
 
 OTHER_CHECKPOINT = "it differs from the checkpoint of that name here"
-_KEPT = "a later one was fetched: the one here stays"  # with the same weights
 MAX_REFUSAL_NOTES = 20  # a hostile node may list very many checkpoints
 MAX_NEW_WRITERS = 1000  # each start and each change of rank 0 adds one writer token
 MAX_NEW_STEPS = 10**10  # more than a year at 300 steps a second
@@ -211,8 +210,8 @@ class CheckpointFetcher:
 
         A node can be hostile. It cannot replace complete checkpoints that were here at the first
         call, nor have the newest and the best of them removed. Of those that were fetched later, it
-        can replace only the newest, by one with the same weights. If ``keep`` is 0, only
-        checkpoints that were fetched by this object are removed.
+        can replace only the newest. If ``keep`` is 0, only checkpoints that were fetched by this
+        object are removed.
 
         A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
         changed while it was read.
@@ -304,8 +303,7 @@ class CheckpointFetcher:
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
         try:
             if problem := await self._fetch_verified(name, files, arriving):
-                if problem != _KEPT:
-                    self._refuse(name, problem)
+                self._refuse(name, problem)
                 return
             await asyncio.to_thread(self._place, arriving.name, name)
             await asyncio.to_thread(self._signer.sign, name)
@@ -327,9 +325,8 @@ class CheckpointFetcher:
             manifest = await asyncio.to_thread(_read_manifest, folder, name)
         except DamagedCheckpoint as damage:
             return f"it is damaged: {damage}"
-        verdict = await asyncio.to_thread(self._signer.judge, name, manifest)
-        if verdict != "new":
-            return OTHER_CHECKPOINT if verdict == "other" else _KEPT
+        if not await asyncio.to_thread(self._signer.may_arrive, name, manifest):
+            return OTHER_CHECKPOINT
         entries = manifest.files
         sizes = {file: entry.bytes for file, entry in entries.items()}
         for file, size in sizes.items():

@@ -121,6 +121,8 @@ class ResultCollector:
     async def fetch(self, fleet: Fleet) -> None:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
         await asyncio.gather(*self._signing, return_exceptions=True)
+        if newest := self._signer.newest:  # written again, and its rank ended before it said so
+            await asyncio.to_thread(self._signer.sign, newest)
         silent: list[Node] = []
         self._unfetched.clear()
         for node in sorted(fleet.nodes, key=lambda node: node is not self.first):

@@ -48,6 +48,12 @@ class Manifest:
     files: Mapping[str, FileEntry]
     info: Mapping[str, Any]
 
+    @property
+    def weights(self) -> dict[str, str]:
+        """SHA-256 of the files that hold weights, by name."""
+        return {name: entry.sha256 for name, entry in self.files.items()
+                if not name.startswith(("optimizer", "random.", "state."))}  # fmt: skip
+
     def encode(self) -> bytes:
         """Returns the canonical bytes, which end with a hash over themselves."""
         content = {

@@ -21,7 +21,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.rundir import MANIFEST, is_frozen_file, parse_version
+from paceline.spec.rundir import (
+    BEST,
+    MANIFEST,
+    Version,
+    checkpoint_name,
+    is_frozen_file,
+    parse_version,
+)
 from paceline.spec.schema import SIZE, boolean, dict_of, list_of, matches, record, text
 from paceline.spec.training.checkpoint_manifest import (
     DamagedCheckpoint,
@@ -244,8 +251,8 @@ class Receiver:
         with contextlib.suppress(OSError):
             if files.read_bytes_limited(self._root / name / MANIFEST) == raw:
                 return {"here": True}
-        if version in self._protected:  # rank 0's host may have been taken over since
-            raise CopyRefused(f"{name} is another checkpoint here, of an earlier start")
+        if version in self._protected:
+            return self._keep_protected(store, version, manifest)
         self._root.mkdir(parents=True, exist_ok=True)
         folder = self._root / f".{name}{_PART}"
         self._clear(except_folder=folder)
@@ -278,6 +285,23 @@ class Receiver:
                 shutil.rmtree(folder, ignore_errors=True)
         store.prune(self._keep, self._protected)
         return {"taken": True}
+
+
+    def _keep_protected(
+        self, store: Store, version: Version, offered: Manifest
+    ) -> dict[str, bool]:
+        """Keeps a checkpoint that was here before: the sender may have been taken over since.
+
+        The same weights may be offered again, because an evaluation has shown that they are the
+        best.
+        """
+        name = checkpoint_name(version)
+        kept = parse_manifest(files.read_bytes_limited(self._root / name / MANIFEST))
+        if kept.weights != offered.weights:
+            raise CopyRefused(f"{name} is another checkpoint here, and is kept")
+        if offered.info.get("best") is True:
+            store.point(BEST, version)
+        return {"here": True}
 
 
 def _resume_or_create(folder: Path, raw: bytes, manifest: Manifest) -> dict[str, int]:

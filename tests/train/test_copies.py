@@ -380,6 +380,20 @@ def test_sends_last_and_best_checkpoint_to_available_host(tmp_path: Path, writer
     assert not (tmp_path / "d").exists()
 
 
+def test_checkpoint_that_turns_out_to_be_best_is_sent_again(
+    tmp_path: Path, writer: Store, copy_receiver: Receiver
+) -> None:
+    reports: list[CopyResult] = []
+    peers = [_Peer("b", copy_receiver.address)]
+    sender = _Sender(writer, KEY, peers, 1, reports.append)
+    for best in (False, True):
+        make_checkpoint(writer, 10, best=best)
+        sender.wake()
+        wait_for_results(reports, 1 + best)
+    assert json.loads((tmp_path / "taker/best.json").read_text())["checkpoint"] == "10"
+    sender.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -454,7 +468,7 @@ def test_next_sender_finishes_copy_in_progress_first(
     assert [(one.step, one.problem) for one in wait_for_results(reports, 2)] == [(10, ""), (20, "")]
     sender.close()
     final_sender = _Sender(writer, KEY, peers, 1, reports.append, sender)
-    assert final_sender._hosts_by_name == {"10": {"b"}, "20": {"b"}}
+    assert final_sender._holders == {("10", False): {"b"}, ("20", False): {"b"}}
     final_sender.close()
 
 

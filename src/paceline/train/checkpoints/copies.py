@@ -223,14 +223,12 @@ class _Sender:
         self._source = (source, 0) if source else None
         self._store, self._key = store, key
         self._peers, self._count, self._report = [*peers], count, report
-        self._hosts_by_name: dict[str, set[str]] = {}  # hosts by the name of what they have
+        self._holders: dict[tuple[str, bool], set[str]] = {}  # see _send_newest
         self.in_progress = ""  # its name
         self._predecessor = predecessor
         if predecessor is not None:
             hosts = {peer.host for peer in peers}
-            self._hosts_by_name = {
-                name: had & hosts for name, had in predecessor._hosts_by_name.items()
-            }
+            self._holders = {copy: had & hosts for copy, had in predecessor._holders.items()}
             self.in_progress = predecessor.in_progress
         self._wakeup, self._closed = threading.Event(), threading.Event()
         self._fast = threading.Event()
@@ -279,18 +277,24 @@ class _Sender:
         ]
         selected += checkpoints[:1]
         selected += [best_checkpoint] if best_checkpoint else []
-        steps = {checkpoint.path.name: checkpoint.step for checkpoint in selected}
-        self._hosts_by_name = {name: self._hosts_by_name.get(name, set()) for name in steps}
-        for name, step in steps.items():
+        # one that turns out to be the best is written, and sent, again
+        steps = {(checkpoint.path.name, checkpoint.manifest.info.get("best") is True):
+                 checkpoint.step for checkpoint in selected}  # fmt: skip
+        self._holders = {copy: self._holders.get(copy, set()) for copy in steps}
+        for (name, is_best), step in steps.items():
             if not self._closed.is_set():
                 self.in_progress = name
-                self._copy(name, step)
+                self._copy(name, step, self._holders[name, is_best])
         if not self._closed.is_set():
             self.in_progress = ""
 
-    def _copy(self, name: str, step: int) -> None:
-        """Sends a checkpoint until enough hosts have it; the next host replaces one that fails."""
-        hosts, sent, start = self._hosts_by_name[name], 0, time.monotonic()
+    def _copy(self, name: str, step: int, hosts: set[str]) -> None:
+        """Sends a checkpoint until enough hosts have it; the next host replaces one that fails.
+
+        Args:
+            hosts: Those that have it; gets those to which it was sent.
+        """
+        sent, start = 0, time.monotonic()
         problems: dict[str, str] = {}
         num_before = len(hosts)
         candidates = [peer for peer in self._peers if peer.host not in hosts]

@@ -286,10 +286,7 @@ class Receiver:
         store.prune(self._keep, self._protected)
         return {"taken": True}
 
-
-    def _keep_protected(
-        self, store: Store, version: Version, offered: Manifest
-    ) -> dict[str, bool]:
+    def _keep_protected(self, store: Store, version: Version, offered: Manifest) -> dict[str, bool]:
         """Keeps a checkpoint that was here before: the sender may have been taken over since.
 
         The same weights may be offered again, because an evaluation has shown that they are the

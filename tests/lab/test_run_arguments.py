@@ -252,6 +252,13 @@ def test_failure_restarts_nodes(site: Site) -> None:
     assert ended.json("plan.json")["attempt"] == 1
 
 
+def test_restarted_rank_shows_stderr_after_exception(site: Site) -> None:
+    ended = site.run("--no-torch", "--max-restarts", "1", "end.py", "recover")
+    assert ended.code == 0, ended.err
+    for rank in (0, 1):
+        assert f"attempt 1 of {rank} to err" in ended.err
+
+
 def test_fails_when_restarts_are_used_up(site: Site) -> None:
     ended = site.run("--no-torch", "--max-restarts", "1", "end.py", "exit", "1")
     assert ended.code == 7

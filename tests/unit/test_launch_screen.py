@@ -292,6 +292,17 @@ def test_prints_paceline_error_of_single_rank() -> None:
     )
 
 
+def test_prints_paceline_error_again_in_next_attempt() -> None:
+    err = io.StringIO()
+    screen = Screen("all", io.StringIO(), err)
+    for _ in range(2):
+        for rank in range(2):
+            screen.output("n1", rank, "err", b"paceline: no data\n  found:  a\n")
+        screen.end_attempt()
+    screen.close()
+    assert err.getvalue() == 2 * "[n1/0] paceline: no data\n[n1/0]   found:  a\n"
+
+
 def test_maps_shipped_paths_to_user_paths() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)

@@ -206,6 +206,7 @@ class Recorder:
             blob = self._filter_output(event) if self._debug else event.blob
             self._output(event, event["stream"], blob)
         elif event.kind == "rank started":
+            self._screen.restart_rank(event.host, _rank(event))
             self._directory.append_bytes(_log(event), b"")
             self._note_begin(_log(event), event.host, event.rank)
         elif event.kind == "rank ended":

@@ -79,6 +79,11 @@ elif way == "once":
     attempt = int(os.environ["PACELINE_ATTEMPT"])
     print(f"attempt {attempt} {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
     sys.exit(3 if attempt == 0 else 0)
+elif way == "recover":
+    attempt = int(os.environ["PACELINE_ATTEMPT"])
+    print(f"attempt {attempt} of {rank} to err", file=sys.stderr, flush=True)
+    if attempt == 0:
+        raise ValueError(f"boom on {rank}")
 elif way == "write":
     Path(f"result-{rank}.txt").write_text(f"of {rank}\n")
     Path("out").mkdir(exist_ok=True)

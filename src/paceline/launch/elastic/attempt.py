@@ -118,7 +118,7 @@ class Attempt:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
             self._recorder.write_state()
-        self._screen.flush()
+        self._screen.end_attempt()
         self._recorder.event("ended", attempt=self.plan.attempt, exit_code=result.exit_code,
                              seconds=round(time.monotonic() - started_at, 3))  # fmt: skip
         return result

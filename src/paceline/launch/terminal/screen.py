@@ -147,8 +147,22 @@ class Screen:
         return self._show == "all" or (self._show == "rank0" and rank == 0)
 
     def mute(self, host: str, rank: int) -> None:
-        """Hides a rank's error stream from now on: its traceback is shown once, at the end."""
+        """Hides a rank's error stream until it starts again: the end shows its traceback once."""
         self._muted.add((host, rank))
+
+    def restart_rank(self, host: str, rank: int) -> None:
+        """Forgets the state of the rank's former process, after showing its unfinished lines."""
+        for stream in ("out", "err"):
+            if lines := self._lines.pop((host, rank, stream), None):
+                self._print_labelled(host, rank, stream, lines.flush())
+        self._muted.discard((host, rank))
+        self._repeating.discard((host, rank))
+        self._line_numbers.pop((host, rank), None)
+
+    def end_attempt(self) -> None:
+        """Shows unfinished lines; errors that come again in the next attempt are shown again."""
+        self.flush()
+        self._errors.clear()
 
     def flush(self) -> None:
         """Shows unfinished lines."""

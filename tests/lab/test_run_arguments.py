@@ -266,6 +266,16 @@ def test_fails_when_restarts_are_used_up(site: Site) -> None:
     assert ended.err.count("starting all nodes again") == 1
 
 
+def test_last_lines_are_of_last_attempt(site: Site) -> None:
+    options = ("--no-torch", "--show", "none", "--max-restarts", "1")
+    ended = site.run(*options, "end.py", "differently")
+    assert ended.code == 1
+    summary = ended.err[ended.err.index("paceline: failed first") :]
+    assert "its last lines:\n    disk quota is used up" in summary
+    assert "boom" not in summary
+    assert "Traceback" not in summary
+
+
 def test_plan_prints_commands_but_does_not_start_ranks(site: Site) -> None:
     initial = site.processes()
     argv = site.argv("--plan", "-v", "-p", "1", "--no-torch", "tell.py", "a b", ";")

@@ -412,15 +412,16 @@ def test_claimed_paths_are_unique_and_removed_if_empty(tmp_path: Path) -> None:
 
 def test_log_tail_excludes_previous_run(tmp_path: Path) -> None:
     """Lines that an earlier run left in the same log do not belong to this run's failure."""
+    name = log_file("n1", 0)
     for text in (b"of the first run\n", b"of the second run\n"):
         directory = RunDirectory(tmp_path)
-        name = log_file("n1", 0)
+        offset = directory.size(name)
         directory.append_bytes(name, text)
         directory.close()
-    assert log_tail(tmp_path / name, directory.start_offsets[name]) == "of the second run"
+    assert log_tail(tmp_path / name, offset) == "of the second run"
     with (tmp_path / name).open("a") as log:
         log.write("[W] [c10d] The hostname of the client socket cannot be retrieved\n")
-    assert log_tail(tmp_path / name, directory.start_offsets[name]) == "of the second run"
+    assert log_tail(tmp_path / name, offset) == "of the second run"
 
 
 def test_event_returns_redacted_record(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from paceline.explain.outcome import Outcome, judge
 from paceline.explain.prefixes import strip_prefixes
 from paceline.explain.unit_parser import parse_units
 from paceline.explain.units import Unit
-from paceline.spec.events import Event, replica_difference
+from paceline.spec.events import Event, last_attempt, replica_difference
 from paceline.spec.failure import Failure, Result, format_location
 from paceline.spec.terminal import clean
 
@@ -113,6 +113,7 @@ class Evidence:
     Attributes:
         logs: The first failing rank's first, then the others in rank order.
         result: How the job ended. A log alone tells the first failure at most.
+        events: Of all attempts.
         launcher: Who owns the run; ``None`` after a normal end.
         checkpoint_step: Step of the newest checkpoint; ``None`` when there is none.
         script_checkpoint: The newest checkpoint of the script's own; empty when none has arrived.
@@ -132,10 +133,21 @@ class Evidence:
     ignored_files: Mapping[str, str] = field(default_factory=dict)
     checkouts: Mapping[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def last_attempt(self) -> tuple[Event, ...]:
+        """The events of the last attempt: a former one says nothing about how this one failed."""
+        return tuple(last_attempt(self.events))
+
     @property
     def exits(self) -> tuple[Event, ...]:
-        """The ends of ranks, in the order of time."""
-        return tuple(event for event in self.events if event.kind == "rank ended")
+        """The ends of ranks in the last attempt, in the order of time.
+
+        Of a rank that was replaced in place, only ends of its last process.
+        """
+        events = [*enumerate(self.last_attempt)]
+        starts = {event.rank: index for index, event in events if event.kind == "rank started"}
+        ends = ((index, event) for index, event in events if event.kind == "rank ended")
+        return tuple(event for index, event in ends if index > starts.get(event.rank, -1))
 
     @property
     def losses(self) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ from paceline.spec.errors import DataError
 from paceline.spec.events import (
     Event,
     ShippedCopy,
+    last_attempt,
+    log_offsets,
     read_events,
     restore_local_paths,
     shipped_copies,
@@ -110,12 +112,12 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
             log.rank,
             tuple(restore_local_paths(copies, log.host, line) for line in log.lines),
         )
-        for log in _rank_logs(path / names.LOGS, events, result.failure)
+        for log in _rank_logs(path / names.LOGS, events, result.failure, log_offsets(events))
     ]
     plan = read_object(path / names.PLAN) or {}
     versions = (names.parse_version(folder.name) for folder in names.checkpoints(path))
     return Evidence(
-        logs=_sort_logs(logs, result.failure, events),
+        logs=_sort_logs(logs, result.failure, last_attempt(events)),
         result=result,
         events=events,
         launcher=launcher,
@@ -214,7 +216,7 @@ def from_log(text: str) -> Evidence:
 
 
 def _sort_logs(logs: Iterable[Log], failure: Failure | None,
-               events: tuple[Event, ...]) -> tuple[Log, ...]:  # fmt: skip
+               events: Sequence[Event]) -> tuple[Log, ...]:  # fmt: skip
     """Puts the first failing rank's log first, then ranks in the order of their bad exits."""
     bad_exits = [(event.host, event.rank) for event in events
                  if event.kind == "rank ended" and event["code"] != 0]  # fmt: skip
@@ -229,28 +231,37 @@ def _sort_logs(logs: Iterable[Log], failure: Failure | None,
     return tuple(sorted(logs, key=order))
 
 
-def _rank_logs(folder: Path, events: Sequence[Event], failure: Failure | None) -> list[Log]:
-    """Reads every rank's log; of many logs less each, except of the first rank to fail."""
+def _rank_logs(folder: Path, events: Sequence[Event], failure: Failure | None,
+               offsets: Mapping[tuple[str, int | None], int]) -> list[Log]:  # fmt: skip
+    """Reads what every rank has written since its last start in the last attempt.
+
+    Of many logs it reads less each, except of the first rank to fail.
+    """
     hosts = {names.safe_name(event.host): event.host for event in events if event.host}
-    begins = {(event.host, event.rank): int(event["bytes"] or 0) for event in events
-              if event.kind == "log begins"}  # fmt: skip
-    started = {(event.host, event.rank) for event in events if event.kind == "rank started"}
+    starts = [event for event in last_attempt(events) if event.kind == "rank started"]
+    starts = starts or [event for event in events if event.kind == "rank started"]
+    started = {(event.host, event.rank) for event in starts}
+    hosts_of_ranks = {event.rank: event.host for event in starts}  # that moved, the last one
     files = log_files(folder)
     share = min(TAIL_BYTES, MAX_TOTAL_BYTES // max(1, len(files)))
     logs = []
     for file in files:
         host, rank = hosts.get(file.parent.name, file.parent.name), names.rank_of_log(file)
-        if rank is not None and started and (host, rank) not in started:
-            continue  # of an earlier start
         is_first = failure is not None and (failure.host, failure.rank) == (host, rank)
-        tail_bytes, begin = TAIL_BYTES if is_first else share, begins.get((host, rank), 0)
+        if rank is not None and started:
+            if (host, rank) not in started:
+                continue  # of an earlier start
+            if hosts_of_ranks[rank] != host and not is_first:
+                continue  # of a process that was replaced on another host
+        tail_bytes, begin = TAIL_BYTES if is_first else share, offsets.get((host, rank), 0)
         logs.append(Log.from_text(host, rank, read_log(file, tail_bytes, begin)))
     return logs
 
 
 def debug_logs(path: Path, events: Sequence[Event]) -> list[Log]:
     """Reads the ranks' library logs in rank order; empty without ``--debug``."""
-    return sorted(_rank_logs(path / names.DEBUG, events, None),
+    offsets = log_offsets(events, "debug log begins")
+    return sorted(_rank_logs(path / names.DEBUG, events, None, offsets),
                   key=lambda log: (log.rank is None, log.rank or 0))  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, overload
 from paceline.agent.files import safe_paths
 from paceline.agent.ranks import pickles
 from paceline.launch.planning.entry import COMPILER, preload_of
-from paceline.launch.results.summary import RunOutcome, log_tail
+from paceline.launch.results.summary import RunOutcome
 from paceline.rundir.directory import claim, require_usable, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError
@@ -381,8 +381,7 @@ def _failure_error(outcome: RunOutcome) -> Exception:
     details = failure.traceback.rstrip()
     logs = f"logs: {short(outcome.path / names.LOGS)}"
     if not details and failure.rank is not None:
-        log = names.log_file(failure.host, failure.rank)
-        details = log_tail(outcome.path / log, outcome.log_offsets.get(log, 0))
+        details = outcome.log_tail(failure.host, failure.rank)
     cause = RankError(failure.describe(), outcome, failure.host, failure.rank, failure.traceback,
                       found=f"{details}\n{logs}".lstrip())  # fmt: skip
     report = _result_events(outcome, "raised").get(-1 if failure.rank is None else failure.rank)

@@ -153,7 +153,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         failure.host, failure.rank)  # fmt: skip
     return RunOutcome(
         directory.path, result, events, recorder.metrics, time.monotonic() - started_at,
-        directory.start_offsets, is_resumable(result, events),
+        is_resumable(result, events),
         executed.world_size if executed else 0, tuple(screen.shipped_copies), is_displayed,
     )  # fmt: skip
 
@@ -296,7 +296,7 @@ class Launcher:
         keep_warm_s = None if at_once else self._request.keep_warm_s
         await fleet.close(hurry=bool(interrupts.received), keep_warm_s=keep_warm_s)
         for node in [*fleet.everyone, *fleet.former]:
-            self.recorder.agent_log(node.name, node.channel.stderr)
+            self.recorder.agent_log(node.name, node.channel.take_stderr())
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
         """Cancels the run on a signal before ranks run; later the attempt handles signals."""

@@ -127,7 +127,7 @@ class Recorder:
         self._directory = directory
         self._screen = screen
         self._history = EventHistory()
-        self._begun_logs = set[str]()
+        self._agent_logs = set[str]()  # that have begun
         self._has_dropped = False  # output, for which the disk has no room
         self._written_bytes = Counter[str]()  # in logs and records, by rank and host
         self._report_bytes = Counter[Source]()
@@ -206,14 +206,15 @@ class Recorder:
             blob = self._filter_output(event) if self._debug else event.blob
             self._output(event, event["stream"], blob)
         elif event.kind == "rank started":
+            self._finish_logs(event)  # a lost host has not reported the end of its ranks
             self._screen.restart_rank(event.host, _rank(event))
             self._directory.append_bytes(_log(event), b"")
-            self._note_begin(_log(event), event.host, event.rank)
+            self._note_begin("log begins", _log(event), event.host, event.rank)
+            if self._debug:
+                debug_log = names.debug_file(event.host, _rank(event))
+                self._note_begin("debug log begins", debug_log, event.host, event.rank)
         elif event.kind == "rank ended":
-            for stream in ("out", "err"):
-                sieve = self._filters.pop((event.host, _rank(event), stream), LibraryFilter())
-                self._output(event, stream, sieve.flush())
-            self._directory.finish(_log(event))
+            self._finish_logs(event)
         elif event.kind == "begin":
             self._start_metrics(resumed=bool(event["resumed"]))
         elif event.kind == "metrics":
@@ -278,12 +279,18 @@ class Recorder:
             self._screen.output(event.host, _rank(event), stream, blob)
             self._append_log(event, blob, stream)
 
-    def _note_begin(self, name: str, host: str, rank: int | None) -> None:
-        """Records once where this start begins in a log, if earlier starts wrote to it."""
-        if name not in self._begun_logs:
-            self._begun_logs.add(name)
-            if offset := self._directory.start_offsets.get(name, 0):
-                self.event("log begins", host, rank, bytes=offset)
+    def _finish_logs(self, event: Event) -> None:
+        """Writes output of a rank's process that was held back."""
+        for stream in ("out", "err"):
+            sieve = self._filters.pop((event.host, _rank(event), stream), LibraryFilter())
+            self._output(event, stream, sieve.flush())
+        self._directory.finish(_log(event))
+        self._directory.finish(names.debug_file(event.host, _rank(event)))
+
+    def _note_begin(self, kind: str, name: str, host: str, rank: int | None) -> None:
+        """Records where a start begins in a log, if earlier starts wrote to it."""
+        if offset := self._directory.size(name):
+            self.event(kind, host, rank, bytes=offset)
 
     def _append_log(self, event: Event, data: bytes, stream: str = "") -> None:
         self._written_bytes[event.where] += len(data)
@@ -323,13 +330,22 @@ class Recorder:
         elif self._step_filter.is_empty:
             self._directory.set_aside(names.METRICS)
 
-    def agent_log(self, host: str, text: str) -> None:
-        """Writes the output of a host's ssh and agent beside the ranks' logs."""
-        if text.strip():
-            with contextlib.suppress(NodeError):
-                name = names.log_file(host, "agent")
+    def agent_log(self, host: str, text: str, is_attempt_over: bool = False) -> None:
+        """Writes the output of a host's ssh and agent beside the ranks' logs.
+
+        Args:
+            is_attempt_over: Whether what follows belongs to the next attempt.
+        """
+        name = names.log_file(host, "agent")
+        with contextlib.suppress(NodeError):
+            if text.strip():
+                if name not in self._agent_logs:
+                    self._note_begin("log begins", name, host, None)
+                self._agent_logs.add(name)
                 self._append(name, text.encode())
-                self._note_begin(name, host, None)
+            if is_attempt_over and name in self._agent_logs:
+                self._directory.finish(name)
+                self._note_begin("log begins", name, host, None)
 
 
 def _source(event: Event) -> tuple[str, int | None]:

@@ -1,7 +1,6 @@
 """The connection to one agent: requests with answers, and events.
 
-It survives its link: when that breaks or stalls, ``reconnection.py`` opens another one to the same
-agent, and both sides resume where they were.
+It survives its link: ``reconnection.py`` opens another one to the same agent, and both resume.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class Channel:
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._stderr = bytearray()
-        self._stderr_offset = 0  # bytes from earlier links
+        self._stderr_offset = self._taken_bytes = 0  # from earlier links; by take_stderr
         self._tasks: list[asyncio.Task[None]] = []
         self._watcher: asyncio.Task[None] | None = None
         self._silence_s = 0.0
@@ -533,11 +532,17 @@ class Channel:
                 excess = max(0, len(self._stderr) - MAX_STDERR_BYTES)
                 del self._stderr[:excess]
                 self._stderr_offset = max(0, self._stderr_offset - excess)
+                self._taken_bytes = max(0, self._taken_bytes - excess)
 
     @property
     def stderr(self) -> str:
         """The end of the standard error of ssh and the agent."""
         return self._stderr.decode(errors="replace")
+
+    def take_stderr(self) -> str:
+        """The end of what ssh and the agent have written since the last call."""
+        taken, self._taken_bytes = self._taken_bytes, len(self._stderr)
+        return self._stderr[taken:].decode(errors="replace")
 
     @property
     def noise(self) -> str:

@@ -45,7 +45,6 @@ class RunDirectory:
         path: Absolute path.
         run_id: Of the current run.
         probe_token: A secret in the probe file, by which a node detects that it shares this folder.
-        start_offsets: Bytes of each file that earlier runs wrote.
     """
 
     def __init__(self, path: Path, secrets: Sequence[str] = (), run_id: str = "") -> None:
@@ -53,7 +52,6 @@ class RunDirectory:
         self.probe_token = os.urandom(16).hex()
         self._redactor = Redactor(secrets)
         self._files: dict[str, IO[bytes]] = {}  # least recently used first
-        self.start_offsets: dict[str, int] = {}
         self._unchecked_bytes = CHECKED_BYTES  # of output since the free space was looked at
         self._log_reserve_bytes: int | None = None  # unknown until there is output
         with self._explained():
@@ -232,6 +230,13 @@ class RunDirectory:
         if data := self._redactor.flush(name):
             self._append(name, data)
 
+    def size(self, name: str) -> int:
+        """Bytes of a file that this or an earlier run wrote; 0 if there is none."""
+        try:
+            return (self.path / name).lstat().st_size
+        except OSError:
+            return 0
+
     def _append(self, name: str, data: bytes) -> None:
         with self._explained():
             self._file(name).write(data)
@@ -242,7 +247,6 @@ class RunDirectory:
         if file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             fd = safe_paths.open_file(str(self.path), name, flags)
-            self.start_offsets.setdefault(name, os.fstat(fd).st_size)
             file = os.fdopen(fd, "ab", buffering=0)
         self._files[name] = file
         if len(self._files) > MAX_OPEN_FILES:

@@ -256,7 +256,9 @@ KINDS: dict[str, Kind] = {
     "asked to end": _kind("agent", "time", is_recorded=False),  # by SIGTERM
     "leaving": _kind("agent", "reason why time", is_recorded=False),
     # recorded by the launcher
-    "log begins": _kind("launcher", "bytes"),  # of this start, after those of earlier ones
+    # where output of a rank's start begins in its file, unless at byte 0; recorded before the start
+    "log begins": _kind("launcher", "bytes"),
+    "debug log begins": _kind("launcher", "bytes"),
     "connected": _kind("launcher", "hosts", optional="late"),
     "copied": _kind("launcher", "copy home"),
     "started": _kind("launcher", "attempt world_size"),
@@ -405,6 +407,41 @@ def replica_difference(events: Iterable[Event]) -> str:
         elif event.kind == "replicas differ":
             text = str(event["text"] or "")
     return text
+
+
+def last_attempt(events: Sequence[Event]) -> Sequence[Event]:
+    """The events from the first start of a rank in the last attempt on.
+
+    A rank may start, and even end, before all hosts have begun and ``started`` is recorded.
+    """
+    begin, is_over, is_started = 0, False, False
+    for index, event in enumerate(events):
+        if event.kind == "ended":
+            is_over = True
+        elif event.kind in ("started", "rank started"):
+            # the end of an attempt may be in the part of a huge file that is not read
+            if is_over or (is_started and event.kind == "started"):
+                begin, is_over, is_started = index, False, False
+            is_started = is_started or event.kind == "started"
+    return events[begin:]
+
+
+def log_offsets(events: Iterable[Event],
+                kind: str = "log begins") -> dict[tuple[str, int | None], int]:  # fmt: skip
+    """Bytes in each log before the output of its rank's last start, by host and rank.
+
+    Args:
+        kind: ``debug log begins`` for the logs of the ranks' libraries.
+    """
+    offsets: dict[tuple[str, int | None], int] = {}
+    pending: dict[tuple[str, int | None], int] = {}
+    for event in events:
+        where = event.host, event.rank
+        if event.kind == kind:
+            pending[where] = offsets[where] = event["bytes"] or 0
+        elif event.kind == "rank started":  # the log may have been removed since an earlier start
+            offsets[where] = pending.pop(where, 0)
+    return offsets
 
 
 # host, folder of a shipped copy there, the launching machine's folder that it is a copy of

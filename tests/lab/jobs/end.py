@@ -84,6 +84,11 @@ elif way == "recover":
     print(f"attempt {attempt} of {rank} to err", file=sys.stderr, flush=True)
     if attempt == 0:
         raise ValueError(f"boom on {rank}")
+elif way == "differently":
+    attempt = int(os.environ["PACELINE_ATTEMPT"])
+    if attempt == 0:
+        raise ValueError(f"boom on {rank}")
+    sys.exit("disk quota is used up")
 elif way == "write":
     Path(f"result-{rank}.txt").write_text(f"of {rank}\n")
     Path("out").mkdir(exist_ok=True)

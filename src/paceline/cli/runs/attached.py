@@ -19,6 +19,7 @@ from paceline.cli.runs.run_end import explain_difference, explain_run
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.verb import say
+from paceline.explain.evidence_reader import last_start
 from paceline.launch.interrupts import EchoFilter
 from paceline.launch.results.outputs import LINK_SHARE, POLL_S
 from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
@@ -327,11 +328,11 @@ def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
         say(format_for(describe_run(read_state(path)), sys.stderr), err=True)
         return 1
     result = Result.from_json(record)
-    events = read_events(records.read_records(path / names.EVENTS))
+    events = last_start(read_events(records.read_records(path / names.EVENTS)))
     plan = records.read_object(path / names.PLAN) or {}
     run_dir = path.absolute()
     outcome = RunOutcome(
-        run_dir, result, events, {}, records.as_float(record.get("seconds")), {},
+        run_dir, result, events, {}, records.as_float(record.get("seconds")),
         bool(command) and is_resumable(result, events),
         records.as_int(plan.get("world_size")) or 0, shipped_copies(events), command=command,
     )  # fmt: skip

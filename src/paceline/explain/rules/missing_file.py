@@ -33,7 +33,7 @@ def _missing_in_checkout(evidence: Evidence, pattern: re.Pattern[str]) -> Match 
 
     No files are sent to such a host.
     """
-    first_host = next((event.host for event in evidence.events
+    first_host = next((event.host for event in evidence.last_attempt
                        if event.kind == "rank started" and event.rank == 0), "")  # fmt: skip
     missing = [(unit, error["path"]) for unit, error in evidence.search(pattern)]
     missing_on_first = {path for unit, path in missing if first_host in unit.hosts}

@@ -29,12 +29,10 @@ def match(evidence: Evidence) -> Match | None:
 
 def match_early_end(evidence: Evidence) -> Match | None:
     """The match of a rank that ended its work while others waited for it, for whatever reason."""
-    starts = [index for index, event in enumerate(evidence.events)
-              if event.kind == "started" and event["attempt"]]  # fmt: skip
-    early = _early_exit(evidence.events[starts[-1] if starts else 0 :])
+    early = _early_exit(evidence.last_attempt)
     if early is None:
         return _recorded_match(evidence) or _log_match(evidence)
-    # its own log may have such a line from before a restart
+    # it may have lost a connection itself after its work
     waiting = (match for match in evidence.search(PEER_LOST)
                if (match[0].host, match[0].rank) != (early.host, early.rank))  # fmt: skip
     unit, _ = next(waiting, (None, None))
@@ -46,7 +44,9 @@ def match_early_end(evidence: Evidence) -> Match | None:
     place = f" at {frame.location}" if frame is not None and not frame.is_library else ""
     cause = f"{early.where} ended its work{step_text} while {unit.label} still waited for it{place}"
     lines = tuple(unit.text.splitlines()[:1])
-    return Match(cause, (early.host,), early.rank, 0.93, lines, _RESTART_REMEDY if starts else "")
+    is_restart = any(event.kind == "started" and event["attempt"] for event in evidence.events)
+    remedy = _RESTART_REMEDY if is_restart else ""
+    return Match(cause, (early.host,), early.rank, 0.93, lines, remedy)
 
 
 def _recorded_match(evidence: Evidence) -> Match | None:

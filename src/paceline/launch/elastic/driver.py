@@ -278,6 +278,8 @@ class ElasticDriver:
     async def _plan_next_attempt(self, plan: Plan) -> Plan:
         """Makes the plan of the next attempt on the current nodes of the fleet."""
         fleet, first, port_setting = self._nodes, self._nodes.first, self._request.job.master_port
+        for node in [*fleet.everyone, *fleet.former]:
+            self._recorder.agent_log(node.name, node.channel.take_stderr(), is_attempt_over=True)
         assert first.survey is not None
         port = await survey.hold_port(first, first.survey.network.address, port_setting)
         hosts = [part.host for part in plan.nodes]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
-from paceline.spec.events import Event, ShippedCopy, replica_difference, restore_local_paths
+from paceline.spec.events import (
+    Event,
+    ShippedCopy,
+    log_offsets,
+    replica_difference,
+    restore_local_paths,
+)
 from paceline.spec.failure import Result, describe_end, format_location, signal_name
 from paceline.spec.formatting import format_duration, pluralize, shell_text
 
@@ -31,7 +37,6 @@ class RunOutcome:
         events: The events of events.jsonl.
         metrics: The last reported value of every metric.
         seconds: From the call to the end.
-        log_offsets: Bytes of earlier runs in the logs, by name.
         resumable: Whether the training was asked to stop and has a checkpoint.
         ranks: The number of planned ranks.
         shipped_copies: Copies of this machine's folders on the hosts.
@@ -44,7 +49,6 @@ class RunOutcome:
     events: tuple[Event, ...]
     metrics: dict[str, Any]
     seconds: float
-    log_offsets: Mapping[str, int] = field(default_factory=dict)
     resumable: bool = False
     ranks: int = 0
     shipped_copies: Sequence[ShippedCopy] = ()
@@ -55,6 +59,11 @@ class RunOutcome:
     def display_path(self) -> Path:
         """The run directory as the user types it."""
         return Path(short(self.path))
+
+    def log_tail(self, host: str, rank: int) -> str:
+        """The last lines that a rank wrote since it started last; empty if it wrote none."""
+        log = self.path / names.log_file(host, rank)
+        return log_tail(log, log_offsets(self.events).get((host, rank), 0))
 
 
 def report_success(outcome: RunOutcome) -> str:
@@ -110,10 +119,9 @@ def report_failure(outcome: RunOutcome) -> str:
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
         lines += [_indent(failure.traceback)] if failure.traceback else []
     elif failure.rank is not None and not outcome.is_log_displayed:
-        name = names.log_file(failure.host, failure.rank)
-        if tail := log_tail(outcome.path / name, outcome.log_offsets.get(name, 0)):
-            tail = restore_local_paths(outcome.shipped_copies, failure.host, tail)
-            lines += ["  its last lines:", _indent(tail)]
+        tail = outcome.log_tail(failure.host, failure.rank)
+        tail = restore_local_paths(outcome.shipped_copies, failure.host, tail)
+        lines += ["  its last lines:", _indent(tail)] if tail else []
     if result.num_other_failures:
         lines.append(f"  {pluralize(result.num_other_failures, 'other rank')} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")

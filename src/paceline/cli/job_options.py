@@ -16,7 +16,7 @@ from paceline.cli.settings import setting, toml_of
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
-from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.job import Entry, Environment, Job, mask_assignments
 from paceline.spec.settings import TOML_NAME, Setting, Source
 
 _SETTINGS = {  # field of the job: option
@@ -64,7 +64,8 @@ def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job
 def command_text(environment: Environment) -> str:
     from paceline.rundir.directory import Redactor
 
-    return Redactor(environment.secrets()).text(shell_text(["paceline", *sys.argv[1:]]))
+    command = shell_text(["paceline", *mask_assignments(sys.argv[1:])])
+    return Redactor(environment.secrets()).text(command)
 
 
 def activation_scripts(ctx: click.Context) -> Setting[tuple[str, ...]]:

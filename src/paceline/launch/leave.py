@@ -56,7 +56,7 @@ from paceline.spec.detached import DETACHED, RUN_FOLDER, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Job, NodeRange
+from paceline.spec.job import Job, NodeRange, mask_assignments
 from paceline.spec.launchers import PROCESS_VARIABLES
 from paceline.spec.schema import (
     SIZE,
@@ -397,7 +397,7 @@ class _DetachedStart:
             "outputs": [asdict(output) for output in self._outputs],
             "run": str(run.run_dir.absolute()) if is_local else None,
             "shown": short(run.run_dir.absolute()),
-            "command": [redactor.text(argument) for argument in run.command],
+            "command": [redactor.text(argument) for argument in mask_assignments(run.command)],
             "launched_by": this_machine.user_at_host(),
             "launched_in": str(run.run_dir.absolute()),
             **run.options,

@@ -25,6 +25,7 @@ from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.formatting import shell_text
+from paceline.spec.job import MASK
 
 MAX_OPEN_FILES = 64  # at once; there is a log for every rank
 RESERVED_BYTES = 1 << 18
@@ -33,7 +34,6 @@ RESERVED_BYTES = 1 << 18
 LOG_RESERVE_BYTES = 1 << 30
 MIN_LOG_RESERVE_BYTES = 16 << 20  # or a twentieth of the disk
 CHECKED_BYTES = 1 << 20  # of output, after which the free space is looked at
-MASK = b"[secret]"
 
 
 class RunDirectory:
@@ -462,13 +462,13 @@ class Redactor:
     def whole(self, data: bytes) -> bytes:
         """Complete data without the secrets."""
         for secret in self._secrets:
-            data = data.replace(secret, MASK)
+            data = data.replace(secret, MASK.encode())
         return data
 
     def text(self, text: str) -> str:
         """A text without the secrets."""
         for secret in self._texts:
-            text = text.replace(secret, MASK.decode())
+            text = text.replace(secret, MASK)
         return text
 
     def piece(self, name: str, stream: str, data: bytes) -> bytes:

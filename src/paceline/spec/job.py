@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import unquote
 
 from paceline.spec.settings import Setting, Source
 
@@ -62,7 +63,15 @@ Processes = int | Literal["auto", "gpu", "cpu"]
 Show = Literal["all", "rank0", "none"]
 DisplayMode = Literal["live", "lines"]
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+# Short words count only between underscores: PATH and PATIENCE are not secrets. PWD is a folder.
+_SECRET_NAME = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH"
+    r"|(?!\APWD\Z)(?<![A-Z0-9])(?:PWD|PW|PAT|COOKIES?|CREDS?|JWT|PSK|BEARER)\d*(?![A-Z0-9])",
+    re.IGNORECASE,
+)
+# The login in a URL: the password reaches to the last @ before a slash, or the name is a key.
+_URL_LOGIN = re.compile(r"(?<=://)(?P<user>[^/\s:@]{0,500})(?::(?P<password>[^/\s]{1,5000}))?(?=@)")
+MASK = "[secret]"
 MIN_SECRET_LENGTH = 6  # characters; what is shorter stands in many a word, too
 _SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
 
@@ -89,13 +98,44 @@ def count_processes(requested: Processes, gpus: int, cpus: int) -> int:
 
 def redact(name: str, value: str) -> str:
     """The value of a variable as files and screens show it."""
-    return "(not recorded)" if _SECRET_NAME.search(name) else value
+    return "(not recorded)" if _SECRET_NAME.search(name) else _URL_LOGIN.sub(_mask_login, value)
+
+
+def _mask_login(login: re.Match[str]) -> str:
+    """The login of a URL without its password, or without a user that is a key."""
+    if login["password"] is not None:
+        return f"{login['user']}:{MASK}"
+    return MASK if _SECRET_SHAPE.fullmatch(login["user"]) else login["user"]
 
 
 def secret_values(variables: Mapping[str, str]) -> list[str]:
-    """Values whose variable's name says that they are secret; short ones stand everywhere."""
-    return [value for name, value in variables.items()
-            if _SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH]  # fmt: skip
+    """Secret values, by their variable's name, and logins in URLs; short ones stand everywhere."""
+    secrets = [value for name, value in variables.items() if _SECRET_NAME.search(name)]
+    for value in variables.values():
+        for login in _URL_LOGIN.finditer(value):
+            user, password = login["user"], login["password"]
+            if password is not None:  # programs print it alone, too, and decoded
+                secrets += [f"//{user}:{password}@", password, unquote(password)]
+            elif _SECRET_SHAPE.fullmatch(user):
+                secrets.append(user)
+    return [*dict.fromkeys(text for text in secrets if len(text) >= MIN_SECRET_LENGTH)]
+
+
+def mask_assignments(argv: Sequence[str]) -> list[str]:
+    """A command line without the secrets in ``--env NAME=VALUE``.
+
+    Unlike a search for the values, this also masks short ones.
+    """
+    masked: list[str] = []
+    for word in argv:
+        is_value = bool(masked) and masked[-1] == "--env"
+        option = "" if is_value or not word.startswith("--env=") else "--env="
+        if is_value or option:
+            name, equals, value = word.removeprefix(option).partition("=")
+            shown = MASK if _SECRET_NAME.search(name) else redact(name, value)
+            word = f"{option}{name}={shown}" if equals else word
+        masked.append(word)
+    return masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +196,7 @@ class Environment:
             name
             for name, value in self.forwarded.items()
             if not value.startswith("/")
-            and (_SECRET_NAME.search(name) or _SECRET_SHAPE.fullmatch(value))
+            and (redact(name, value) != value or _SECRET_SHAPE.fullmatch(value))
         )
 
     def redacted(self) -> dict[str, str]:

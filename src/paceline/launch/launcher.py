@@ -372,7 +372,8 @@ class Launcher:
         plan: Plan
         plan, _ = await gather_all([planning, warming])
         project = survey.scripts_project(self._request)
-        self._provisioner.supplies = self._outputs.set_code(reading.result(), project)
+        set_code = asyncio.to_thread(self._outputs.set_code, reading.result(), project)
+        self._provisioner.supplies = await set_code
         self.driver.set_plan(plan)
         self._results.set_first_node(fleet.first)
         await self._provisioner.send(plan, fleet)

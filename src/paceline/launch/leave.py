@@ -47,7 +47,7 @@ from paceline.remote.openssh import (
 from paceline.remote.protocol import FOLDER, PORT
 from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
-from paceline.rundir import detached_file
+from paceline.rundir import detached_file, earlier_outputs
 from paceline.rundir.directory import Redactor, RunDirectory, short
 from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.records import parse_json
@@ -199,6 +199,7 @@ class _DetachedStart:
         self._callers: dict[str, Login] = {}
         self._sent_manifest: Manifest = []
         self._project: Path | None = None
+        self._started = time.time()
         self._outputs: list[Output] = []  # of earlier starts
         self._data: dict[str, str] | None = None  # where the supervisor finds the folder of --data
         self._caller_tasks: list[asyncio.Task[None]] = []
@@ -249,7 +250,9 @@ class _DetachedStart:
                 code = supplies.code
                 if code is not None and code.copy is None:  # they are sent as outputs
                     paths = {str(entry[0]) for entry in code.manifest}
-                    code = code.without(journal.adopt(code.root, paths))
+                    code = code.without(await asyncio.to_thread(
+                        earlier_outputs.adopt, directory.path, code.root, journal, paths
+                    ))  # fmt: skip
                 trees = {"code": code, "package": supplies.package}
                 for number, tree in enumerate(supplies.inputs.values()):
                     trees[f"input{number}"] = tree
@@ -450,7 +453,8 @@ class _DetachedStart:
         """Fetches the files of a run that was over before it was detached."""
         note = self._screen.note
         fetcher = Fetcher(directory.path, note)
-        outputs = DetachedOutputs(channel, self._request.run_id, directory.path, self._project)
+        outputs = DetachedOutputs(channel, self._request.run_id, directory.path, self._project,
+                                  since=self._started)  # fmt: skip
         sizes = await fetcher.list_files(channel, root, None)
         await outputs.sync(root, sizes.get(names.OUTPUTS, 0), note, share=1.0, is_last=True)
         known = outputs.known_places()

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Output:
         local_mtime_us: Time of the last change of the file here when it had arrived.
         has_state: Whether it may hold the state of a model or an optimizer in this run, by its
             content.
+        is_adopted: Another run wrote it.
     """
 
     path: str
@@ -57,15 +58,17 @@ class Output:
     time: float
     local_mtime_us: int
     has_state: bool = True
+    is_adopted: bool = False
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> Output | None:
         """Reads a line of the journal; ``None`` if it is another one, or damaged."""
         kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
                  "mtime_us": int, "time": float, "local_mtime_us": int,
-                 "has_state": bool}  # fmt: skip
-        entry: dict[str, Any] = {field.name: value.get(field.name) for field in fields(cls)}
-        entry["has_state"] = value.get("has_state", True)  # not in lines of earlier versions
+                 "has_state": bool, "is_adopted": bool}  # fmt: skip
+        # the last two are not in lines of earlier versions
+        given = {"has_state": True, "is_adopted": False, **value}
+        entry: dict[str, Any] = {field.name: given.get(field.name) for field in fields(cls)}
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None
         numbers = [entry[name] for name, kind in kinds.items() if kind in (int, float)]
@@ -206,26 +209,13 @@ class OutputJournal(OutputRecords):
         self.add([output for output in self.pending.values()
                   if output.is_unchanged(self._run, project)])  # fmt: skip
 
-    def adopt(self, project: Path, paths: Set[str]) -> set[str]:
-        """Records files of the project that other runs beside this one wrote, and nobody changed.
+    def changed(self, paths: Iterable[str], project: Path | None) -> list[str]:
+        """The paths without those of outputs that are as they arrived, or not in the project."""
 
-        A later run may replace them, like its own.
+        def is_changed(output: Output | None) -> bool:
+            return output is None or not (output.place or output.is_unchanged(self._run, project))
 
-        Args:
-            paths: Candidates.
-
-        Returns:
-            The paths of the recorded files.
-        """
-        adopted: dict[str, Output] = {}
-        for other in _newest_runs(self._run):
-            journal = OutputJournal(other, LineSeals(other))
-            for path in journal.outputs.keys() & paths - self.outputs.keys() - adopted.keys():
-                output = journal.outputs[path]
-                if not output.place and output.is_unchanged(other, project):
-                    adopted[path] = replace(output, has_state=False)  # not this run's checkpoint
-        self.add([*adopted.values()])
-        return set(adopted)
+        return [path for path in paths if is_changed(self.outputs.get(path))]
 
     def add_folder(self, folder: str) -> None:
         """Records a folder that the run makes in the project, or found empty there."""

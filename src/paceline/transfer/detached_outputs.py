@@ -19,6 +19,7 @@ from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
+from paceline.rundir.earlier_outputs import EarlierOutputs
 from paceline.rundir.output_rules import (
     WrittenFile,
     group_files,
@@ -27,6 +28,7 @@ from paceline.rundir.output_rules import (
     order_of_arrival,
 )
 from paceline.rundir.outputs import MAX_JOURNAL_BYTES, Output, OutputJournal, OutputRecords
+from paceline.rundir.ownership import detached_of
 from paceline.spec.errors import NodeError
 from paceline.spec.rundir import FETCHED, OUTPUTS
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
@@ -54,15 +56,19 @@ class DetachedOutputs:
         channel: To an agent on the supervisor's host.
         run: The run directory here.
         project: The project here; ``None`` on a machine that did not start the run.
+        since: When the run started, if ``detached.json`` does not say it.
     """
 
-    def __init__(self, channel: Channel, run_id: str, run: Path, project: Path | None) -> None:
+    def __init__(self, channel: Channel, run_id: str, run: Path, project: Path | None, *,
+                 since: float | None = None) -> None:  # fmt: skip
         self._channel, self._run_id, self._run = channel, run_id, run
         self._project = project if project is not None and project.is_dir() else None
         self._remote = OutputRecords()
         self._offset, self._partial = 0, b""
         self._arrived = dict[str, str]()  # SHA-256 of the version that is here, by path
         self._removed, self._noted = set[str](), set[str]()
+        self._since = since
+        self._earlier: EarlierOutputs | None = None
 
     async def sync(self, root: str, journal_bytes: int, note: Callable[[str], None], *,
                    share: float, is_last: bool = False) -> None:  # fmt: skip
@@ -88,7 +94,7 @@ class DetachedOutputs:
         try:
             store = OutputStore(self._run, note)
             store.noted = self._noted
-            store.set_code(self._project, [])
+            await asyncio.to_thread(self._set_project, store)
             replaced = {path for path in removed
                         if is_shard(path) and index_of(path) in self._remote.outputs}  # fmt: skip
             store.journal.remove(sorted(removed - replaced))
@@ -99,6 +105,14 @@ class DetachedOutputs:
                 self._note_kept_out(store)
         finally:
             os.close(lock)
+
+    def _set_project(self, store: OutputStore) -> None:
+        """Sets the project of a store, which replaces no file of a run that started later."""
+        if self._earlier is None and self._project is not None:
+            location = detached_of(self._run)
+            since = self._since if location is None else location.since
+            self._earlier = EarlierOutputs(self._run, self._project, since)
+        store.set_code(self._project, [], self._earlier)
 
     def _remove_replaced(self, store: OutputStore, shards: Set[str]) -> set[str]:
         """Removes shards whose checkpoint has a new index here; returns those that stay for now."""

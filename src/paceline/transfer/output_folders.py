@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.agent.files.safe_paths import IncomingFile
 from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import Channel
 from paceline.rundir.output_rules import (
     SETTLE_S,
+    SHARD_SUFFIX,
     WrittenFile,
     group_files,
     index_of,
@@ -49,6 +51,7 @@ class OutputFolder:
         prefix: Of its paths here: empty for the project, ``RUN_PREFIX`` for files of the run.
         is_local: It is on this machine: files are already in their place.
         only_checkpoints: Only these count: no other host takes part, so the code was not listed.
+        is_uncollected: It has files of an earlier start, which its launcher did not fetch.
         since_us: Files that have not changed since are no outputs, on the clock of its disk.
         opened_at: When that was noted, on the monotonic clock.
         seen: Paths of the last list.
@@ -66,6 +69,7 @@ class OutputFolder:
     prefix: str = ""
     is_local: bool = False
     only_checkpoints: bool = False
+    is_uncollected: bool = False
     since_us: int = 0
     opened_at: float = 0.0
     seen: set[str] = field(default_factory=set)
@@ -138,6 +142,13 @@ def is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
     if has_succeeded or not is_checkpoint(unit, [file.path for file in group]):
         return all(file.is_whole for file in group)
     return is_complete(unit, group, has_ended=True, is_superseded=is_superseded)
+
+
+def shards_beside(root: Path, index: str) -> set[str]:
+    """Paths of the shards in a project that are in the folder of an index."""
+    folder = index.rpartition("/")[0]
+    shards = (root / folder).glob(f"*{SHARD_SUFFIX}")
+    return {f"{folder}/{path.name}".lstrip("/") for path in shards}
 
 
 async def fetch_slowly(folder: OutputFolder, file: WrittenFile, target: IncomingFile,

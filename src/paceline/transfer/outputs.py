@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import math
 import os
 import shutil
 import time
@@ -24,6 +25,7 @@ from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
+from paceline.rundir.earlier_outputs import EarlierOutputs
 from paceline.rundir.output_rules import (
     PathState,
     WrittenFile,
@@ -75,6 +77,7 @@ from paceline.transfer.output_folders import (
     is_new,
     latest_change_us,
     old_shards,
+    shards_beside,
 )
 from paceline.transfer.results import RESULT_LIMIT, room_problem
 from paceline.transfer.torch_files import has_state, is_intact
@@ -110,24 +113,41 @@ class OutputStore:
         self.journal.compact()
         self._run, self._note = run, note
         self.noted = set[str]()
+        self._earlier: EarlierOutputs | None = None
         self._is_receiving = asyncio.Lock()
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
         self._fresh = set[str]()  # paths of what arrived since the ranks started
         shutil.rmtree(run / UNPLACED, ignore_errors=True)  # of a launcher that was killed
 
-    def set_code(self, project: Path | None, manifest: Manifest) -> set[str]:
+    def set_code(self, project: Path | None, manifest: Manifest,
+                 earlier: EarlierOutputs | None = None) -> set[str]:  # fmt: skip
         """Sets the project, which is not here in a detached run, and the files sent from it.
+
+        Blocking.
+
+        Args:
+            earlier: What is known of other runs; by default, of those that started before now.
 
         Returns:
             Paths in ``manifest`` that other runs wrote: they are sent as outputs, not as code.
         """
-        self.project = project
+        self.project, self._earlier = project, None
         self.journal.confirm_pending(project)
         sent = {str(entry[0]) for entry in manifest}
-        adopted = self.journal.adopt(project, sent) if project is not None and sent else set()
+        if project is not None:
+            self._earlier = earlier or EarlierOutputs(self._run, project)
+        adopted = self._adopt(sent)
         self._code = frozenset(map(fold_name, sent - adopted))
         return adopted
+
+    def _adopt(self, paths: Set[str], *, refresh: bool = False) -> set[str]:
+        """Records unchanged files of other runs; returns their paths."""
+        if not paths or self._earlier is None:
+            return set()
+        adopted = self._earlier.to_adopt(self.journal.changed(paths, self.project), refresh=refresh)
+        self.journal.add(adopted)
+        return {output.path for output in adopted}
 
     def _was_sent(self, path: str) -> bool:
         return fold_name(path) in self._code
@@ -236,6 +256,7 @@ class OutputStore:
         Returns:
             The paths of the fetched files, and whether no complete file is left on the node.
         """
+        folder.is_uncollected = True
         async with self._receiving():
             files = await self.list_files(folder)
             for file in files:
@@ -363,7 +384,9 @@ class OutputStore:
         The thread would go on, and would meet the next files that are received.
         """
         placing = asyncio.ensure_future(
-            asyncio.to_thread(self.place_unit, folder.host, group, hashes, index)
+            asyncio.to_thread(
+                self.place_unit, folder.host, group, hashes, index, folder.is_uncollected
+            )
         )
         try:
             await asyncio.shield(placing)
@@ -441,7 +464,7 @@ class OutputStore:
         """
         files = {file.path: file for file in itertools.chain.from_iterable(batch.values())}
         if not folder.prefix:
-            adopted = self.journal.adopt(Path(folder.root), files.keys())
+            adopted = self._adopt(files.keys(), refresh=True)
             files = {path: file for path, file in files.items() if path not in adopted}
         files = {path: file for path, file in files.items() if not self._is_recorded(folder, file)}
         self._remove_shards_of_others(folder, files.keys())
@@ -468,9 +491,7 @@ class OutputStore:
         root = Path(folder.root)
         for index in filter(is_index, files):
             if not folder.prefix:
-                parent = _parent(index)
-                beside = {f"{parent}/{path.name}" for path in (root / parent).glob("*.distcp")}
-                self.journal.adopt(root, beside - files)
+                self._adopt(shards_beside(root, index) - files, refresh=True)
             kept = {path for path, output in self.journal.outputs.items()
                     if output.host == folder.host or path in files}  # fmt: skip
             self._remove_old_shards(index, kept, is_outside=bool(folder.prefix))
@@ -501,13 +522,17 @@ class OutputStore:
     # --- to its place ------------------------------------------------------------------------
 
     def place_unit(self, host: str, group: Sequence[WrittenFile], hashes: Mapping[str, str],
-                   index: Output | None = None) -> None:  # fmt: skip
+                   index: Output | None = None,
+                   is_uncollected: bool = False) -> None:  # fmt: skip
         """Records received files and moves them to their places; a folder goes to one place.
 
         Args:
             index: Of the distributed checkpoint to which the files belong, if it is here already.
+            is_uncollected: Ranks of an earlier start wrote them. They do not replace what another
+                run wrote later.
         """
-        states = {file.path: self._state(file.path) for file in group}
+        before = min(map(_mtime_us, group)) / 1e6 if is_uncollected else math.inf
+        states = {file.path: self._state(file.path, before) for file in group}
         is_taken = any(state.exists and not state.is_own_output for state in states.values())
         is_beside = index is not None and bool(index.place)
         outputs = []
@@ -534,6 +559,9 @@ class OutputStore:
         self.journal.add(placed)
         self._fresh |= {output.path for output in placed}
         for output in filter(lambda output: is_index(output.path), placed):
+            if self.project is not None and not output.place:
+                beside = shards_beside(self.project, output.path) - self._fresh
+                self._adopt({path for path in beside if self._state(path, before).is_own_output})
             self._remove_old_shards(output.path, self._fresh, is_outside=bool(output.place))
 
     def _remove_old_shards(self, index: str, kept: Collection[str], *, is_outside: bool) -> None:
@@ -559,10 +587,15 @@ class OutputStore:
                     folders.remove(output.place or output.path)
         self.journal.remove([output.path for output in known])
 
-    def _state(self, path: str) -> PathState:
-        """What this machine has at a path of the project."""
+    def _state(self, path: str, before: float = math.inf) -> PathState:
+        """What this machine has at a path of the project.
+
+        Args:
+            before: In seconds since 1970. Later files of other runs are not to be replaced.
+        """
         if self.project is None:
             return PathState()
+        assert self._earlier is not None
         own, folder = False, ""
         if is_run(self.project) and _is_of_run(path):
             return PathState(exists=True)
@@ -572,12 +605,16 @@ class OutputStore:
             is_other = local.is_symlink() or (os.path.lexists(local) and not local.is_dir())
             if is_other or is_run(local):  # another run may resume from what is there
                 return PathState(exists=True)
-            own = own or folder in self.journal.folders or _is_empty(local)
-        is_own = any(output is not None and not output.place
-                     and output.is_unchanged(self._run, self.project)
-                     for output in (self.journal.outputs.get(path), self.journal.pending.get(path))
-                     )  # fmt: skip
+            own = (own or folder in self.journal.folders or _is_empty(local)
+                   or self._was_made(folder))  # fmt: skip
+        known = [output for output in (self.journal.outputs.get(path),
+                                       self.journal.pending.get(path))
+                 if output is not None and not output.place
+                 and output.is_unchanged(self._run, self.project)]  # fmt: skip
         exists = os.path.lexists(self.project / path)
+        is_own = any(not output.is_adopted for output in known) or (
+            exists and self._earlier.may_replace(path, before=before, is_adopted=bool(known))
+        )
         return PathState(self._was_sent(path), exists, is_own, own)
 
     def _place(self, path: str, unplaced: str, state: PathState) -> bool:
@@ -602,7 +639,7 @@ class OutputStore:
             is_missing = not os.path.lexists(local)
             is_known = any(folder == own or folder.startswith(f"{own}/")
                            for own in self.journal.folders)  # fmt: skip
-            if not is_known and (is_missing or _is_empty(local)):
+            if not is_known and (is_missing or _is_empty(local) or self._was_made(folder)):
                 self.journal.add_folder(folder)
             if is_missing:
                 parent_fd = safe_paths.open_folder(str(self.project), parent)
@@ -610,6 +647,9 @@ class OutputStore:
                     os.mkdir(name, dir_fd=parent_fd)
                 finally:
                     os.close(parent_fd)
+
+    def _was_made(self, folder: str) -> bool:
+        return self._earlier is not None and self._earlier.made_folder(folder)
 
     def _place_outside(self, host: str, path: str) -> str:
         """The place in the run directory for a file that may not arrive in the project."""
@@ -758,6 +798,10 @@ def _is_of_run(path: str) -> bool:
 
 def _path(file: WrittenFile) -> str:
     return file.path
+
+
+def _mtime_us(file: WrittenFile) -> int:
+    return file.mtime_us
 
 
 def _parent(path: str) -> str:

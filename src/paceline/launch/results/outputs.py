@@ -55,7 +55,7 @@ class OutputSync:
         self._problem = ""
 
     def set_code(self, supplies: Supplies, project: Path | None = None) -> Supplies:
-        """Sets the code that nodes get, and its folder if this is the user's machine.
+        """Sets the code that nodes get, and its folder if this is the user's machine. Blocking.
 
         Returns:
             The supplies without files that other runs wrote: nodes get these with their times.
@@ -190,7 +190,7 @@ class OutputSync:
         if tree is not None and tree.copy is None and has_copies:
             folders.append(OutputFolder(first.name, first.channel, str(tree.root), is_local=True))
         elif self._project is not None and all(node.host.local for node in fleet.everyone):
-            self.store.set_code(self._project, [])
+            await asyncio.to_thread(self.store.set_code, self._project, [])
             self._local_checkpoints = OutputFolder(
                 first.name, first.channel, str(self._project), is_local=True, only_checkpoints=True
             )

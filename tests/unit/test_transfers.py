@@ -396,6 +396,30 @@ def test_superseded_files_are_reported_separately(tmp_path: Path) -> None:
     run(work)
 
 
+def test_names_files_of_rank_0_that_may_not_be_in_project(tmp_path: Path) -> None:
+    """Such as a pickle outside of a checkpoint folder: the user must copy it."""
+    run_dir = RunDirectory(tmp_path / "run")
+    remote_end = fill(tmp_path / "job/code", {"out/meta.pkl": b"x", "out/.a/b": b"y",
+                                         "out/.c": b"z", "out/late.bin": b"w"})  # fmt: skip
+
+    async def work(served: Served) -> None:
+        nodes = [make_node(served, name, None) for name in ("n1", "n2")]
+        for node in nodes:
+            node.copies["code"] = str(remote_end), []
+        notes: list[str] = []
+        results = ResultCollector(run_dir, notes.append, OutputSync(run_dir.path, notes.append))
+        results.first = nodes[0]
+        await results.fetch(make_fleet(*nodes))
+        of_first, of_second, refused = notes
+        assert "1 new file of n1: " in of_first
+        assert "4 new files of n2: " in of_second
+        assert "3 files of the script, which may not be put into the project: " in refused
+        assert [Path(path).name for path in refused.split(", ")[1:]][-2:] == ["b", ".c"]
+        assert "files/n1/out/meta.pkl, " in refused
+
+    run(work)
+
+
 def test_fetches_files_written_outside_project(
     tmp_path: Path,
 ) -> None:

@@ -668,6 +668,18 @@ class OutputStore:
         if self.project is not None and not output.path.startswith(RUN_PREFIX):
             self.kept_out[output.path] = output.place
 
+    def add_refused(self, host: str, paths: Iterable[str]) -> set[str]:
+        """Adds files of rank 0's host below ``files/`` whose names no file in the project may have.
+
+        Returns their paths. Hidden files are named last.
+        """
+        folder = f"{FETCHED}/{safe_name(host)}"
+        refused = {path for path in paths if not self.travels(path)
+                   and os.path.lexists(self._run / folder / path)}  # fmt: skip
+        for path in sorted(refused, key=lambda path: (f"/{path}".count("/."), path)):
+            self.kept_out.setdefault(path, f"{folder}/{path}")
+        return refused
+
     def note_kept_out(self) -> None:
         """Names the files that did not arrive in the project."""
         places: dict[bool, list[str]] = {True: [], False: []}

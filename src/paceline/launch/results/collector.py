@@ -262,8 +262,13 @@ class ResultCollector:
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place,
                                                 known.__contains__)  # fmt: skip
             superseded = [path for path in fetched if is_superseded(path)]
-            if len(fetched) > len(superseded):
-                count = pluralize(len(fetched) - len(superseded), "new file")
+            others = {*fetched} - {*superseded}
+            if rank_zero:  # lines at the end name them
+                others -= await asyncio.to_thread(
+                    self._outputs.store.add_refused, node.name, others
+                )
+            if others:
+                count = pluralize(len(others), "new file")
                 self._note(f"paceline: {count} of {node.name}: {short(place)}")
             if superseded:
                 self._note(f"paceline: {pluralize(len(superseded), 'file')} of {node.name}, set"

@@ -162,6 +162,31 @@ def test_does_not_replace_user_files(workspace: Workspace) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("is_new_start", [False, True])
+def test_replaces_file_that_script_removed(workspace: Workspace, is_new_start: bool) -> None:
+    """Removed files stay in the project; the script may write them anew."""
+
+    async def work(served: Served) -> None:
+        folder = await workspace.folder(served, "n1")
+        for path in ("out/log.csv", "out/mine.csv"):
+            workspace.write("n1", path, b"first")
+        await workspace.store.sync(folder, has_ended=True)
+        (workspace.project / "out/mine.csv").write_text("mine")
+        shutil.rmtree(workspace.copy("n1") / "out")
+        await workspace.store.sync(folder)
+        assert not workspace.store.journal.outputs
+        if is_new_start:
+            workspace.store = workspace.fresh_store()
+            folder = await workspace.folder(served, "n1")
+        for path in ("out/log.csv", "out/mine.csv"):
+            workspace.write("n1", path, b"second", age_s=-60.0)
+        await workspace.store.sync(folder, has_ended=True)
+        assert (workspace.project / "out/log.csv").read_bytes() == b"second"
+        assert (workspace.project / "out/mine.csv").read_bytes() == b"mine"
+
+    run(work)
+
+
 def test_received_files_respect_umask(workspace: Workspace) -> None:
     async def work(served: Served) -> None:
         folder = await workspace.folder(served, "n1")

@@ -26,6 +26,7 @@ from paceline.spec.rundir import OUTPUTS, PLAN
 MAX_JOURNAL_BYTES = 64 << 20
 MAX_SHOWN_BYTES = 2 << 20  # read by others than launchers
 MIN_COMPACTED_LINES = 1000
+MAX_COMPACTED_REMOVALS = 250  # removed files that a rewritten journal still names
 MAX_EARLIER_RUNS = 20  # of which files in the project are known
 _MAX_NUMBER = 1 << 53  # of bytes, and of microseconds since 1970
 # of a trained model of transformers or peft, outside of checkpoint folders
@@ -110,6 +111,8 @@ class OutputRecords:
 
     Attributes:
         outputs: The latest version of each file that the script has not removed, by path.
+        removed: The latest version of each file that the script has removed, by path. What has
+            arrived here stays.
         pending: Versions that were about to move to their places, by path.
         folders: Folders that these runs made in the project.
         versions: Path and SHA-256 of each version that has arrived, by the place where it did.
@@ -117,6 +120,7 @@ class OutputRecords:
 
     def __init__(self) -> None:
         self.outputs: dict[str, Output] = {}
+        self.removed: dict[str, Output] = {}
         self.pending: dict[str, Output] = {}
         self.folders: set[str] = set()
         self.versions: dict[str, tuple[str, str]] = {}
@@ -132,7 +136,7 @@ class OutputRecords:
         elif type(start := value.get("local_start_us")) is int:
             self._local_start_us = start
         elif isinstance(path := value.get("removed"), str):
-            self.outputs.pop(path, None)
+            self._forget(path)
         elif isinstance(pending := value.get("pending"), dict):
             if (output := Output.read(pending)) is not None:
                 self.pending[output.path] = output
@@ -146,8 +150,13 @@ class OutputRecords:
     def _include(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             self.outputs[output.path] = output
+            self.removed.pop(output.path, None)
             self.pending.pop(output.path, None)
             self.versions[output.place or output.path] = output.path, output.sha256
+
+    def _forget(self, path: str) -> None:
+        if (output := self.outputs.pop(path, None)) is not None:
+            self.removed[path] = output
 
 
 class OutputJournal(OutputRecords):
@@ -185,6 +194,8 @@ class OutputJournal(OutputRecords):
         """Rewrites a journal that consists mostly of versions that were replaced."""
         if self._num_lines > MIN_COMPACTED_LINES + 2 * (len(self.outputs) + len(self.folders)):
             lines: list[dict[str, Any]] = [{"folder": folder} for folder in sorted(self.folders)]
+            for output in [*self.removed.values()][-MAX_COMPACTED_REMOVALS:]:
+                lines += [asdict(output), {"removed": output.path}]
             lines += [asdict(output) for output in self.outputs.values()]
             lines += [{"pending": asdict(output)} for output in self.pending.values()]
             if self._local_start_us is not None:
@@ -234,7 +245,7 @@ class OutputJournal(OutputRecords):
         known = [path for path in paths if path in self.outputs]
         self._append([{"removed": path, "time": round(time.time(), 3)} for path in known])
         for path in known:
-            del self.outputs[path]
+            self._forget(path)
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
         if not lines:

@@ -607,9 +607,10 @@ class OutputStore:
                 return PathState(exists=True)
             own = (own or folder in self.journal.folders or _is_empty(local)
                    or self._was_made(folder))  # fmt: skip
-        known = [output for output in (self.journal.outputs.get(path),
-                                       self.journal.pending.get(path))
-                 if output is not None and not output.place
+        journal = self.journal
+        versions = (outputs.get(path) for outputs in (journal.outputs, journal.removed,
+                                                      journal.pending))  # fmt: skip
+        known = [output for output in versions if output is not None and not output.place
                  and output.is_unchanged(self._run, self.project)]  # fmt: skip
         exists = os.path.lexists(self.project / path)
         is_own = any(not output.is_adopted for output in known) or (

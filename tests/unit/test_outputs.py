@@ -30,7 +30,7 @@ from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import RunDirectory, short
 from paceline.rundir.output_rules import WrittenFile, unit_of
 from paceline.rundir.outputs import Output, OutputJournal, newest_checkpoint, script_checkpoint
-from paceline.transfer import output_folders, outputs, results, torch_files
+from paceline.transfer import local_outputs, output_folders, outputs, results, torch_files
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
 from paceline.transfer.outputs import OutputStore
 from paceline.transfer.tree import Manifest, Tree, read_tree
@@ -119,7 +119,7 @@ def test_outputs_arrive_at_script_paths(workspace: Workspace) -> None:
         assert abs(arrived.stat().st_mtime - time.time() + 60) < 10
         assert (workspace.project / "table.csv").read_text() == "sent"
         assert script_checkpoint(workspace.run) == "out/ckpt_1.pt"
-        assert not (workspace.run / outputs.UNPLACED).exists()
+        assert not (workspace.run / local_outputs.UNPLACED).exists()
         workspace.write("n1", "out/ckpt_2.pt", torch_zip("two"), age_s=0)
         await workspace.store.sync(folder)
         assert script_checkpoint(workspace.run) == "out/ckpt_2.pt"
@@ -1099,7 +1099,7 @@ def test_refetches_file_that_was_not_placed(
         group = [file for file in files if file.path == "out/ckpt_1.pt"]
         hashes = await workspace.store.receive(folder, group, 1.0)
         with monkeypatch.context() as patched:
-            patched.setattr(outputs, "move_file", raise_interrupt)
+            patched.setattr(local_outputs, "move_file", raise_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 workspace.store.place_unit("n1", group, hashes)
         assert not script_checkpoint(workspace.run)
@@ -1370,12 +1370,12 @@ def encrypted_zip() -> bytes:
 
 @pytest.mark.parametrize("data", [hostile_zip(100_000), encrypted_zip()], ids=["huge", "encrypted"])
 def test_hostile_torch_file_is_not_intact(workspace: Workspace, data: bytes) -> None:
-    (workspace.run / outputs.UNPLACED).mkdir(parents=True)
-    (workspace.run / outputs.UNPLACED / "x.pt").write_bytes(data)
+    (workspace.run / local_outputs.UNPLACED).mkdir(parents=True)
+    (workspace.run / local_outputs.UNPLACED / "x.pt").write_bytes(data)
     tracemalloc.start()
     try:
-        assert not torch_files.is_intact(workspace.run / outputs.UNPLACED / "x.pt")
-        assert not torch_files.has_state(workspace.run / outputs.UNPLACED / "x.pt")
+        assert not torch_files.is_intact(workspace.run / local_outputs.UNPLACED / "x.pt")
+        assert not torch_files.has_state(workspace.run / local_outputs.UNPLACED / "x.pt")
         assert tracemalloc.get_traced_memory()[1] < 2 * torch_files.MAX_ZIP_INDEX_BYTES
     finally:
         tracemalloc.stop()

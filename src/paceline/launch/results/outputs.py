@@ -18,8 +18,9 @@ from paceline.remote.fanout import gather_all
 from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize, shell_text
+from paceline.transfer.local_outputs import format_paths
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
-from paceline.transfer.outputs import OutputStore, format_paths
+from paceline.transfer.outputs import OutputStore
 from paceline.transfer.tree import Tree
 
 POLL_S = 2.0  # between two looks at rank 0's files

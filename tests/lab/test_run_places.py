@@ -171,6 +171,24 @@ def test_ship_never_fails_without_code(isolated_site: Site) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("is_on_hosts", [False, True])
+def test_refuses_copy_if_current_folder_is_outside_project(
+    isolated_site: Site, tmp_path: Path, is_on_hosts: bool
+) -> None:
+    """What the script writes to a relative path would stay on the host without a word."""
+    script = isolated_site.project / "write.py"
+    script.write_text("open('result.json', 'w').write('1')\n")
+    folder = Path("/var/tmp") if is_on_hosts else tmp_path
+    for ended in (isolated_site.run(*words, "--no-torch", str(script), cwd=folder)
+                  for words in (("--plan",), ())):  # fmt: skip
+        assert ended.code == 1
+        assert f"the current folder is {folder}; n1 needs a copy" in ended.err
+        assert f"cd {isolated_site.project}, and name the script as write.py" in ended.err
+    assert "the script is outside the current folder" in ended.json("result.json")["error"]
+    ended = isolated_site.run("--no-torch", "write.py")
+    assert (ended.code, (isolated_site.project / "result.json").read_text()) == (0, "1")
+
+
 def test_fetches_new_files(isolated_site: Site) -> None:
     """Rank 0's files arrive at the paths where it wrote them, others in a folder for each host."""
     ended = isolated_site.run("--no-torch", "end.py", "write")

@@ -689,6 +689,54 @@ def test_ship_never_rejects_different_code() -> None:
     assert caught.value.found == "n1 has no folder /w"
 
 
+ELSEWHERE = {"workdir": "/u/else", "entry": Entry("script", "/w/a.py", ("--lr", "1"))}
+
+
+@pytest.mark.parametrize("code", [DIFFERENT_CODE, {**EQUAL_CODE, "exists": False}])
+@pytest.mark.parametrize("has_workdir", [False, True])
+def test_rejects_copy_without_current_folder(code: dict[str, Any], has_workdir: bool) -> None:
+    """A folder of that name on the host may be another one, from which no file is fetched."""
+    with pytest.raises(NodeError, match="outside the current folder") as caught:
+        place_code(code, has_workdir=has_workdir, **ELSEWHERE)
+    assert "the current folder is /u/else" in caught.value.found
+    assert "cd /w, and name the script as a.py" in caught.value.remedy
+    assert "Or cd" not in caught.value.remedy  # / is no project
+    call = Entry("function", "f()", ("/w",))
+    with pytest.raises(NodeError, match="outside the current folder") as caught:
+        place_code(code, has_workdir=has_workdir, workdir="/u/else", entry=call)
+    assert "cd /w, and start there" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("workdir", "common"),
+    [("/u/x/else", "/u/x"), ("/u/x/proj2/deep", "/u/x"), ("/u/y", ""), ("/tmp", "")],
+)
+def test_names_common_parent_of_current_folder_and_script(
+    workdir: str, common: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supplies = Supplies(Tree(Path("/u/x/a proj"), TREE.manifest))
+    entry = Entry("script", "/u/x/a proj/a.py")
+    for home in ("/home/u", "/u/x/me"):
+        monkeypatch.setenv("HOME", home)
+        with pytest.raises(NodeError) as caught:
+            place_code(DIFFERENT_CODE, supplies=supplies, workdir=workdir, entry=entry)
+        first, *others = caught.value.remedy.splitlines()
+        assert first.startswith("cd '/u/x/a proj', and name the script as a.py: ")
+        is_named = bool(common) and home == "/home/u"  # a home folder is no project
+        assert len(others) == is_named
+        assert not is_named or f"Or cd {common}, and name the script as 'a proj/a.py'" in others[0]
+
+
+def test_script_outside_current_folder_runs_in_it_if_host_has_both() -> None:
+    place = place_code(EQUAL_CODE, **ELSEWHERE)
+    assert (place.code, place.workdir, place.copies) == ("verified equal", "/u/else", ())
+    with pytest.raises(NodeError, match="outside the current folder"):
+        place_code(EQUAL_CODE, has_workdir=False, **ELSEWHERE)
+    with pytest.raises(NodeError, match="--ship never was given") as caught:
+        place_code(EQUAL_CODE, has_workdir=False, ship=cli_setting("never"), **ELSEWHERE)
+    assert caught.value.found == "n1 lacks the current folder, /u/else"
+
+
 def test_input_folders_are_sent_and_arguments_mapped() -> None:
     data = Supplies(inputs={"/here/d": TREE})
     the_entry = Entry("module", "m", ("--data", "/here/d", "x"))

@@ -1219,6 +1219,25 @@ def test_notes_hosts_with_own_projects(
     assert [note.partition(" have")[0] for note in notes] == ["paceline: note: n1, n2"] * is_noted
 
 
+@pytest.mark.parametrize(
+    ("folder", "is_shared", "is_noted"),
+    [("else", False, True), ("else", True, False), ("project/sub", False, False)],
+)
+def test_notes_hosts_whose_current_folder_is_outside_project(
+    workspace: Workspace, folder: str, is_shared: bool, is_noted: bool
+) -> None:
+    notes: list[str] = []
+    workdir = workspace.project.parent / folder
+    sync = OutputSync(workspace.run, notes.append, workdir=workdir)
+    sync.set_code(Supplies(Tree(workspace.project, [["train.py", "", 0o644, 4]])))
+    nodes = [SimpleNamespace(name=f"n{number}", host=SimpleNamespace(local=number == 1),
+                             shared_run_dir=is_shared, copies={})
+             for number in (1, 2)]  # fmt: skip
+    sync._note_own_projects(cast(Fleet, SimpleNamespace(everyone=nodes)))
+    assert len(notes) == is_noted
+    assert not is_noted or f"On n2, its relative paths lead to {workdir}" in notes[0]
+
+
 def test_notes_new_paths_outside_project(workspace: Workspace) -> None:
     present = {"/data"}
     notes: list[str] = []

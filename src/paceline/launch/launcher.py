@@ -198,7 +198,8 @@ class Launcher:
         self._actions = RunActions(request.run_id, self.recorder, screen.note)
         self._request, self._screen, self._directory = request, screen, directory
         entry = request.job.entry
-        self._outputs = OutputSync(directory.path, screen.note, entry.args)
+        self._outputs = OutputSync(directory.path, screen.note, entry.args,
+                                   Path(request.job.workdir))  # fmt: skip
         self._results = ResultCollector(directory, screen.note, self._outputs,
                                         is_call=entry.kind == "function")  # fmt: skip
         self._provisioner = Provisioner(request, directory, screen, self.recorder, self._outputs)

@@ -260,8 +260,9 @@ async def _survey_files(nodes: Sequence[Node], job: Job, supplies: Awaitable[Sup
     read = await asyncio.shield(supplies)
 
     async def inspect(node: Node) -> None:
-        difference = await _compare(node, job, read.code)
-        has_workdir = await _has_workdir(node, job, read.code)
+        difference, has_workdir = await gather_all(
+            [_compare(node, job, read.code), _has_workdir(node, job, read.code)]
+        )
         place = await _locate_data(node, job, read.data)
         node.survey = HostSurvey(
             node.host, node.facts, network.LOOPBACK, difference, has_workdir, place

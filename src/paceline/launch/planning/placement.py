@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,10 @@ from paceline.spec.settings import Setting, Source
 from paceline.transfer.data import DataFolder, DataPlace
 from paceline.transfer.files import job_folder
 from paceline.transfer.links import reject_outward
-from paceline.transfer.tree import Tree, args_at, entry_at, relocate
+from paceline.transfer.tree import Tree, args_at, entry_at, relocate, script_path
 
 Facts = Mapping[str, Any]
+MIN_PROJECT_PARTS = 2  # of the path of a folder that may be a project: / and a name are too few
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class HostSurvey:
     Attributes:
         code: How its code differs from the launcher's (``exists``, ``missing``, ``different``);
             ``None`` if there was nothing to compare.
-        has_workdir: Whether the folder of :func:`required_workdir` exists.
+        has_workdir: Whether the folder of :func:`required_workdir` exists there.
         data: Where it has the data, and what is missing; ``None`` on the launching machine.
     """
 
@@ -89,10 +91,11 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
     code, entry, copies = "in place", job.entry, []
     if tree is not None:
         root = code_root(host, tree)
-        code = _code_placement(job, host, root, survey.code)
+        code = _code_placement(job, survey, root)
         if code == "verified equal" and not tree.manifest:
             code = "not compared"
         if code == "shipped":
+            _check_workdir(job, host, tree)
             _check_links(job, tree)
             target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
             copies.append(Copy("code", str(tree.root), target))
@@ -102,13 +105,13 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
         if code == "shipped":
             words = job.data.words if job.data else ()
             entry = args_at(entry, tree.root, root, {*words, *supplies.inputs})
-    if not survey.has_workdir:
+    if not survey.has_workdir and tree is None:
         if host.workdir:
             raise NodeError(
                 f"{host.name} has no folder {workdir}",
                 remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
             )
-        workdir = str(survey.facts["user"]["home"])  # a program runs there as well
+        workdir = str(survey.facts["user"]["home"])  # a recipe writes to the run directory
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
         if path not in {input_folder.path for input_folder in job.inputs if input_folder.named}:
@@ -122,6 +125,36 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
         check_data(job, host, survey.data)
         copies.append(Copy("data", job.data.path, data))
     return Place(code, workdir, entry, tuple(copies), data)
+
+
+def _check_workdir(job: Job, host: Host, tree: Tree) -> None:
+    """Raises NodeError if the work folder is not part of the code that is sent.
+
+    Relative paths of the script would lead to a folder of the host from which no file is fetched,
+    and to which none is sent.
+    """
+    workdir, root = Path(job.workdir), tree.root
+    if workdir.is_relative_to(root):
+        return
+    is_script = job.entry.kind == "script"
+    script = script_path(job.entry, job.workdir) if is_script else None
+
+    def start_in(folder: Path) -> str:
+        name = shell_text([str(script.relative_to(folder))]) if script else ""
+        how = f"name the script as {name}" if name else "start there"
+        return f"cd {shell_text([str(folder)])}, and {how}: relative paths then lead to this folder"
+
+    remedies, common = [start_in(root)], Path(os.path.commonpath([workdir, root]))
+    # home folders, /tmp and the like hold too much that is no code
+    if not Path.home().is_relative_to(common) and len(common.parts) > MIN_PROJECT_PARTS:
+        remedies.append(f"Or {start_in(common)}, which is sent as a whole")
+    raise NodeError(
+        "the script is outside the current folder, so its relative paths would lead to other files"
+        f" on {host.name} than here",
+        found=f"the current folder is {workdir}; {host.name} needs a copy of the script's folder,"
+        f" {root}, and gets no copy of other folders",
+        remedy="\n".join(remedies),
+    )
 
 
 def _check_links(job: Job, tree: Tree) -> None:
@@ -216,10 +249,12 @@ def copy_target(facts: Facts, folder: str, name: str) -> str:
 
 
 def required_workdir(job: Job, host: Host, tree: Tree | None) -> str | None:
-    """Returns the work folder that a host must have; ``None`` if the code contains it."""
-    if host.local or (tree is not None and Path(job.workdir).is_relative_to(tree.root)):
+    """Returns the work folder that a host must have to run without a copy of the code."""
+    if host.local:
         return None
-    return job.workdir if tree is not None else host.workdir or job.workdir
+    if tree is None:
+        return host.workdir or job.workdir
+    return relocate(job.workdir, tree.root, code_root(host, tree))
 
 
 def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
@@ -228,18 +263,21 @@ def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
     return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
 
 
-def _code_placement(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
+def _code_placement(job: Job, survey: HostSurvey, root: str) -> str:
     """Decides how a host gets the code; NodeError if it differs and may not be sent."""
     if job.ship.value == "always":
         return "shipped"
+    host, code = survey.host, survey.code
     assert code is not None
     differing = [*code["different"], *code["missing"]]
-    if code["exists"] and not differing:
+    if code["exists"] and not differing and survey.has_workdir:
         return "verified equal"
     if job.ship.value != "never":
         return "shipped"
     reason = f"{host.name} has no folder {root}"
-    if code["exists"]:
+    if code["exists"] and not differing:
+        reason = f"{host.name} lacks the current folder, {job.workdir}"
+    elif code["exists"]:
         examples = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
         count = f"{len(differing)} files are" if len(differing) > 1 else "1 file is"
         reason = f"{count} missing or different there: {examples}"

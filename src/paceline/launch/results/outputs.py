@@ -36,16 +36,21 @@ class OutputSync:
 
     Args:
         arguments: Of the script.
+        workdir: The current folder, to which its relative paths lead.
 
     Attributes:
         store: The files that are here.
     """
 
     def __init__(
-        self, run: Path, note: Callable[[str], None], arguments: Sequence[str] = ()
+        self,
+        run: Path,
+        note: Callable[[str], None],
+        arguments: Sequence[str] = (),
+        workdir: Path | None = None,
     ) -> None:
         self.store = OutputStore(run, note)
-        self._run, self._note, self._arguments = run, note, arguments
+        self._run, self._note, self._arguments, self._workdir = run, note, arguments, workdir
         # absolute paths that rank 0's node did not have at the start
         self._outside: tuple[Node, list[str]] | None = None
         self._tree: Tree | None = None
@@ -138,16 +143,23 @@ class OutputSync:
                        " below the project")  # fmt: skip
 
     def _note_own_projects(self, fleet: Fleet) -> None:
-        """Says which hosts have the project themselves, so that files are not sent to others."""
-        if self._tree is None or not self._run.resolve().is_relative_to(self._tree.root):
+        """Says which hosts use folders of their own, so that files of the script stay there."""
+        if self._tree is None:
             return
+        root = self._tree.root
         hosts = [
             node.name
             for node in fleet.everyone
             if not (node.host.local or node.shared_run_dir or node.copies.get("code"))
         ]
-        if len(hosts) > 1:
-            names = ", ".join(hosts[:5]) + ", …" * (len(hosts) > 5)
+        names = ", ".join(hosts[:5]) + ", …" * (len(hosts) > 5)
+        if hosts and self._workdir is not None and not self._workdir.is_relative_to(root):
+            self._note(
+                f"paceline: note: the script is outside the current folder. On {names}, its"
+                f" relative paths lead to {self._workdir}; if that is not on a shared disk, its"
+                f" files stay there. To get them here, start in {root}, with --ship always"
+            )
+        elif len(hosts) > 1 and self._run.resolve().is_relative_to(root):
             self._note(
                 f"paceline: note: {names} have the project on disks of their own, where files of"
                 " the script stay. To have its checkpoints on all hosts, add --ship always"

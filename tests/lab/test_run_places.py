@@ -171,6 +171,36 @@ def test_ship_never_fails_without_code(isolated_site: Site) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("name", ["empty", "ignored"])
+def test_runs_in_folder_without_sent_files(isolated_site: Site, tmp_path: Path, name: str) -> None:
+    """Its files arrive in it, and all hosts get them at the next start."""
+    project = tmp_path / "repo"
+    folder = project / "experiments" / name
+    folder.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    (project / ".gitignore").write_text("ignored/\n")
+    (project / "count.py").write_text(
+        "import json, os, time\nfrom pathlib import Path\n"
+        "file = Path('out/state.json')\n"
+        "count = json.loads(file.read_text()) if file.exists() else 0\n"
+        "print(json.dumps({'count': count}), flush=True)\n"
+        "time.sleep(1)\n"  # all ranks have read it
+        "if os.environ['RANK'] == '0':\n"
+        "    file.parent.mkdir(exist_ok=True)\n    file.write_text(str(count + 1))\n"
+    )
+    if name == "ignored":
+        (folder / "notes.txt").write_text("not sent")
+    run_dir = str(tmp_path / "run")
+    words = ("--no-torch", "--run-dir", run_dir, "../../count.py")
+    plan = isolated_site.run("--plan", *words, cwd=folder)
+    assert f"runs, in a copy of {folder}:" in plan.out, plan.err
+    for count in range(2):
+        ended = isolated_site.run(*words, cwd=folder)
+        assert ended.code == 0, ended.err
+        assert [ended.said(rank)["count"] for rank in range(2)] == [count, count]
+        assert (folder / "out/state.json").read_text() == str(count + 1)
+
+
 @pytest.mark.parametrize("is_on_hosts", [False, True])
 def test_refuses_copy_if_current_folder_is_outside_project(
     isolated_site: Site, tmp_path: Path, is_on_hosts: bool

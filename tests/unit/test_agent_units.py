@@ -350,6 +350,20 @@ def test_build_tree_from_blobs(cache: Path, tmp_path: Path) -> None:
     assert snapshot.changed_files(str(root), manifest) == []
 
 
+def test_build_tree_makes_work_folder_without_files(cache: Path, tmp_path: Path) -> None:
+    store(b"one")
+    manifest = [entry("d/a.py", b"one")]
+    for folder in ("d", "d/empty", "exp/1"):
+        snapshot.build_tree(str(tmp_path / "tree"), manifest, workdir=folder)
+        assert (tmp_path / "tree" / folder).is_dir()
+        assert (tmp_path / "tree/d/a.py").is_file()
+    for folder in ("../beside", "/beside", "d/../../beside", "d/a.py/x"):
+        with pytest.raises((OSError, ValueError)):
+            snapshot.build_tree(str(tmp_path / "other"), manifest, workdir=folder)
+    assert not (tmp_path / "beside").exists()
+    assert not (tmp_path / "other").exists()
+
+
 def test_changed_files_of_job(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "changed").write_text("after!")

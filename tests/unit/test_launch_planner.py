@@ -488,6 +488,16 @@ def test_plan_text_shows_differing_commands() -> None:
     assert "each rank on n2 runs, in /w:\n  /opt/py" in text
 
 
+def test_plan_text_names_original_of_current_folder() -> None:
+    the_plan = plan(job())
+    copies = (Copy("code", "/w", "/c/code"), Copy("input0", "/c", "/c/input0"))
+    nodes = tuple(replace(node, workdir=f"/c/code{path}", copies=copies)
+                  for node, path in zip(the_plan.nodes, ("", "/sub/exp"), strict=True))  # fmt: skip
+    text = plan_text.describe(replace(the_plan, nodes=nodes))
+    assert "each rank on n1 runs, in a copy of /w:" in text
+    assert "each rank on n2 runs, in a copy of /w/sub/exp:" in text
+
+
 @pytest.mark.parametrize(
     ("entry", "argv"),
     [
@@ -547,6 +557,19 @@ def test_different_code_is_sent_to_job_folder(code: dict[str, Any]) -> None:
     assert (sent.code, sent.workdir) == ("shipped", "/c/paceline/jobs/run1-676b8bb8/code/sub")
     assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1-676b8bb8/code"),)
     assert place_code(None, ship=cli_setting("always")) == sent
+
+
+def test_host_without_current_folder_gets_copy() -> None:
+    """It may be an empty folder, so that the code is equal there."""
+    sent = place_code(EQUAL_CODE, has_workdir=False)
+    assert sent == place_code(DIFFERENT_CODE)
+    with pytest.raises(NodeError, match="--ship never was given") as caught:
+        place_code(EQUAL_CODE, has_workdir=False, ship=cli_setting("never"))
+    assert caught.value.found == "n1 lacks the current folder, /w/sub"
+    in_sub = job(workdir="/w/sub")
+    assert placement.required_workdir(in_sub, N1, TREE) == "/w/sub"
+    assert placement.required_workdir(in_sub, Host("n1", workdir="/data/w"), TREE) == "/data/w/sub"
+    assert placement.required_workdir(in_sub, Host("n1", local=True), TREE) is None
 
 
 def test_absolute_paths_map_into_sent_code() -> None:

@@ -26,7 +26,7 @@ from paceline.agent.files.outputs import UNCOLLECTED
 from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
-from paceline.launch.nodes.provisioner import send_folder
+from paceline.launch.nodes.provisioner import send_folder, workdir_in
 from paceline.launch.results import collector as collector_module
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.results.outputs import OutputSync
@@ -133,6 +133,21 @@ def test_sends_tree(tmp_path: Path) -> None:
         return read_final_files(Path(root))
 
     assert run(work)[0] == FILES
+
+
+def test_copy_has_current_folder_without_files(tmp_path: Path) -> None:
+    project = fill(tmp_path / "project", FILES)
+
+    async def work(served: Served) -> None:
+        for tree, folder in ((read_parts(project, ()), "b/empty/exp1"), (Tree(project, []), "e")):
+            job = cast(Any, SimpleNamespace(workdir=f"{project}/{folder}"))
+            workdir = workdir_in(tree, job)
+            root = await send_folder(served.node, tree, "code", "run1", workdir)
+            assert (Path(root) / folder).is_dir()
+
+    run(work)
+    for workdir in (project, tmp_path, tmp_path / "project2"):
+        assert workdir_in(Tree(project, []), cast(Any, SimpleNamespace(workdir=workdir))) == ""
 
 
 MANY = {

@@ -73,7 +73,7 @@ def is_out_of_space(error: str) -> bool:
 
 
 async def send_tree(channel: Channel, manifest: Sequence[Entry], locate: Callable[[str], Path],
-                    folder: str, name: str) -> str:  # fmt: skip
+                    folder: str, name: str, workdir: str = "") -> str:  # fmt: skip
     """Lets a node build a tree from its cache and from sent files; returns the tree's folder.
 
     Args:
@@ -81,12 +81,14 @@ async def send_tree(channel: Channel, manifest: Sequence[Entry], locate: Callabl
         locate: Returns the local file of a path.
         folder, name: The job's folder on the node, and the tree's name in it; both are removed with
             the agent.
+        workdir: Relative path of a folder in the tree that is made even if no file is in it.
 
     Raises AgentRefusal if the node cannot take it, and NodeError for a damaged cache.
     """
     starts = range(0, max(1, len(manifest)), ENTRY_BATCH)
     for start in starts:
-        fields = {"folder": folder, "name": name, "first": start == 0, "last": start == starts[-1]}
+        fields = {"folder": folder, "name": name, "first": start == 0, "last": start == starts[-1],
+                  "workdir": workdir}  # fmt: skip
         root = await _send_entries(channel, manifest[start : start + ENTRY_BATCH], locate, fields)
     return root
 

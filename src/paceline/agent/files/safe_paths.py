@@ -112,8 +112,9 @@ def open_folder(root: str, path: str, make: bool = False) -> int:
     Raises:
         OSError: A part of ``path`` is a link or not a folder, or is missing.
     """
+    names = split_path(path) if path else []
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    for name in split_path(path) if path else []:
+    for name in names:
         try:
             inner = _open_child(folder, name, make)
         except OSError as problem:

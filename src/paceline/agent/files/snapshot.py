@@ -307,12 +307,15 @@ def _last_used(folder: Path) -> float:
     return max(times)
 
 
-def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
-                is_last: bool = True) -> List[str]:  # fmt: skip
+def build_tree(root: str, manifest: List[Entry], is_first: bool = True, is_last: bool = True,
+                workdir: str = "") -> List[str]:  # fmt: skip
     """Builds the tree at ``root`` from the cache; it gets its name once it is complete.
 
     If several processes build the same tree, the last one's stays. A large manifest comes in parts,
     of which one ``is_first`` and one ``is_last``.
+
+    Args:
+        workdir: Relative path of a folder that the tree has even if no file is in it.
 
     Returns:
         Hashes of damaged cache entries, which were removed. If there are any, the missing contents
@@ -334,6 +337,7 @@ def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
         damaged = sorted({sha256 for path, sha256, mode, _ in manifest
                           if not _copy(cache, sha256, tree, path, mode)})  # fmt: skip
     if is_last and not damaged:
+        os.close(safe_paths.open_folder(str(unpublished), workdir, make=True))
         del _unfinished_trees[root]
         for _ in range(MAX_RIVALS):
             if _publish(unpublished, target):

@@ -57,7 +57,7 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
 
     A large manifest comes in several requests, from ``first`` to ``last``; the tree gets its name
     with the last. If the answer has ``damaged`` hashes, their content and then the same request
-    must be sent again.
+    must be sent again. The tree also gets the folder ``workdir``, in which ranks will run.
     """
     # it is in this queue because contents of the tree may still be arriving
     folder = snapshot.job_folder(request["folder"])
@@ -66,7 +66,8 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
         agent.folders.append(folder)
     (name,) = safe_paths.split_path(request["name"])
     root = str(folder / name)
-    damaged = snapshot.build_tree(root, request["manifest"], request["first"], request["last"])
+    damaged = snapshot.build_tree(root, request["manifest"], request["first"], request["last"],
+                                  request.get("workdir", ""))  # fmt: skip
     agent.reply(request, root=root, damaged=damaged)
 
 

@@ -93,7 +93,7 @@ class Provisioner:
 
     async def _send(self, copies: Sequence[tuple[Node, Sequence[Copy]]]) -> None:
         supplies = self.supplies
-        await send_copies(copies, supplies, self._request.run_id, self._screen.sending)
+        await send_copies(copies, supplies, self._request, self._screen.sending)
         inputs = ((f"input{number}", tree) for number, tree in enumerate(supplies.inputs.values()))
         trees = {"code": supplies.code, "paceline": supplies.package, **dict(inputs)}
         for node, _ in copies:
@@ -192,13 +192,16 @@ async def choose_run_folder(node: Node, directory: RunDirectory) -> None:
 
 
 async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: Supplies,
-                      run_id: str, progress: Progress) -> None:  # fmt: skip
+                      request: Request, progress: Progress) -> None:  # fmt: skip
     """Sends each node its copies."""
+    run_id = request.run_id
 
     async def send(node: Node, copy: Copy) -> None:
-        tree = supplies.code if copy.name == "code" else supplies.inputs[copy.source]
+        is_code = copy.name == "code"
+        tree = supplies.code if is_code else supplies.inputs[copy.source]
         assert tree is not None
-        root = await send_folder(node, tree, copy.name, job_folder(run_id, node.name))
+        workdir = workdir_in(tree, request.job) if is_code else ""
+        root = await send_folder(node, tree, copy.name, job_folder(run_id, node.name), workdir)
         if root != copy.target:
             raise NodeError(f"{node.name} built {copy.source} in another folder than announced",
                             found=f"{root} instead of {copy.target}")  # fmt: skip
@@ -276,10 +279,20 @@ async def _appears(node: Node, folder: DataFolder) -> None:
     )
 
 
-async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
-    """Builds a tree on a node from its cache and what is sent; returns its folder."""
+def workdir_in(tree: Tree, job: Job) -> str:
+    """Returns the work folder's relative path in the code, which may have no files in it."""
+    workdir = Path(job.workdir)
+    path = workdir.relative_to(tree.root) if workdir.is_relative_to(tree.root) else Path()
+    return path.as_posix() if path.parts else ""
+
+
+async def send_folder(node: Node, tree: Tree, name: str, folder: str, workdir: str = "") -> str:
+    """Builds a tree on a node from its cache and what is sent; returns its folder.
+
+    ``workdir`` is the relative path of a folder in it that is made even if no file is in it.
+    """
     try:
-        root = await send_tree(node.channel, tree.manifest, tree.file, folder, name)
+        root = await send_tree(node.channel, tree.manifest, tree.file, folder, name, workdir)
     except (AgentRefusal, FileNotFoundError) as refusal:
         if changed := await asyncio.to_thread(tree.changed):
             raise NodeError(

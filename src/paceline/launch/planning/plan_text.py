@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from paceline.launch.planning.entry import entry_argv
@@ -12,6 +13,7 @@ from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import redact
 from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
+from paceline.transfer.tree import relocate
 
 # Without our agent nobody holds a store; typed by hand, rank 0 holds its own.
 _NOT_BY_HAND = {"TORCHELASTIC_USE_AGENT_STORE", "PACELINE_RUN_ID", "PACELINE_ATTEMPT"}
@@ -127,9 +129,11 @@ def _per_host(plan: Plan) -> list[str]:
 
 
 def _folder(node: NodePlan) -> str:
-    """Returns where a node's ranks run; for a copy, its original."""
+    """Returns where a node's ranks run; in a copy, the folder's original."""
     code = next((copy for copy in node.copies if copy.name == "code"), None)
-    return f"a copy of {code.source}" if code else node.workdir
+    if code is None:
+        return node.workdir
+    return f"a copy of {relocate(node.workdir, Path(code.target), code.source)}"
 
 
 def _abbreviate(names: Sequence[str]) -> str:

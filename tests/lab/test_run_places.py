@@ -201,6 +201,17 @@ def test_runs_in_folder_without_sent_files(isolated_site: Site, tmp_path: Path, 
         assert (folder / "out/state.json").read_text() == str(count + 1)
 
 
+def test_fetches_files_of_program_that_needs_no_code(isolated_site: Site, tmp_path: Path) -> None:
+    command = 'mkdir -p out && echo "$RANK" > out/rank.json && pwd'
+    plan = isolated_site.run("--plan", "--no-python", "sh", "-c", command, cwd=tmp_path)
+    assert f"runs, in a copy of {tmp_path}:" in plan.out, plan.err
+    ended = isolated_site.run("--no-python", "sh", "-c", command, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert ended.lines(0)[0].endswith("/code")
+    assert (tmp_path / "out/rank.json").read_text() == "0\n"
+    assert (ended.directory / "files/n2/out/rank.json").read_text() == "1\n"
+
+
 @pytest.mark.parametrize("is_on_hosts", [False, True])
 def test_refuses_copy_if_current_folder_is_outside_project(
     isolated_site: Site, tmp_path: Path, is_on_hosts: bool

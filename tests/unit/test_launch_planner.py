@@ -6,11 +6,13 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from paceline.cli.verbs.run import data_note, data_of
+from paceline.launch.nodes import survey
 from paceline.launch.nodes.survey import host_names
 from paceline.launch.planning import placement, plan_text, planner
 from paceline.launch.planning.entry import entry_argv, local_rank_flag, opens_store
@@ -770,11 +772,68 @@ def test_input_folders_are_sent_and_arguments_mapped() -> None:
     assert (on_launcher.entry, on_launcher.copies) == (the_entry, ())
 
 
-def test_program_runs_in_home_if_workdir_is_missing() -> None:
+def test_recipe_runs_in_home_if_workdir_is_missing() -> None:
+    """It writes to the run directory."""
     assert place_code(None, supplies=Supplies()).workdir == "/w/sub"
     assert place_code(None, supplies=Supplies(), has_workdir=False).workdir == "/home/u"
     with pytest.raises(NodeError, match="n1 has no folder /named"):
         place_code(None, Host("n1", workdir="/named"), Supplies(), has_workdir=False)
+
+
+def test_program_runs_in_empty_copy_if_workdir_is_missing() -> None:
+    """Files that it writes in its home folder would not be fetched."""
+    empty, program = Supplies(Tree(Path("/w"), [])), Entry("binary", "/bin/p", ("--out=/w/sub/o",))
+    place = place_code(None, supplies=empty, entry=program)
+    assert place == Place("in place", "/w/sub", program)
+    named = place_code(None, Host("n1", workdir="/named"), empty, entry=program)
+    assert named == Place("in place", "/named", program)
+    sent = place_code(None, supplies=empty, entry=program, has_workdir=False)
+    folder = "/c/paceline/jobs/run1-676b8bb8/code"
+    assert (sent.code, sent.workdir) == ("shipped", f"{folder}/sub")
+    assert sent.copies == (Copy("code", "/w", folder),)
+    assert sent.entry.args == (f"--out={folder}/sub/o",)
+    with pytest.raises(NodeError, match="n1 has no folder /named"):
+        place_code(None, Host("n1", workdir="/named"), empty, entry=program, has_workdir=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_code", "is_noted"),
+    [("binary", False, True), ("function", False, True), ("module", False, False),
+     ("binary", True, False)],
+)  # fmt: skip
+def test_notes_hosts_that_run_in_home_folder(kind: Any, has_code: bool, is_noted: bool) -> None:
+    surveyed = {**facts(), "user": {"home": "/home/u"}}
+    network = NodeNetwork("10.0.0.1", "eth0", "")
+    found = [HostSurvey(Host(name), surveyed, network, EQUAL_CODE, has_workdir=False)
+             for name in ("n1", "n2")]  # fmt: skip
+    supplies = Supplies(Tree(Path("/w"), []) if has_code else None)
+    port = Setting(29400, Source.FOUND, "free")
+    made = planner.make_plan(job(entry=Entry(kind, "p")), "run1", found, supplies, port, [])
+    expected = ("/w is missing on n1, n2. Ranks run in /home/u there, and files that they write"
+                " there are not fetched")  # fmt: skip
+    assert [note for note in made.notes if "missing" in note] == [expected] * is_noted
+
+
+def test_program_without_code_gets_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in ("home", "project"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "prog").touch()
+
+    def read(program: str, *args: str, folder: str = "project", **host: Any) -> Tree | None:
+        the_job = job(entry=Entry("binary", program, args), workdir=str(tmp_path / folder))
+        request: Any = SimpleNamespace(job=the_job, hosts=[Host("n1", **host)], package=False,
+                                       supplies=None, needs_package=False)  # fmt: skip
+        return survey.read_supplies(request).code
+
+    assert read("hostname") == Tree(tmp_path / "project", [])
+    code = read("sh", "./prog")
+    assert code is not None
+    assert len(code.manifest) == 1
+    assert read("hostname", local=True) is None
+    assert read("hostname", folder="home") is None
 
 
 def test_next_attempt_changes_only_port_and_number() -> None:

@@ -201,8 +201,9 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
     remote = any(not host.local for host in request.hosts)
     needs_code = remote and not package and _needs_code(job)
     parts = OF_RECIPES if package is True else package or OF_TRAIN
+    needs_folder = remote and not package and job.entry.kind == "binary"
     return Supplies(
-        code=_read_code(job, outputs) if needs_code else None,
+        code=_read_code(job, outputs) if needs_code else _no_code(job) if needs_folder else None,
         package=package_tree(parts) if request.needs_package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
@@ -237,6 +238,12 @@ def _read_code(job: Job, outputs: Collection[str]) -> Tree:
         if job.ship.value != "never":
             raise
         return Tree(root, [])
+
+
+def _no_code(job: Job) -> Tree | None:
+    """Returns the project without files, for a program that needs none but may write some."""
+    root = project_root(job)
+    return None if root in (Path.home(), Path("/")) else Tree(root, [])
 
 
 def read_and_cache_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
@@ -286,7 +293,8 @@ async def _locate_data(node: Node, job: Job, folder: DataFolder | None) -> DataP
 
 
 async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any] | None:
-    if tree is None or node.host.local or job.ship.value == "always":
+    is_compared = job.ship.value != "always" and not placement.needs_no_code(job, tree)
+    if tree is None or node.host.local or not is_compared:
         return None
     root = placement.code_root(node.host, tree)
     difference = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)

@@ -91,7 +91,7 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
     code, entry, copies = "in place", job.entry, []
     if tree is not None:
         root = code_root(host, tree)
-        code = _code_placement(job, survey, root)
+        code = _code_placement(job, survey, tree, root)
         if code == "verified equal" and not tree.manifest:
             code = "not compared"
         if code == "shipped":
@@ -100,17 +100,18 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
             target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
             copies.append(Copy("code", str(tree.root), target))
             root = copies[0].target
-        workdir = relocate(job.workdir, tree.root, root)
-        entry = entry_at(job.entry, job.workdir, tree.root, root)
+        if code != "in place":  # else the program finds what it needs on the host
+            workdir = relocate(job.workdir, tree.root, root)
+            entry = entry_at(job.entry, job.workdir, tree.root, root)
         if code == "shipped":
             words = job.data.words if job.data else ()
             entry = args_at(entry, tree.root, root, {*words, *supplies.inputs})
+    if not survey.has_workdir and host.workdir and needs_no_code(job, tree):
+        raise NodeError(
+            f"{host.name} has no folder {host.workdir}",
+            remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
+        )
     if not survey.has_workdir and tree is None:
-        if host.workdir:
-            raise NodeError(
-                f"{host.name} has no folder {workdir}",
-                remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
-            )
         workdir = str(survey.facts["user"]["home"])  # a recipe writes to the run directory
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
@@ -205,6 +206,24 @@ def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> l
     return [note] if links else []
 
 
+def unfetched_folder_notes(job: Job, supplies: Supplies, workdirs: Mapping[str, str]) -> list[str]:
+    """Returns a note on hosts whose ranks run in the home folder, from which nothing is fetched.
+
+    Recipes write to the run directory instead.
+
+    Args:
+        workdirs: Work folder by host, of the hosts that lack the current folder.
+    """
+    if supplies.code is not None or job.entry.kind not in ("binary", "function") or not workdirs:
+        return []
+    names = ", ".join([*workdirs][:5]) + (", …" if len(workdirs) > 5 else "")
+    folders = ", ".join(dict.fromkeys([*workdirs.values()][:5]))
+    return [
+        f"{job.workdir} is missing on {names}. Ranks run in {folders} there, and files that they"
+        " write there are not fetched"
+    ]
+
+
 def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
     """Returns the variables by which ranks find the data."""
     if job.data is None:
@@ -248,11 +267,17 @@ def copy_target(facts: Facts, folder: str, name: str) -> str:
     return f"{cache}/jobs/{folder}/{name}"
 
 
+def needs_no_code(job: Job, tree: Tree | None) -> bool:
+    """Returns whether ranks need a folder to write to, but no file of the project."""
+    is_program = job.entry.kind == "binary" and job.ship.value == "auto"
+    return tree is None or (is_program and not tree.manifest)
+
+
 def required_workdir(job: Job, host: Host, tree: Tree | None) -> str | None:
     """Returns the work folder that a host must have to run without a copy of the code."""
     if host.local:
         return None
-    if tree is None:
+    if tree is None or needs_no_code(job, tree):
         return host.workdir or job.workdir
     return relocate(job.workdir, tree.root, code_root(host, tree))
 
@@ -263,10 +288,12 @@ def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
     return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
 
 
-def _code_placement(job: Job, survey: HostSurvey, root: str) -> str:
+def _code_placement(job: Job, survey: HostSurvey, tree: Tree, root: str) -> str:
     """Decides how a host gets the code; NodeError if it differs and may not be sent."""
     if job.ship.value == "always":
         return "shipped"
+    if needs_no_code(job, tree):
+        return "in place" if survey.has_workdir else "shipped"
     host, code = survey.host, survey.code
     assert code is not None
     differing = [*code["different"], *code["missing"]]

@@ -144,7 +144,7 @@ class OutputSync:
 
     def _note_own_projects(self, fleet: Fleet) -> None:
         """Says which hosts use folders of their own, so that files of the script stay there."""
-        if self._tree is None:
+        if self._tree is None or not self._tree.manifest:
             return
         root = self._tree.root
         hosts = [
@@ -200,7 +200,8 @@ class OutputSync:
         """Returns the folders of rank 0 on this machine whose files other nodes need, or will."""
         folders = []
         tree, has_copies = self._tree, any("code" in node.copies for node in fleet.everyone)
-        if tree is not None and tree.copy is None and has_copies:
+        # without code it is a program, and a list of the project's files could take long
+        if tree is not None and tree.manifest and tree.copy is None and has_copies:
             folders.append(OutputFolder(first.name, first.channel, str(tree.root), is_local=True))
         elif self._project is not None and all(node.host.local for node in fleet.everyone):
             await asyncio.to_thread(self.store.set_code, self._project, [])

@@ -204,7 +204,8 @@ def test_shared_folder_matches_despite_edits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_folder = fill(tmp_path / "project", FILES)
-    job = cast(Any, SimpleNamespace(ship=SimpleNamespace(value="auto")))
+    entry, ship = SimpleNamespace(kind="script"), SimpleNamespace(value="auto")
+    job = cast(Any, SimpleNamespace(entry=entry, ship=ship))
     tree = read_parts(local_folder, ())
     (local_folder / "a.py").write_bytes(b"edited")
     (local_folder / "empty").unlink()
@@ -415,7 +416,7 @@ def test_names_files_of_rank_0_that_may_not_be_in_project(tmp_path: Path) -> Non
     """Such as a pickle outside of a checkpoint folder: the user must copy it."""
     run_dir = RunDirectory(tmp_path / "run")
     remote_end = fill(tmp_path / "job/code", {"out/meta.pkl": b"x", "out/.a/b": b"y",
-                                         "out/.c": b"z", "out/late.bin": b"w"})  # fmt: skip
+                                         "out/.d": b"z", "out/late.bin": b"w"})  # fmt: skip
 
     async def work(served: Served) -> None:
         nodes = [make_node(served, name, None) for name in ("n1", "n2")]
@@ -429,7 +430,7 @@ def test_names_files_of_rank_0_that_may_not_be_in_project(tmp_path: Path) -> Non
         assert "1 new file of n1: " in of_first
         assert "4 new files of n2: " in of_second
         assert "3 files of the script, which may not be put into the project: " in refused
-        assert [Path(path).name for path in refused.split(", ")[1:]][-2:] == ["b", ".c"]
+        assert [Path(path).name for path in refused.split(", ")[1:]][-2:] == ["b", ".d"]
         assert "files/n1/out/meta.pkl, " in refused
 
     run(work)

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,6 +99,46 @@ def test_replaces_ignored_files_of_earlier_runs(in_runs: Run) -> None:
         assert runs.read("out/best.pt") == "second"
         assert runs.read("out/mine.csv") == "mine"
         assert {*runs.store.kept_out} == {"out/mine.csv"}
+
+    in_runs(work)
+
+
+def test_skips_folders_of_others_and_looping_links(
+    in_runs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+
+    def refuse(path: Path, **options: Any) -> bool:
+        if path.parent.name == "colleague":
+            raise PermissionError(13, "Permission denied")
+        return exists(path, **options)
+
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/best.pt": "first"})
+        (runs.project / "runs/colleague").mkdir()
+        (runs.project / "runs/loop").symlink_to("loop")
+        monkeypatch.setattr(Path, "exists", refuse)
+        runs.begin("second")
+        await runs.write_and_fetch({"out/best.pt": "second"}, age_s=30.0)
+        assert runs.read("out/best.pt") == "second"
+
+    in_runs(work)
+
+
+def test_file_found_in_project_counts_only_in_folder_that_run_made(in_runs: Run) -> None:
+    """The user may have written it while a run had its first rank here."""
+
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/best.pt": "first"})
+        journal, version = runs.store.journal, 5_000_000
+        for path in ("labels.csv", "out/log.csv"):
+            (runs.project / path).write_text("mine")
+            os.utime(runs.project / path, ns=(version * 1000, version * 1000))
+            journal.add([replace(journal.outputs["out/best.pt"], path=path, size=4, is_local=True,
+                                 local_mtime_us=version)])  # fmt: skip
+        runs.begin("second")
+        await runs.write_and_fetch({"labels.csv": "second", "out/log.csv": "second"}, age_s=30.0)
+        assert {*runs.store.kept_out} == {"labels.csv"}
 
     in_runs(work)
 

@@ -726,10 +726,9 @@ def test_rejects_copy_without_current_folder(code: dict[str, Any], has_workdir: 
     assert "the current folder is /u/else" in caught.value.found
     assert "cd /w, and name the script as a.py" in caught.value.remedy
     assert "Or cd" not in caught.value.remedy  # / is no project
-    call = Entry("function", "f()", ("/w",))
-    with pytest.raises(NodeError, match="outside the current folder") as caught:
-        place_code(code, has_workdir=has_workdir, workdir="/u/else", entry=call)
-    assert "cd /w, and start there" in caught.value.remedy
+    call = Entry("function", "f()", ("/w",))  # only its result is fetched
+    place = place_code(code, has_workdir=has_workdir, workdir="/u/else", entry=call)
+    assert (place.workdir == "/u/else") == has_workdir
 
 
 @pytest.mark.parametrize(

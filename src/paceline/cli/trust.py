@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent import bootstrap
-from paceline.agent.files import safe_paths
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
@@ -173,6 +172,8 @@ def _trusted() -> list[str]:
 
 def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
     """Writes down, or takes back, that the user trusts a file as it is now."""
+    from paceline.agent.files import safe_paths  # imports more than `--help` may wait for
+
     file, place = trust_file(), f" {path.resolve()}"
     others = [line for line in _trusted() if not line.endswith(place)]
     lines = [*others, _record(path, toml)] if trusted else others

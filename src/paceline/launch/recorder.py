@@ -209,10 +209,10 @@ class Recorder:
             self._finish_logs(event)  # a lost host has not reported the end of its ranks
             self._screen.restart_rank(event.host, _rank(event))
             self._directory.append_bytes(_log(event), b"")
-            self._note_begin("log begins", _log(event), event.host, event.rank)
+            self._note_begin(_log(event), event.host, event.rank)
             if self._debug:
                 debug_log = names.debug_file(event.host, _rank(event))
-                self._note_begin("debug log begins", debug_log, event.host, event.rank)
+                self._note_begin(debug_log, event.host, event.rank, is_debug=True)
         elif event.kind == "rank ended":
             self._finish_logs(event)
         elif event.kind == "begin":
@@ -287,10 +287,13 @@ class Recorder:
         self._directory.finish(_log(event))
         self._directory.finish(names.debug_file(event.host, _rank(event)))
 
-    def _note_begin(self, kind: str, name: str, host: str, rank: int | None) -> None:
+    def _note_begin(self, name: str, host: str, rank: int | None, is_debug: bool = False) -> None:
         """Records where a start begins in a log, if earlier starts wrote to it."""
-        if offset := self._directory.size(name):
-            self.event(kind, host, rank, bytes=offset)
+        offset = self._directory.size(name)
+        if offset and is_debug:
+            self.event("debug log begins", host, rank, bytes=offset)
+        elif offset:
+            self.event("log begins", host, rank, bytes=offset)
 
     def _append_log(self, event: Event, data: bytes, stream: str = "") -> None:
         self._written_bytes[event.where] += len(data)
@@ -340,12 +343,12 @@ class Recorder:
         with contextlib.suppress(NodeError):
             if text.strip():
                 if name not in self._agent_logs:
-                    self._note_begin("log begins", name, host, None)
+                    self._note_begin(name, host, None)
                 self._agent_logs.add(name)
                 self._append(name, text.encode())
             if is_attempt_over and name in self._agent_logs:
                 self._directory.finish(name)
-                self._note_begin("log begins", name, host, None)
+                self._note_begin(name, host, None)
 
 
 def _source(event: Event) -> tuple[str, int | None]:

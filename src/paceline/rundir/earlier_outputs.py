@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from paceline.agent.files import safe_paths
 from paceline.rundir import records
@@ -72,8 +72,16 @@ class EarlierOutputs:
         lines = self._current(path)
         if any(run in self._running and not output.is_adopted for run, output in lines):
             return False
+        if is_adopted and before == math.inf:
+            return True
         latest = min(before, self._since)
-        return is_adopted or any(output.time <= latest for _, output in lines)
+        return any(output.time <= latest and not (output.is_local and self._is_of_user(path))
+                   for _, output in lines)  # fmt: skip
+
+    def _is_of_user(self, path: str) -> bool:
+        """Whether no run made a folder of the path: then the user may have changed the file."""
+        parents = PurePosixPath(path).parents
+        return not any(self.made_folder(str(folder)) for folder in parents)
 
     def made_folder(self, folder: str) -> bool:
         """Whether another run made a folder of the project, and an unchanged file of it is there.
@@ -198,13 +206,14 @@ def _may_run(run: Path) -> bool:
 
 def _runs_beside(run: Path, project: Path) -> set[Path]:
     """The directories of other runs in the project's ``runs/``, and beside ``run``."""
-    folders = {folder.resolve() for folder in run.parent.glob("*")}
+    folders = [*run.parent.glob("*")]
     for folder in (project / DEFAULT_PARENT).glob("*"):
-        folders.add(folder.resolve())
+        folders.append(folder)
         if not is_run(folder):  # a folder of runs: --run-dir runs/sweep/first
-            folders |= {inner.resolve() for inner in folder.glob("*")}
+            folders += folder.glob("*")
     # links may lead to the present run, such as runs/latest
-    return {folder for folder in folders if records.is_regular(folder / OUTPUTS)} - {run.resolve()}
+    found = {Path(os.path.realpath(folder)) for folder in folders}
+    return {folder for folder in found if records.is_regular(folder / OUTPUTS)} - {run.resolve()}
 
 
 def _newest_journals(run: Path, project: Path) -> list[tuple[Path, tuple[int, int]]]:

@@ -48,6 +48,7 @@ class Output:
         has_state: Whether it may hold the state of a model or an optimizer in this run, by its
             content.
         is_adopted: Another run wrote it.
+        is_local: It was found in the project itself, where the user may have written it.
     """
 
     path: str
@@ -60,15 +61,16 @@ class Output:
     local_mtime_us: int
     has_state: bool = True
     is_adopted: bool = False
+    is_local: bool = False
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> Output | None:
         """Reads a line of the journal; ``None`` if it is another one, or damaged."""
         kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
                  "mtime_us": int, "time": float, "local_mtime_us": int,
-                 "has_state": bool, "is_adopted": bool}  # fmt: skip
-        # the last two are not in lines of earlier versions
-        given = {"has_state": True, "is_adopted": False, **value}
+                 "has_state": bool, "is_adopted": bool, "is_local": bool}  # fmt: skip
+        # the last three are not in lines of earlier versions
+        given = {"has_state": True, "is_adopted": False, "is_local": False, **value}
         entry: dict[str, Any] = {field.name: given.get(field.name) for field in fields(cls)}
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None

@@ -70,7 +70,9 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 # The login in a URL: the password reaches to the last @ before a slash, or the name is a key.
-_URL_LOGIN = re.compile(r"(?<=://)(?P<user>[^/\s:@]{0,500})(?::(?P<password>[^/\s]{1,5000}))?(?=@)")
+_URL_LOGIN = re.compile(
+    r"(?<=://)(?P<user>[^/\s:@]{0,500})(?::(?P<password>[^/?#\s]{1,5000}))?(?=@)"
+)
 MASK = "[secret]"
 MIN_SECRET_LENGTH = 6  # characters; what is shorter stands in many a word, too
 _SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
@@ -114,8 +116,10 @@ def secret_values(variables: Mapping[str, str]) -> list[str]:
     for value in variables.values():
         for login in _URL_LOGIN.finditer(value):
             user, password = login["user"], login["password"]
-            if password is not None:  # programs print it alone, too, and decoded
-                secrets += [f"//{user}:{password}@", password, unquote(password)]
+            if password is not None:
+                secrets.append(f"//{user}:{password}@")
+            if password not in (None, user):  # programs print it alone, too, and decoded
+                secrets += [password, unquote(password)]
             elif _SECRET_SHAPE.fullmatch(user):
                 secrets.append(user)
     return [*dict.fromkeys(text for text in secrets if len(text) >= MIN_SECRET_LENGTH)]

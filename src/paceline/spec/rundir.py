@@ -62,9 +62,11 @@ _MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory."""
-    is_marked = any((folder / name).exists() for name in (KEY, PROBE, FETCHED_LIST))
-    return is_marked or ((folder / EVENTS).exists() and (folder / RESULT).exists())
+    """Whether a folder is a run directory; not if it belongs to others and cannot be read."""
+    with contextlib.suppress(PermissionError):
+        is_marked = any((folder / name).exists() for name in (KEY, PROBE, FETCHED_LIST))
+        return is_marked or ((folder / EVENTS).exists() and (folder / RESULT).exists())
+    return False
 
 
 def replaced_files(folder: Path) -> list[str]:

@@ -369,6 +369,7 @@ class OutputStore(LocalOutputs):
             outputs.append(Output(
                 file.path, file.size, hash_file(local), folder.host, name if folder.prefix else "",
                 file.mtime_us, round(time.time(), 3), file.mtime_us, has_state(local),
+                is_local=not folder.prefix,
             ))  # fmt: skip
         self.journal.add(outputs)
 

@@ -94,14 +94,19 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
         code = _code_placement(job, survey, tree, root)
         if code == "verified equal" and not tree.manifest:
             code = "not compared"
+        # nothing of a function but its result is fetched, wherever it runs
+        is_elsewhere = not Path(job.workdir).is_relative_to(tree.root)
+        runs_at_home = is_elsewhere and job.entry.kind == "function" and not survey.has_workdir
         if code == "shipped":
-            _check_workdir(job, host, tree)
+            if job.entry.kind != "function":
+                _check_workdir(job, host, tree)
             _check_links(job, tree)
             target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
             copies.append(Copy("code", str(tree.root), target))
             root = copies[0].target
         if code != "in place":  # else the program finds what it needs on the host
-            workdir = relocate(job.workdir, tree.root, root)
+            home = str(survey.facts["user"]["home"])
+            workdir = home if runs_at_home else relocate(job.workdir, tree.root, root)
             entry = entry_at(job.entry, job.workdir, tree.root, root)
         if code == "shipped":
             words = job.data.words if job.data else ()

@@ -32,7 +32,10 @@ def own_listeners(site: Site, host: str) -> dict[str, str]:
             continue
         process = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError):  # the process has ended
-            sockets = {str(entry.readlink()) for entry in (process / "fd").iterdir()}
+            sockets = set()
+            for entry in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile, unlike the others
+                    sockets.add(str(entry.readlink()))
             tables = [process / "net" / name for name in ("tcp", "tcp6")]
             rows = [line.split() for table in tables for line in table.read_text().splitlines()]
             ports = {

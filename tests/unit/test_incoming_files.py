@@ -90,6 +90,7 @@ def test_fetch_into_project_keeps_its_files(tmp_path: Path) -> None:
         ("files/n1/gen.py", "n1", "files/n1/gen.py.from-n1"),
         ("files/n1/sub/Makefile", "n1", "files/n1/sub/Makefile.from-n1"),
         ("files/n1/sub/a.pt", "n1", "files/n1/sub/a.pt"),
+        ("n1/gen.py", "n1", "files/n1/n1/gen.py.from-n1"),
         ("conftest.py", "gpu1.una.py", "files/gpu1.una.py/conftest.py.from-gpu1_una_py"),
         (f"{'a' * 251}.py", "n1", f"files/n1/{'a' * 247}.from-n1"),
     ],

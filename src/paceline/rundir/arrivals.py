@@ -102,7 +102,9 @@ class Arrivals:
             return path
         if not is_below and self._is_exclusive and is_free and not is_python_code(path):
             return path
-        relative = path.removeprefix(f"{names.FETCHED}/").removeprefix(f"{names.safe_name(host)}/")
+        # files of a copy of the code come with the folder of their host
+        relative = path.removeprefix(f"{names.FETCHED}/{names.safe_name(host)}/")
+        relative = relative.removeprefix(f"{names.FETCHED}/")
         if is_code(path):
             relative = _disguise(relative, host)
         folders = (names.safe_name(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))

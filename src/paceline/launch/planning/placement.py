@@ -94,19 +94,15 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
         code = _code_placement(job, survey, tree, root)
         if code == "verified equal" and not tree.manifest:
             code = "not compared"
-        # nothing of a function but its result is fetched, wherever it runs
-        is_elsewhere = not Path(job.workdir).is_relative_to(tree.root)
-        runs_at_home = is_elsewhere and job.entry.kind == "function" and not survey.has_workdir
         if code == "shipped":
-            if job.entry.kind != "function":
+            if not _is_function_elsewhere(job, tree):
                 _check_workdir(job, host, tree)
             _check_links(job, tree)
             target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
             copies.append(Copy("code", str(tree.root), target))
             root = copies[0].target
         if code != "in place":  # else the program finds what it needs on the host
-            home = str(survey.facts["user"]["home"])
-            workdir = home if runs_at_home else relocate(job.workdir, tree.root, root)
+            workdir = relocate(job.workdir, tree.root, root)
             entry = entry_at(job.entry, job.workdir, tree.root, root)
         if code == "shipped":
             words = job.data.words if job.data else ()
@@ -116,7 +112,7 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
             f"{host.name} has no folder {host.workdir}",
             remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
         )
-    if not survey.has_workdir and tree is None:
+    if not survey.has_workdir and (tree is None or _is_function_elsewhere(job, tree)):
         workdir = str(survey.facts["user"]["home"])  # a recipe writes to the run directory
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
@@ -131,6 +127,11 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
         check_data(job, host, survey.data)
         copies.append(Copy("data", job.data.path, data))
     return Place(code, workdir, entry, tuple(copies), data)
+
+
+def _is_function_elsewhere(job: Job, tree: Tree) -> bool:
+    """Whether a function is called outside of its code: its result is all that is needed here."""
+    return job.entry.kind == "function" and not Path(job.workdir).is_relative_to(tree.root)
 
 
 def _check_workdir(job: Job, host: Host, tree: Tree) -> None:
@@ -211,15 +212,15 @@ def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> l
     return [note] if links else []
 
 
-def unfetched_folder_notes(job: Job, supplies: Supplies, workdirs: Mapping[str, str]) -> list[str]:
+def unfetched_folder_notes(job: Job, workdirs: Mapping[str, str]) -> list[str]:
     """Returns a note on hosts whose ranks run in the home folder, from which nothing is fetched.
 
     Recipes write to the run directory instead.
 
     Args:
-        workdirs: Work folder by host, of the hosts that lack the current folder.
+        workdirs: The home folder by host, of the hosts whose ranks run there.
     """
-    if supplies.code is not None or job.entry.kind not in ("binary", "function") or not workdirs:
+    if job.entry.kind not in ("binary", "function") or not workdirs:
         return []
     names = ", ".join([*workdirs][:5]) + (", …" if len(workdirs) > 5 else "")
     folders = ", ".join(dict.fromkeys([*workdirs.values()][:5]))

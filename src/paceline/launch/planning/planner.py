@@ -275,10 +275,10 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
                     for node_rank, survey in enumerate(spares, len(nodes)))  # fmt: skip
     copies = [copy for node in (*nodes, *waiting) for copy in node.copies]
     hosts, facts = [survey.host for survey in surveys], surveys[0].facts
-    without_workdir = {
+    in_home = {
         survey.host.name: node.workdir
         for survey, node in zip((*surveys, *spares), (*nodes, *waiting), strict=True)
-        if not survey.has_workdir
+        if not survey.has_workdir and node.workdir == str(survey.facts["user"]["home"])
     }
     return Plan(
         run_id=run_id,
@@ -300,7 +300,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
             *placement.link_notes(job, supplies, surveys),
             *placement.code_notes(job, supplies),
             *placement.linked_folder_notes(supplies, copies),
-            *placement.unfetched_folder_notes(job, supplies, without_workdir),
+            *placement.unfetched_folder_notes(job, in_home),
             *slot_notes(job, hosts),
             *gpu_notes(hosts, [survey.facts for survey in surveys]),
             *([cards.reason] if any("NCCL_NET" in node.env for node in nodes) else ()),

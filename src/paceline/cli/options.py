@@ -211,7 +211,7 @@ LAUNCH = [
                  help="Keep the hosts ready for your next command for this long after the run, such"
                       " as 10m. See `paceline warm`.", show_default="off"),
     click.option("--encrypt", is_flag=True,
-                 help="Encrypt what ranks send to other hosts (TLS 1.3), or refuse to start."),
+                 help="Encrypt store, gloo and Paceline's traffic (TLS 1.3), or refuse to start."),
     click.option("--debug", is_flag=True, help="Record debug output of NCCL, torch, gloo,"
                                                " libfabric, UCX, oneCCL and Intel MPI in files"
                                                " beside the logs, and summarise it."),

@@ -1043,12 +1043,16 @@ def test_fake_checkpoints_do_not_displace_newest_and_best(tmp_path: Path, keep: 
     run_dir.close()
 
 
-def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
+def fetch_rewritten(tmp_path: Path, step: int) -> tuple[dict[str, bytes], list[str]]:
+    """Fetches two checkpoints, of which a host then writes one again, which is fetched again.
+
+    Returns:
+        The files of the second version, and the notes for the user.
+    """
     run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
-    fill(remote_end / "checkpoints", steps(10, 20))
-    other = {"weights.safetensors": b"other weights"}
-    other["manifest.json"] = manifest_of(10, other)
-    replaced = {f"10/{file}": data for file, data in other.items()}
+    files = {"weights.safetensors": b"other weights", "state.json": b"longer" * 20}
+    files["manifest.json"] = manifest_of(step, files)
+    rewritten = {f"{step}/{file}": data for file, data in files.items()}
     messages: list[str] = []
 
     async def work(served: Served) -> None:
@@ -1056,44 +1060,31 @@ def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
             served.node.channel, str(remote_end), run_dir.path, Fetcher(run_dir.path),
             note=messages.append,
         )  # fmt: skip
-        await follow.sync()
-        fill(remote_end / "checkpoints", replaced)
-        await follow.sync()
+        for files in (steps(10, 20), rewritten):
+            fill(remote_end / "checkpoints", files)
+            await follow.sync()
+        assert follow.has_refused == bool(messages)
 
     run(work)
-    assert read_final_files(run_dir.path / "checkpoints") == steps(10, 20)
+    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"] * 2
+    run_dir.close()
+    return rewritten, messages
+
+
+def test_fetched_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
+    _, messages = fetch_rewritten(tmp_path, 10)
+    assert read_final_files(tmp_path / "run/checkpoints") == steps(10, 20)
     assert messages == [
         "paceline: checkpoint 10 of n1 was left there: it differs from the checkpoint of that name"
         " here"
     ]
-    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"] * 2
-    run_dir.close()
 
 
 def test_newest_fetched_checkpoint_is_replaced(tmp_path: Path) -> None:
     """It is written again if an evaluation shows that it is the best."""
-    run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
-    files = {"weights.safetensors": b"smaller", "state.json": b"longer" * 20}
-    files["manifest.json"] = manifest_of(20, files)
-    rewritten = {f"20/{file}": data for file, data in files.items()}
-    messages: list[str] = []
-
-    async def work(served: Served) -> None:
-        follow = CheckpointFetcher(
-            served.node.channel, str(remote_end), run_dir.path, Fetcher(run_dir.path),
-            note=messages.append,
-        )  # fmt: skip
-        fill(remote_end / "checkpoints", steps(10, 20))
-        await follow.sync()
-        fill(remote_end / "checkpoints", rewritten)
-        await follow.sync()
-        assert not follow.has_refused
-
-    run(work)
-    assert read_final_files(run_dir.path / "checkpoints") == steps(10) | rewritten
+    rewritten, messages = fetch_rewritten(tmp_path, 20)
+    assert read_final_files(tmp_path / "run/checkpoints") == steps(10) | rewritten
     assert not messages
-    assert [entry.status for entry in signatures.verify(run_dir.path)] == ["signed"] * 2
-    run_dir.close()
 
 
 def test_accepts_few_additional_writer_tokens(tmp_path: Path) -> None:

@@ -796,16 +796,16 @@ def test_program_runs_in_empty_copy_if_workdir_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_code", "is_noted"),
-    [("binary", False, True), ("function", False, True), ("module", False, False),
-     ("binary", True, False)],
+    ("kind", "code", "is_noted"),
+    [("binary", "", True), ("function", "", True), ("module", "", False), ("binary", "/w", False),
+     ("function", "/code", True)],
 )  # fmt: skip
-def test_notes_hosts_that_run_in_home_folder(kind: Any, has_code: bool, is_noted: bool) -> None:
+def test_notes_hosts_that_run_in_home_folder(kind: Any, code: str, is_noted: bool) -> None:
     surveyed = {**facts(), "user": {"home": "/home/u"}}
     network = NodeNetwork("10.0.0.1", "eth0", "")
     found = [HostSurvey(Host(name), surveyed, network, EQUAL_CODE, has_workdir=False)
              for name in ("n1", "n2")]  # fmt: skip
-    supplies = Supplies(Tree(Path("/w"), []) if has_code else None)
+    supplies = Supplies(Tree(Path(code), []) if code else None)
     port = Setting(29400, Source.FOUND, "free")
     made = planner.make_plan(job(entry=Entry(kind, "p")), "run1", found, supplies, port, [])
     expected = ("/w is missing on n1, n2. Ranks run in /home/u there, and files that they write"

@@ -81,9 +81,13 @@ def test_parses_node_range() -> None:
     Path("paceline.toml").write_text('[run]\nnnodes = "2:2"\nwait-for-nodes = "1h30m"\n')
     assert parse()["nnodes"] == NodeRange(2, 2)
     assert parse()["wait_for_nodes"] == 5400
-    for wrong in ("many", "4:1", "0:2", ":3", "1:2:3", "-1:2"):
+    for wrong in ("0", "many", "4:1", "0:2", ":3", "1:2:3", "-1:2"):
         with pytest.raises(click.BadParameter):
             parse("--nnodes", wrong)
+    Path("paceline.toml").write_text("[run]\nnnodes = 0\n")
+    with pytest.raises(SettingError, match=r"nnodes = 0 in \[run\] of .*paceline\.toml"):
+        parse()
+    Path("paceline.toml").unlink()
     for wrong in ("-1", "1x", "m", "inf", "1h30"):
         with pytest.raises(click.BadParameter):
             parse("--wait-for-nodes", wrong)

@@ -71,7 +71,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 
 def _parse_nodes(value: Any) -> NodeCount:
-    return value if isinstance(value, (int, NodeRange)) else parse_node_count(str(value))
+    return value if isinstance(value, NodeRange) else parse_node_count(str(value))
 
 
 class SchedulerName(click.Choice[str]):

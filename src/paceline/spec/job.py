@@ -38,11 +38,11 @@ def parse_node_count(text: str) -> NodeCount:
     if match is None:
         raise ValueError(f"{text!r} is neither a number nor MIN:MAX")
     minimum = int(match["minimum"])
+    if minimum < 1:
+        raise ValueError(f"{text}: at least 1 node")
     if not match["colon"]:
         return minimum
     maximum = None if match["maximum"] is None else int(match["maximum"])
-    if minimum < 1:
-        raise ValueError(f"{text}: at least 1 node")
     if maximum is not None and maximum < minimum:
         raise ValueError(f"{text}: the most is less than the least")
     return NodeRange(minimum, maximum)

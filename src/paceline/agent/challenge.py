@@ -33,10 +33,10 @@ def listener_handshake(key: bytes, binding: str = "", request_length: int = 0) -
     """Proves the key to a caller, after it has proven it; returns the caller's request."""
     nonce = os.urandom(NONCE_BYTES).hex()
     reply = yield nonce, _NONCE_CHARS + _MAC_CHARS + request_length
-    other, proof = reply[:_NONCE_CHARS], reply[_NONCE_CHARS : _NONCE_CHARS + _MAC_CHARS]
+    peer_nonce, proof = reply[:_NONCE_CHARS], reply[_NONCE_CHARS : _NONCE_CHARS + _MAC_CHARS]
     request = reply[_NONCE_CHARS + _MAC_CHARS :]
-    _verify(proof, mac(key, "forwarder", nonce, other, binding, request))
-    return mac(key, "gateway", other, nonce, binding), request
+    _verify(proof, mac(key, "forwarder", nonce, peer_nonce, binding, request))
+    return mac(key, "gateway", peer_nonce, nonce, binding), request
 
 
 def caller_handshake(key: bytes, binding: str = "", request: str = "") -> Handshake:

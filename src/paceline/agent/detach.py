@@ -68,9 +68,9 @@ def find_python():
     if sys.version_info >= MIN_PYTHON:
         return sys.executable
     look = "import sys; sys.exit(sys.version_info < %r)" % (MIN_PYTHON,)
-    for found in filter(None, map(shutil.which, NAMES)):
-        if subprocess.call([found, "-I", "-c", look], stdin=subprocess.DEVNULL) == 0:
-            return found
+    for path in filter(None, map(shutil.which, NAMES)):
+        if subprocess.call([path, "-I", "-c", look], stdin=subprocess.DEVNULL) == 0:
+            return path
     return ""
 
 def folder_of(run_id):

@@ -111,7 +111,7 @@ class ReconnectListener:
         if fd == self._listener.fileno():
             self._accept()
             return None
-        visitor = next((other for other in self._visitors if other.fd == fd), None)
+        visitor = next((candidate for candidate in self._visitors if candidate.fd == fd), None)
         if visitor is None:
             return None
         try:

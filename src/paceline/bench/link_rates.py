@@ -69,9 +69,9 @@ def peer(node: int, turn: int, nodes: int) -> int | None:
     ring = nodes - 1 + nodes % 2  # with an even number, the last node is outside of the ring
     if node == ring:
         return turn * (ring + 1) // 2 % ring
-    other = (turn - node) % ring
-    if other != node:
-        return other
+    partner = (turn - node) % ring
+    if partner != node:
+        return partner
     return ring if ring < nodes else None
 
 

@@ -126,10 +126,10 @@ def _measure_pairs(
     node = next((index for index, ranks in enumerate(nodes) if ranks[0] == rank), None)
     for turn in range(min(num_turns(len(nodes)), MAX_TURNS)):
         dist.barrier()
-        other = None if node is None else peer(node, turn, len(nodes))
-        if node is None or other is None:
+        partner = None if node is None else peer(node, turn, len(nodes))
+        if node is None or partner is None:
             continue
-        low, high = sorted((node, other))
+        low, high = sorted((node, partner))
         if pairs is None or (low, high) in pairs or (high, low) in pairs:
             _measure_pair(table, (low, nodes[low][0]), (high, nodes[high][0]), device)
     dist.all_reduce(table)

@@ -175,8 +175,8 @@ def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
     from paceline.agent.files import safe_paths  # imports more than `--help` may wait for
 
     file, place = trust_file(), f" {path.resolve()}"
-    others = [line for line in _trusted() if not line.endswith(place)]
-    lines = [*others, _record(path, toml)] if trusted else others
+    remaining_lines = [line for line in _trusted() if not line.endswith(place)]
+    lines = [*remaining_lines, _record(path, toml)] if trusted else remaining_lines
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         safe_paths.make_folder(str(file.parent))

@@ -148,9 +148,9 @@ def _deaf_rules(target: Target, arguments: Sequence[str]) -> _Rules:
 def _port_rules(ports: str, verdict: Mapping[str, tuple[str, ...]]) -> _Rules:
     """Rules for ``all-ephemeral`` or a list such as ``29500,30000-40000``."""
     if ports == "all-ephemeral":  # a firewall that was opened for SSH only
-        new = ["-p", "tcp", "--syn", "!", "--dport", "22"]
+        syn_match = ["-p", "tcp", "--syn", "!", "--dport", "22"]
         return [
-            [*_FROM_OUTSIDE, *new, *verdict["tcp"]],
+            [*_FROM_OUTSIDE, *syn_match, *verdict["tcp"]],
             [*_FROM_OUTSIDE, "-p", "udp", *verdict["udp"]],
         ]
     return [

@@ -76,8 +76,8 @@ def make_optimizer(
     Args:
         excluded: Parameters for which there is another optimizer.
     """
-    others = {id(parameter) for parameter in excluded}
-    parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in others]
+    excluded_ids = {id(parameter) for parameter in excluded}
+    parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in excluded_ids]
     # Six times faster on a CPU than torch's default loop.
     fused = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
     momentum, decay = options.momentum, options.weight_decay

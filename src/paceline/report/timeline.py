@@ -334,8 +334,8 @@ class _Builder:
         rank, group = event["straggler"], self.group_at(at)
         if rank is not None and rank < len(group):
             rank = group[rank]  # the event has its rank in the group
-        for other, track in self.tracks.items():
-            if event.kind == "straggler over" or other != rank:
+        for key, track in self.tracks.items():
+            if event.kind == "straggler over" or key != rank:
                 track.end_slowdown(at)
         if event.kind == "straggler" and rank is not None:
             track = self._track(rank, event["its_host"] or "")

@@ -212,8 +212,8 @@ def _runs_beside(run: Path, project: Path) -> set[Path]:
         if not is_run(folder):  # a folder of runs: --run-dir runs/sweep/first
             folders += folder.glob("*")
     # links may lead to the present run, such as runs/latest
-    found = {Path(os.path.realpath(folder)) for folder in folders}
-    return {folder for folder in found if records.is_regular(folder / OUTPUTS)} - {run.resolve()}
+    resolved = {Path(os.path.realpath(folder)) for folder in folders}
+    return {folder for folder in resolved if records.is_regular(folder / OUTPUTS)} - {run.resolve()}
 
 
 def _newest_journals(run: Path, project: Path) -> list[tuple[Path, tuple[int, int]]]:

@@ -166,7 +166,7 @@ def rank_script(spec: ContainerSet) -> str:
     Some MPIs pass the environment on, so the activation is skipped if it has already run.
     """
     sourced = [f". {shell_text([script])} || exit" for script in spec.activate]
-    once = [
+    shared_lines = [
         "activate() {",  # a function, so that scripts do not see the command's arguments
         *sourced,
         "}",
@@ -174,7 +174,7 @@ def rank_script(spec: ContainerSet) -> str:
     ] * bool(sourced)
     shell = "/bin/bash" if sourced else "/bin/sh"
     return "\n".join(
-        [f"#!{shell}", *once, *_callback_lines(spec), _RANK_VARIABLES, 'exec "$@"', ""]
+        [f"#!{shell}", *shared_lines, *_callback_lines(spec), _RANK_VARIABLES, 'exec "$@"', ""]
     )
 
 

@@ -340,8 +340,8 @@ class Event:
         fields = {name: value for name, value in data.items() if name not in omitted}
         if (allowed := allowed_fields(kind)) is not None and kind not in _FREE_KINDS:
             known = {name: value for name, value in fields.items() if name in allowed}
-            others = {name: value for name, value in fields.items() if name not in allowed}
-            if memory_bytes(others, MAX_OTHERS_BYTES) > MAX_OTHERS_BYTES:
+            unexpected = {name: value for name, value in fields.items() if name not in allowed}
+            if memory_bytes(unexpected, MAX_OTHERS_BYTES) > MAX_OTHERS_BYTES:
                 fields = known
         time = float(data["time"]) if is_timed else 0.0
         return cls(kind, host, message.get("rank"), time, fields, blob)

@@ -112,9 +112,9 @@ def old_shards(folder: OutputFolder, files: Sequence[WrittenFile]) -> set[str]:
 
 def is_being_saved(folder: OutputFolder, group: Sequence[WrittenFile]) -> bool:
     """Whether a group has new shards and an index that is here already: it is written last."""
-    new = {file.path for file in group if is_new(folder, [file])}
-    fetched = {file.path for file in group if is_index(file.path)} - new
-    return any(is_shard(path) and index_of(path) in fetched for path in new)
+    new_paths = {file.path for file in group if is_new(folder, [file])}
+    fetched = {file.path for file in group if is_index(file.path)} - new_paths
+    return any(is_shard(path) and index_of(path) in fetched for path in new_paths)
 
 
 def is_due(folder: OutputFolder, unit: str, group: Sequence[WrittenFile],

@@ -28,8 +28,8 @@ def install(distributed: Any) -> None:
 def require_gloo(backend: str) -> None:
     """Raises RuntimeError if ranks would talk past the tunnels; ``backend`` is as for torch."""
     names = {part.rpartition(":")[2].strip() for part in backend.lower().split(",")}
-    if others := names - _BACKENDS:
-        raise _error("connections of the backend %s" % ", ".join(sorted(others)), "Use gloo")
+    if unsupported := names - _BACKENDS:
+        raise _error("connections of the backend %s" % ", ".join(sorted(unsupported)), "Use gloo")
 
 
 def require_loopback(host: str) -> None:

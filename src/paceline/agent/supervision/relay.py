@@ -375,7 +375,7 @@ class Relay:
         self._selector.register(link.inner, selectors.EVENT_READ, link)
 
     def _forward(self, link: _Link, side: socket.socket) -> None:
-        (opposite,) = (other for other in link.sides if other is not side)
+        (opposite,) = (candidate for candidate in link.sides if candidate is not side)
         data = side.recv(CHUNK_BYTES)
         if self._is_encrypted(side):
             self._watch_partial(link, side)

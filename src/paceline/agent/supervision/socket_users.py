@@ -115,8 +115,8 @@ def _read_owner(local: Address, remote: Address) -> Optional[_Owner]:
     table = _tcp_table()
     for prefix in ("", _MAPPED) if probe.family_of(local[0]) == socket.AF_INET else ("",):
         ends = " %s%s %s%s " % (prefix, _table_entry(*local), prefix, _table_entry(*remote))
-        _, found, line = table.partition(ends)
-        if found:
+        _, separator, line = table.partition(ends)
+        if separator:
             fields = line[:_MAX_LINE].split()
             user, inode = int(fields[4]), fields[6]
             packed = socket.inet_pton(probe.family_of(local[0]), local[0])

@@ -109,7 +109,7 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
 def _with_moved_folder(words: Sequence[str], folder: Path, run: str) -> list[str]:
     """Names the run directory as it is now, if it was moved since the command was typed."""
     is_script = (word.endswith(".py") for word in words)  # what follows is for the script
-    end = next((at for at, found in enumerate(is_script) if found), len(words))
+    end = next((at for at, matches_script in enumerate(is_script) if matches_script), len(words))
     for at, word in enumerate(words[:end]):
         option, equals, value = word.partition("=")
         typed = value if equals else next(iter(words[at + 1 : at + 2]), "")

@@ -21,9 +21,9 @@ def match(evidence: Evidence) -> Match | None:
     """The store waits for ranks that look for it on their own hosts, or it would have met them."""
     if not evidence.contains(_STORE_WAITS):
         return None
-    for unit, found in evidence.search(_LOOKS_AT_HOME):
+    for unit, groups in evidence.search(_LOOKS_AT_HOME):
         cause = (
-            f"{unit.label} looks for the store at {found['address']}, on its own host, while the"
+            f"{unit.label} looks for the store at {groups['address']}, on its own host, while the"
             " store waits on another one"
         )
         return match_unit(unit, cause, 0.95, remedy=_REMEDY)

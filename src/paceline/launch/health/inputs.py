@@ -38,11 +38,11 @@ class InputComparison:
         if len(ranks) < len(event["members"]) or self._is_settled:
             return ""
         del self._pending[key]
-        first, *others = set(ranks.values())
-        if len(set(first)) < 2 and not others:
+        first, *differing = set(ranks.values())
+        if len(set(first)) < 2 and not differing:
             return ""
         self._is_settled = True
-        if others:
+        if differing:
             return ""
         return (
             f"all {len(ranks)} ranks got the same batches in their first steps. If they are meant"

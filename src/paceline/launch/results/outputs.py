@@ -171,10 +171,10 @@ class OutputSync:
         If rank 0 sees the project itself, it may resume while the other ranks start anew.
         """
         with_copies = [node for node in fleet.everyone if "code" in node.copies]
-        found = await asyncio.to_thread(self.store.unsent_checkpoint) if with_copies else None
-        if found is None:
+        unsent = await asyncio.to_thread(self.store.unsent_checkpoint) if with_copies else None
+        if unsent is None:
             return
-        run, path = found
+        run, path = unsent
         checkpoint, option = f"{path} of {short(run)}", shell_text(["--run-dir", short(run)])
         if fleet.first in with_copies:
             text = f"note: {checkpoint} is not sent to the hosts; to resume from it, add {option}"

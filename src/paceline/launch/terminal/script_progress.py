@@ -45,10 +45,10 @@ def find_progress(output: bytes) -> ScriptProgress | None:
     if b"%|" not in output and "•".encode() not in output:
         return None
     text = output[-MAX_BYTES:].decode(errors="replace")
-    found = [*_TQDM.finditer(text)] or [*_RICH.finditer(text)]
-    if not found:
+    bars = [*_TQDM.finditer(text)] or [*_RICH.finditer(text)]
+    if not bars:
         return None
-    bar = found[-1]
+    bar = bars[-1]
     title = re.split(r"[\r\n]", text[: bar.start()])[-1].strip("━╸╺ :")
     return ScriptProgress(
         title[-MAX_TITLE_CHARS:], _number(bar["step"]), _number(bar["steps"]), bar["rate"],

@@ -83,10 +83,10 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
             )
         answers = [number for number, message in enumerate(messages) if message.is_target]
         spans = [_answer_span(messages, number, whole, render) for number in answers]
-        found = [span for span in spans if span is not None]
-        if len(found) == len(answers):
+        present = [span for span in spans if span is not None]
+        if len(present) == len(answers):
             check_complete(messages, whole, location)
-            return [Rendered(whole, tuple(found))]
+            return [Rendered(whole, tuple(present))]
         rendered = []
         for number in answers:
             rendered.append(_render_answer(messages[: number + 1], location, render))

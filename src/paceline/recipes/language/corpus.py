@@ -174,8 +174,8 @@ def cut(text: str, size: int) -> Iterator[str]:
     start = 0
     while len(text) - start > 2 * size:
         earliest, latest = start + size, start + 2 * size
-        found = (text.find(mark, earliest, latest) + 1 for mark in "\n ")
-        stop = next(filter(None, found), earliest)
+        positions = (text.find(mark, earliest, latest) + 1 for mark in "\n ")
+        stop = next(filter(None, positions), earliest)
         yield text[start:stop]
         start = stop
     yield text[start:]

@@ -194,7 +194,7 @@ class TokenRows:
         rows = np.full((len(ids), self.length + 1), IGNORED, dtype=np.int64)
         for row, number in zip(rows, ids.tolist(), strict=True):
             start = number * self.length
-            found = self._tokens[start : start + self.length + 1]
-            row[: len(found)] = found
+            window = self._tokens[start : start + self.length + 1]
+            row[: len(window)] = window
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].clamp(min=0), tokens[:, 1:]

@@ -194,10 +194,10 @@ def _files(names: Iterable[str]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        found = image_files(path)
-        if not found:
+        images = image_files(path)
+        if not images:
             raise DataError(f"{path} holds no images", remedy=", ".join(sorted(SUFFIXES)))
-        yield from found
+        yield from images
 
 
 @torch.inference_mode()

@@ -137,8 +137,8 @@ class DeviceGroup:
         waiting.start()
         waiting.join(max(0.0, deadline - time.monotonic()))
         if errors:  # of this rank itself: another group would not help it
-            found = str(errors[0]).partition("\n")[0]
-            raise JobError("the device failed while its group was left", found=found) from errors[0]
+            cause = str(errors[0]).partition("\n")[0]
+            raise JobError("the device failed while its group was left", found=cause) from errors[0]
         if waiting.is_alive():
             raise JobError(
                 "a collective of the device does not end though it was aborted",

@@ -123,11 +123,11 @@ def greetings(
                             if is_complete:
                                 existing.connection.setblocking(True)
                                 yield existing
-                    elif (new := _accept(listener, limit_s)) is not None:
+                    elif (visitor := _accept(listener, limit_s)) is not None:
                         if len(waiting) >= MAX_CALLERS:
                             release(next(iter(waiting.values())))
-                        waiting[new.connection.fileno()] = new
-                        selector.register(new.connection, selectors.EVENT_READ)
+                        waiting[visitor.connection.fileno()] = visitor
+                        selector.register(visitor.connection, selectors.EVENT_READ)
         finally:
             for caller in waiting.values():
                 caller.connection.close()

@@ -241,6 +241,7 @@ class StreamRelay:
             self._hang_up()
 
     def _read_input(self) -> None:
+        """Reads what the launcher has sent for the agent's standard input."""
         assert self._frames is not None
         try:
             data = self._frames.recv(PIECE_BYTES)

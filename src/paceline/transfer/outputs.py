@@ -83,7 +83,7 @@ class OutputStore(LocalOutputs):
         folder.since_us = await latest_change_us(folder.channel, folder.root)
         if folder.prefix:  # nothing but files of this run is in it
             folder.since_us = 0
-            self._note_earlier(folder, await self.list_files(folder))
+            self._note_earlier_saves(folder, await self.list_files(folder))
         elif folder.is_local:  # a launcher that was killed may not have recorded the last ones
             later_us = folder.since_us + 1  # than all files of the user
             folder.since_us = min(self.journal.mark_local_start(later_us), later_us)
@@ -156,7 +156,7 @@ class OutputStore(LocalOutputs):
                 known = self.journal.outputs.get(file.path)
                 if known is not None and file.mtime_us <= known.mtime_us:
                     folder.fetched[file.path] = file.version
-            self._note_earlier(folder, files)
+            self._note_earlier_saves(folder, files)
             old = dict(folder.fetched)
             await self._sync(folder, 1.0, has_ended=True, has_succeeded=False)
         groups = group_files(files)
@@ -166,8 +166,8 @@ class OutputStore(LocalOutputs):
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
-    def _note_earlier(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
-        """Notes parts of the saves whose index is here, if the launcher of the ranks was lost."""
+    def _note_earlier_saves(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
+        """Notes shards and indexes no newer than the index that is here: they are of its save."""
         for file in filter(lambda file: is_of_save(file.path), files):
             index = self.journal.outputs.get(index_of(file.path))
             if index is not None and file.mtime_us <= index.mtime_us:

@@ -97,6 +97,7 @@ class Tunnels:
         self._listener.close()
 
     def _serve(self) -> None:
+        """Opens ways to other nodes for the ranks of this host, one request at a time."""
         with self._requests:
             while True:
                 try:

@@ -155,7 +155,7 @@ class BatchDivision:
             )
 
     def _rest_periods(self) -> dict[int, tuple[int, int]]:
-        """Returns dropped ranks that are not tried again yet, from checkpoint or process."""
+        """Returns, by dropped rank, the step at which it is tried again and its steps of rest."""
         if not self._saved_state:
             return {} if self._controller is None else self._controller.rest_periods
         if tuple(self._saved_state.get("hosts", ())) != self._hosts:

@@ -50,7 +50,7 @@ def communication_hook(model: DistributedDataParallel, method: str) -> tuple[Buc
     Raises:
         SettingError: The method is unknown, or not possible for this model.
     """
-    exchange = _compress(model, method, f'communication_hook(…, "{method}")')
+    exchange = _make_exchange(model, method, f'communication_hook(…, "{method}")')
     exchange.expect_hook()
     return exchange, average_bucket
 
@@ -58,12 +58,16 @@ def communication_hook(model: DistributedDataParallel, method: str) -> tuple[Buc
 def attach(model: DistributedDataParallel, method: str) -> None:
     """Compresses the gradients of a model that DDP has just made, for ``--communication``."""
     option = f"--communication {method}"
-    _compress(model, method, option).attach()
+    _make_exchange(model, method, option).attach()
     if model.process_group.rank() == 0:
         _reporter().event("communication", text=f"by {method}, as {option} says")
 
 
-def _compress(model: DistributedDataParallel, method: str, option: str) -> ScriptExchange:
+def _make_exchange(model: DistributedDataParallel, method: str, option: str) -> ScriptExchange:
+    """Makes the exchange of a method; the caller registers its hook.
+
+    ``option`` says in errors how the method was asked for.
+    """
     _check(model, method, option)
     comms = Comms(_place(model.process_group), model.device)
     exchange = ScriptExchange(model, comms)

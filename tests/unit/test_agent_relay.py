@@ -687,6 +687,27 @@ def test_inner_store_avoids_occupied_loopback_address(hosts: Hosts) -> None:
     assert address[1] == port
 
 
+@pytest.mark.parametrize("has_packet_filters", [True, False])
+def test_inner_store_is_filtered_before_it_listens(
+    has_packet_filters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user could connect in between, and would stay connected."""
+    if not has_packet_filters:
+        monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
+    listening = []
+    make = peer_filters.PortFilter
+
+    def record(listener: socket.socket) -> peer_filters.PortFilter:
+        listening.append(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return make(listener)
+
+    monkeypatch.setattr(peer_filters, "PortFilter", record)
+    node, local = Store(), probe.listen(LOCAL)
+    with local, node.open_gateway(closed_store(local), local):
+        node.end()
+    assert listening == [0]
+
+
 def test_restrict_closes_pending_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a filter, anybody could connect before the store started."""
     monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)

@@ -31,7 +31,7 @@ ORPHANS_PERIOD_S = 1.0  # after which the port of a store that has ended is free
 REPORT_PERIOD_S = 60.0  # between two reports of an address by a process with many sockets
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
 WHOLE_PACKET = 0xFFFFFFFF  # bytes of a packet that are kept
-LISTENER_INDEX, REJECT_INDEX = 0, 1  # if the listener was the first to listen
+LISTENER_INDEX, REJECT_INDEX = 0, 1  # if the listener is the first to listen
 
 Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
@@ -226,7 +226,7 @@ class PeerFilter:
         self._rejected: List[str] = []
         self._indices = LISTENER_INDEX, REJECT_INDEX
         if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            self._indices = REJECT_INDEX, LISTENER_INDEX  # it is the second to listen
+            self._indices = REJECT_INDEX, LISTENER_INDEX  # it is the second
         self._has_filter = attach_filter(listener, hosts)
         with contextlib.suppress(OSError):
             self.reject_socket = open_reject_socket(listener, self._selection)
@@ -317,7 +317,7 @@ class PortFilter:
     filters, it directs other connections to the reject socket.
 
     Args:
-        listener: Of IPv4.
+        listener: Of IPv4; bound, but not listening yet: it would have connections of others.
 
     Attributes:
         reject_socket: ``None`` if there is a packet filter, or the kernel takes neither.
@@ -362,9 +362,10 @@ class PortFilter:
 
         It does not see where the TCP header begins, so it accepts no options before it.
         """
-        has_no_options = _require(_LOAD_BYTE, _NETWORK_HEADER, _IPV4_WITHOUT_OPTIONS, REJECT_INDEX)
+        listener, reject = REJECT_INDEX, LISTENER_INDEX  # the listener is the second to listen
+        has_no_options = _require(_LOAD_BYTE, _NETWORK_HEADER, _IPV4_WITHOUT_OPTIONS, reject)
         load_port = _instruction(_LOAD_HALF, _NETWORK_HEADER + _IPV4_HEADER_BYTES)
-        return has_no_options + self._caller_match(load_port, LISTENER_INDEX, REJECT_INDEX)
+        return has_no_options + self._caller_match(load_port, listener, reject)
 
     def _caller_match(self, load_port: bytes, member_result: int, other_result: int) -> bytes:
         program = [_require(_LOAD, _SOURCE_4, self._address, other_result), load_port]

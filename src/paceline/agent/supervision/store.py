@@ -12,7 +12,7 @@ import errno
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 from ..ranks import peer_filters
 from ..surveys import facts, probe
@@ -29,19 +29,28 @@ GATEWAY_DESCRIPTORS = 4096  # two for each rank of another node, and unproven co
 Message = Dict[str, Any]
 
 
-def _listen_inside(port: int) -> socket.socket:
-    """Listens for the closed store on a loopback address; OSError if there is none.
+def _listen_inside(port: int) -> Tuple[socket.socket, peer_filters.PortFilter]:
+    """Listens for the closed store on a loopback address, which nobody reaches without the filter.
 
-    Another user can take the port at an address known in advance, but not at random ones.
+    Another user can take the port at an address known in advance, but not at random ones. Raises
+    OSError if there is no address.
     """
     addresses = ["127.%d.%d.%d" % (128 + a % 127, b, 1 + c % 254)
                  for a, b, c in (os.urandom(3) for _ in range(NUM_OTHER_ADDRESSES))]  # fmt: skip
     for address in (STORE_ADDRESS, *addresses):
-        try:
-            return probe.listen(address, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
+        with contextlib.ExitStack() as closing:
+            try:
+                inner = closing.enter_context(probe.bind(address, port))
+                port_filter = closing.enter_context(
+                    contextlib.closing(peer_filters.PortFilter(inner))
+                )
+                inner.listen(probe.BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            closing.pop_all()
+            return inner, port_filter
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
@@ -89,11 +98,10 @@ class Store:
         with self._listen_locally(store) if is_gateway else listener.dup() as local:
             self._set_endpoint(store, local)
             try:
-                inner = _listen_inside(local.getsockname()[1])
+                inner, self._port_filter = _listen_inside(local.getsockname()[1])
             except OSError:  # perhaps a sandbox with one loopback address: the store is open
                 inner, target, has_local_gateway = local.dup(), local.getsockname()[:2], False
             else:
-                self._port_filter = peer_filters.PortFilter(inner)
                 target, has_local_gateway = inner.getsockname()[:2], True
             routes = [(listener, Route(target, key, True, self._port_filter))] * is_gateway
             if has_local_gateway:

@@ -20,6 +20,7 @@ from ..supervision import processes
 IDENTITY_BYTES = 16
 MAX_ATTEMPTS = 512  # connections being tried
 MAX_PORT_TRIES = 64
+BACKLOG = 128
 IDENTITY_TIMEOUT_S = 10.0  # how long a peer that took the connection may take to say who it is
 LISTEN = "0A"  # state in /proc/net/tcp
 Result = Dict[str, Any]
@@ -35,13 +36,23 @@ def is_loopback(address: str) -> bool:
 
 def listen(address: str, port: int = 0) -> socket.socket:
     """Opens a listening socket on exactly this address. OSError if that is impossible."""
+    listener = bind(address, port)
+    try:
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def bind(address: str, port: int) -> socket.socket:
+    """Opens a socket on exactly this address, to listen on. OSError if that is impossible."""
     listener = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
         if family_of(address) == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        listener.listen(128)
         listener.setblocking(False)
     except OSError:
         listener.close()

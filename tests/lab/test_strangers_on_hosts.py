@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
 
 import pytest
 from captures import captured
-from intruders import check_intruders
+from intruders import check_intruders, own_listeners
 from launches import (
     WITHOUT_CAPABILITIES,
     Launch,
@@ -137,6 +138,38 @@ except OSError:
 else:
     print(len(heard))
 """
+
+
+# takes the place of rank 1 in a group of gloo, which a connection begins with its number
+PRETEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), 60) as connection:
+    connection.sendall((1).to_bytes(8, "little"))
+    print("connected", flush=True)
+    while connection.recv(4096):
+        pass
+"""
+
+
+def test_user_of_job_host_cannot_replace_rank_in_gloo_group(site: Site) -> None:
+    def gloo_port() -> str:
+        own = f"{site.lab.address('n1')}:"
+        listeners = own_listeners(site, "n1").items()
+        return next((at for at, line in listeners if at.startswith(own) and "[rank" in line), "")
+
+    with site.start("--nnodes", "2", "awaited.py") as launch:
+        launch.until(lambda: gloo_port() != "", "rank 0 listens")
+        address, port = gloo_port().rsplit(":", 1)
+        argv = [sys.executable, "-c", PRETEND, address, port]
+        with site.lab.popen("n2", argv, stdout=subprocess.PIPE, text=True) as impostor:
+            assert impostor.stdout is not None
+            assert impostor.stdout.readline() == "connected\n"
+            (site.project / "go").touch()
+            ended = launch.end()
+    assert ended.code == 1, ended.err
+    stranger = f"gloo has a connection with {site.lab.address('n2')}, which"
+    assert stranger in ended.err
+    assert "sum" not in ended.out
 
 
 def test_store_gateway_rejects_intruder_and_serves_ranks(site: Site) -> None:

@@ -2,8 +2,9 @@
 
 Anybody may write to the rendezvous store, and gloo's connection numbers can be guessed. So gloo's
 devices accept only the job's hosts, and nobody once a group is complete. Before a group is used,
-the remote addresses of all its connections are compared with the job's addresses, and the users at
-the other ends of connections within this host with this process's user.
+the remote addresses of all its connections are compared with the job's addresses, the users at the
+other ends of connections within this host with this process's user, and the connections that other
+hosts have made with those that their ranks know.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import struct
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Tuple
 
 from ..supervision import processes, socket_users
 from ..surveys import netlink
 from . import peer_filters, tunnels
+from .connection_proofs import Connection, ConnectionProofs
 
 # of torch's TCPStore, as many as may be given by position
 _STORE_ARGUMENTS = (
@@ -35,6 +37,8 @@ _MAX_DEVICES = 100  # that somebody calls before they have a filter
 _STORE_BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _BLOCKED_BACKLOG, _DEVICE_BACKLOG = 64, 2048  # of a gloo device that is blocked, or not
+_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"  # torch's own
+_STRANGERS_USER = 1 << 32  # no user's number
 _EPOLL_CTL_MOD = 3
 # struct epoll_event in linux/eventpoll.h
 _EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "AMD64") else "@IQ")
@@ -45,7 +49,7 @@ _REGISTERED = re.compile(
 
 
 class StrangerError(RuntimeError):
-    """A group has a connection with no host of the job, or with another user of this one."""
+    """A group has a connection with no host of the job, or with another user of one."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -53,6 +57,24 @@ class StrangerError(RuntimeError):
             " another user: somebody pretends to be one of its ranks. Nothing was exchanged with it"
             % address
         )
+
+
+class _Peer(NamedTuple):
+    """A connection of a device.
+
+    Attributes:
+        address: The remote address.
+        ends: Both ends. ``None`` for a connection within this host, whose user the kernel knows.
+        is_caller: Whether this rank has made the connection.
+        is_stranger: Whether the other end is none of the job's hosts, or another user of this one.
+        is_silent: Whether a stranger has sent nothing.
+    """
+
+    address: str
+    ends: Optional[Connection]
+    is_caller: bool
+    is_stranger: bool
+    is_silent: bool
 
 
 @dataclass
@@ -82,11 +104,12 @@ class _Device:
         with duplicate or contextlib.nullcontext():
             yield duplicate
 
-    def connections(self, hosts: peer_filters.HostSet) -> Iterator[Tuple[str, bool, bool]]:
-        """Yields each connection: remote address, whether it is a stranger, whether it is silent.
+    def peers(
+        self, hosts: peer_filters.HostSet, unproven: Collection[Connection] = ()
+    ) -> Iterator[_Peer]:
+        """Yields each connection, and shuts down those of strangers.
 
-        Strangers are all but ``hosts``, and other users of this one. Their connections are shut
-        down. A stranger that has sent nothing is silent.
+        Strangers are all but ``hosts``, other users of this host, and ``unproven``.
         """
         with self.dup_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0
@@ -95,14 +118,24 @@ class _Device:
             if connection is None:
                 continue
             with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
-                address, has_sent_nothing = str(connection.getpeername()[0]), False
-                is_stranger = address not in hosts or _is_another_users(connection)
-                if connection.getsockname()[1] == port:
+                local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
+                is_caller, user = local[1] != port, _user_of(connection)
+                is_unknown = user == socket_users.UNKNOWN_USER and remote[0] != local[0]
+                ends = None
+                if user == socket_users.NO_USER or is_unknown:
+                    ends = Connection(*local, *remote) if is_caller else Connection(*remote, *local)
+                is_stranger = (
+                    remote[0] not in hosts
+                    or user not in (os.getuid(), socket_users.NO_USER, socket_users.UNKNOWN_USER)
+                    or ends in unproven
+                )
+                has_sent_nothing = False
+                if not is_caller:
                     peer_filters.detach_filter(connection)
                     if is_stranger:
                         connection.shutdown(socket.SHUT_RDWR)
                         has_sent_nothing = not _bytes_received(connection)
-                yield address, is_stranger, has_sent_nothing
+                yield _Peer(remote[0], ends, is_caller, is_stranger, has_sent_nothing)
 
     def has_callers(self) -> bool:
         """Whether somebody has connected to a new device, or has begun to.
@@ -151,13 +184,12 @@ class _Device:
         return False
 
 
-def _is_another_users(connection: socket.socket) -> bool:
-    """Whether the other end is a process of another user of this host."""
+def _user_of(connection: socket.socket) -> int:
+    """Returns the user at the other end, as ``peer_user``; a stranger's if that cannot be asked."""
     try:
-        user = socket_users.peer_user(connection)
+        return socket_users.peer_user(connection)
     except OSError:  # too many open files: strangers could cause that
-        return True
-    return user not in (os.getuid(), socket_users.NO_USER, socket_users.UNKNOWN_USER)
+        return _STRANGERS_USER
 
 
 def _bytes_received(connection: socket.socket) -> int:
@@ -305,27 +337,50 @@ class GlooFilter:
                 device.peer_filter = peer_filters.PeerFilter(listener, hosts)
                 self.rejects.watch(device.peer_filter, device.listener)
 
-    def verify(self, devices: List[_Device], hosts: peer_filters.HostSet, ranks: int) -> None:
-        """Checks the connections of a group of ``ranks`` ranks; then blocks its devices.
+    def verify(
+        self,
+        devices: List[_Device],
+        hosts: peer_filters.HostSet,
+        ranks: int,
+        proofs: Optional[ConnectionProofs] = None,
+    ) -> None:
+        """Checks the connections of a group of ``ranks`` ranks, and blocks its devices.
 
-        Raises StrangerError if a connection leads to none of ``hosts``, or to another user of this
-        one.
+        ``proofs``: of connections between hosts; ``None`` where these are not compared.
+
+        Raises StrangerError if a connection leads to none of ``hosts``, to another user of this
+        one, or to a process of another one that is no rank.
         """
         for device in devices:
-            connections = list(device.connections(hosts))
-            strangers = [(address, is_silent) for address, is_stranger, is_silent in connections
-                         if is_stranger]  # fmt: skip
-            num_verified = len(connections) - len(strangers)
-            for address, never_spoke in strangers:
-                # A stranger may have connected before the filter was attached. It is harmless
-                # unless it has sent data: a connection's number makes gloo take it for a rank.
-                if not never_spoke:
-                    address = str(peer_filters.parse_address(address))
-                    self._on_stranger(address)
-                    raise StrangerError(address)
-            if num_verified >= ranks - 1:  # else ranks connect when they first send something
+            members = self._without_strangers(device.peers(hosts))
+            if len(members) >= ranks - 1:  # else ranks connect when they first send something
                 device.block()
+        if proofs is not None:
+            # again: until its device was blocked, a rank may have accepted others
+            ends = [(peer.ends, peer.is_caller) for device in devices
+                    for peer in device.peers(hosts) if peer.ends is not None]  # fmt: skip
+            proofs.publish([each for each, is_caller in ends if is_caller], bool(devices))
+            accepted = [each for each, is_caller in ends if not is_caller]
+            if unproven := proofs.find_unproven(accepted):
+                for device in devices:
+                    self._without_strangers(device.peers(hosts, unproven))
         self._devices += [device for device in devices if device not in self._devices]
+
+    def _without_strangers(self, peers: Iterator[_Peer]) -> List[_Peer]:
+        """Returns the members among all peers; StrangerError if a stranger is no harmless one.
+
+        A stranger may have connected before the filter was attached. It is harmless unless it has
+        sent data: a connection's number makes gloo take it for a rank.
+        """
+        members = []
+        for peer in list(peers):
+            if not peer.is_stranger:
+                members.append(peer)
+            elif not peer.is_silent:
+                address = str(peer_filters.parse_address(peer.address))
+                self._on_stranger(address)
+                raise StrangerError(address)
+        return members
 
     @contextlib.contextmanager
     def reopened(self, hosts: peer_filters.HostSet) -> Iterator[None]:
@@ -363,8 +418,11 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
             options, devices = gloo_filter.make_options(timeout, hosts, address)
             if not ways or tunnels.meet(ways, store, rank, size, devices[0].port, attempt):
                 break
+        # tunnels have proved who they are; lazy connections are made once the group is there
+        is_compared = not ways and os.environ.get(_LAZY_VARIABLE, "0") in ("", "0")
+        proofs = ConnectionProofs(store) if is_compared else None
         original(self, store, rank, size, options)
-        gloo_filter.verify(devices, hosts, size)
+        gloo_filter.verify(devices, hosts, size, proofs)
 
     gloo.__init__ = init
     store: Any = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)

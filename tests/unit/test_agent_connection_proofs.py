@@ -21,17 +21,17 @@ def test_unproven_connections_are_found_once_all_have_published(num_groups: int)
         made = [each._replace(port=each.port + number) for each in MADE]
         intruder = INTRUDER._replace(port=INTRUDER.port + number)
         acceptor, *callers = [ConnectionProofs(store) for _ in range(3)]
-        acceptor.publish([], True)
+        acceptor.publish([], [])
         unproven: list[Any] = []
         waiting = threading.Thread(
             target=lambda: unproven.append(acceptor.find_unproven([*made, intruder])),  # noqa: B023
             daemon=True,
         )
-        callers[0].publish(made[:1], True)
+        callers[0].publish(made[:1], ["10.0.0.2"])
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
-        callers[1].publish(made[1:], True)
+        callers[1].publish(made[1:], ["10.0.0.3"])
         waiting.join(30)
         assert unproven == [{intruder}]
 
@@ -45,8 +45,14 @@ def test_rank_without_accepted_connections_does_not_wait() -> None:
 def test_connections_that_a_kernel_hides_are_not_expected() -> None:
     store = dist.HashStore()
     acceptor, caller = ConnectionProofs(store), ConnectionProofs(store)
-    caller.publish([], False)
-    acceptor.publish([], True)
+    caller.publish([], ["10.0.0.2"], are_visible=False)
+    acceptor.publish([], [])
+    assert acceptor.find_unproven(MADE) == set()
+
+
+def test_connections_through_nat_are_not_compared() -> None:
+    acceptor = ConnectionProofs(dist.HashStore())
+    acceptor.publish([], ["10.0.0.1"])
     assert acceptor.find_unproven(MADE) == set()
 
 
@@ -55,5 +61,5 @@ def test_store_of_script_without_counters_is_accepted() -> None:
         """Has no more than gloo needs."""
 
     proofs = ConnectionProofs(dist.PrefixStore("group", OwnStore()))
-    proofs.publish(MADE, True)
+    proofs.publish(MADE, [])
     assert proofs.find_unproven(MADE) == set()

@@ -2,7 +2,8 @@
 
 Another user of a job's host can call gloo on another host, from an address of the job. So each rank
 publishes the connections that it has made in the group's store, which only the job can write, and
-looks there for those that it has accepted.
+looks there for those that it has accepted. Behind NAT both ends differ, so connections from
+addresses that no rank's host has are left to the list of admitted addresses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Collection, NamedTuple, Set
 _RANKS = "paceline/proofs/ranks"  # that publish their connections
 _PUBLISHED = "paceline/proofs/published"  # ranks that have done so
 _COMPLETE = "paceline/proofs/complete/%d"  # set once all of so many have
+_ADDRESS = "paceline/proofs/%s"  # set by ranks whose host has the address
 _UNKNOWN = "paceline/proofs/unknown"  # set by a rank that does not see its connections
 
 
@@ -49,17 +51,23 @@ class ConnectionProofs:
                 raise
             self._store = None
 
-    def publish(self, made: Collection[Connection], are_visible: bool) -> None:
+    def publish(
+        self, made: Collection[Connection], addresses: Collection[str], are_visible: bool = True
+    ) -> None:
         """Publishes the connections that this rank has made to other hosts.
 
-        ``are_visible``: the kernel shows them. Else no rank can find those that it has accepted.
+        Args:
+            made: The connections.
+            addresses: Of this host.
+            are_visible: The kernel shows them. Else no rank can find those that it has accepted.
         """
         if self._store is None:
             return
         if not are_visible:
             self._store.set(_UNKNOWN, "-")
-        if made:
-            self._store.multi_set([connection.key for connection in made], ["-"] * len(made))
+        keys = [_ADDRESS % address for address in addresses] + [each.key for each in made]
+        if keys:
+            self._store.multi_set(keys, ["-"] * len(keys))
         num_ranks = self._store.add(_RANKS, 0)
         if self._store.add(_PUBLISHED, 1) == num_ranks:
             self._store.set(_COMPLETE % num_ranks, "-")
@@ -75,4 +83,5 @@ class ConnectionProofs:
         self._store.get(_COMPLETE % self._store.add(_RANKS, 0))
         if self._store.check(keys) or self._store.check([_UNKNOWN]):
             return set()
-        return {each for each in accepted if not self._store.check([each.key])}
+        return {each for each in accepted if not self._store.check([each.key])
+                and self._store.check([_ADDRESS % each.caller])}  # fmt: skip

@@ -21,7 +21,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from ..supervision import processes, socket_users
 from ..surveys import netlink
@@ -268,6 +268,13 @@ def _find_device(previous_epolls: List[int]) -> Optional[_Device]:
     return None
 
 
+def _own_addresses() -> Set[str]:
+    """Returns the addresses of this host's interfaces; empty if the kernel does not list them."""
+    with contextlib.suppress(OSError):
+        return {str(entry["address"]) for entry in netlink.addresses()}
+    return set()
+
+
 def job_address(interface: str) -> str:
     """Returns the address to use on ``interface`` in a job over IPv6; "" lets gloo choose.
 
@@ -359,7 +366,8 @@ class GlooFilter:
             # again: until its device was blocked, a rank may have accepted others
             ends = [(peer.ends, peer.is_caller) for device in devices
                     for peer in device.peers(hosts) if peer.ends is not None]  # fmt: skip
-            proofs.publish([each for each, is_caller in ends if is_caller], bool(devices))
+            made = [each for each, is_caller in ends if is_caller]
+            proofs.publish(made, _own_addresses() | {each.caller for each in made}, bool(devices))
             accepted = [each for each, is_caller in ends if not is_caller]
             if unproven := proofs.find_unproven(accepted):
                 for device in devices:

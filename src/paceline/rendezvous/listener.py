@@ -338,7 +338,7 @@ def identity() -> tuple[ssl.SSLContext, str]:
     """
     certificate, key = make_certificate()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     with tempfile.NamedTemporaryFile("w", prefix="paceline-tls-") as file:
         file.write(certificate + key)
         file.flush()

@@ -312,7 +312,11 @@ class Loader:
             if self.is_outdated:
                 return
         if self.progress.offset == start:
-            raise RuntimeError("a batch was not given to session.step")
+            raise RuntimeError(
+                "a batch was not given to session.step: every batch of a session.loader must be (to"
+                " leave one out of the training, multiply its losses by 0); to evaluate, iterate"
+                " over session.shard(data) instead"
+            )
 
     @property
     def is_outdated(self) -> bool:

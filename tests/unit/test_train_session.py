@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -43,6 +44,66 @@ def prepare_training(session: train.Session) -> train.Loader:
 def test_loader_requires_session_epochs(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.epochs"):
         list(prepare_training(session))
+
+
+def train_on_batches(session: train.Session, batches: Iterable[train.Batch]) -> None:
+    for (inputs,) in batches:
+        session.step(session.models.first.model(inputs).square().mean(1))
+
+
+@pytest.mark.parametrize(
+    ("every", "taken", "message"),
+    [
+        (0, [1], "the batch loop of epoch 1 was left after 1 of 4 steps"),
+        (0, [4, 3], "the batch loop of epoch 2 was left after 3 of 4 steps"),
+        (3, [3, 1, 1], "the batch loop of epoch 2 was left after 1 of 4 steps"),
+        (0, [0], "an iteration of session.epochs ended without a step"),
+        (3, [3, 0], "an iteration of session.epochs ended without a step"),
+    ],
+)
+def test_epochs_refuses_unfinished_batch_loop(
+    session: train.Session, every: int, taken: list[int], message: str
+) -> None:
+    prepare_training(session)
+    loader, limits = session.loader(TensorDataset(torch.zeros(15, 2)), 4), iter(taken)
+
+    def training() -> None:
+        for _ in session.epochs(loader, 3, every=every):
+            train_on_batches(session, islice(loader, next(limits)))
+
+    with pytest.raises(SettingError) as error:
+        training()
+    assert error.value.message == message
+    assert session.progress.step == sum(taken)
+    assert "every=STEPS" in error.value.remedy
+
+
+def test_epochs_accepts_batch_loops_left_at_their_end(session: train.Session) -> None:
+    """The batch loop may end by a count of its own at a pause or the end of the epoch."""
+    loader = prepare_training(session)
+    for _ in session.epochs(loader, 3, every=1):
+        train_on_batches(session, islice(loader, 1))
+    assert session.progress.step == 6
+
+
+def test_leaving_both_loops_ends_training(session: train.Session) -> None:
+    loader = prepare_training(session)
+    for _ in session.epochs(loader, 3):
+        train_on_batches(session, islice(loader, 1))
+        break
+    session.save_model({})
+    assert session.progress.step == 1
+
+
+def test_stop_ends_training_in_mid_epoch(session: train.Session) -> None:
+    loader, iterations = prepare_training(session), 0
+    for _ in session.epochs(loader, 3):
+        iterations += 1
+        for batch in loader:
+            train_on_batches(session, [batch])
+            session.stop("enough")
+            break
+    assert (session.progress.step, iterations) == (1, 1)
 
 
 def test_prints_epochs_from_1_and_records_them_from_0(

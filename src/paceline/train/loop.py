@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, distributed
 
+from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
@@ -132,7 +133,10 @@ class TrainingLoop:
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)
             self._journal.start_epoch()
+            begin = progress.step
             yield progress.epoch
+            if not loader.is_at_end:
+                raise _unfinished_loop_error(loader, is_empty=progress.step == begin)
             progress.evaluated = progress.step
             self._journal.end_epoch()
             epoch_ended = progress.offset >= loader.order.size
@@ -308,6 +312,31 @@ def _describe_change(progress: Progress, loader: Loader) -> str:
         return ""
     left = pluralize(progress.steps - progress.step, "step")
     return f"continuing with {' and '.join(changes)}: {left} left"
+
+
+def _unfinished_loop_error(loader: Loader, *, is_empty: bool) -> SettingError:
+    """Returns the error for an iteration of ``session.epochs`` that ends in mid-epoch.
+
+    Args:
+        loader: The loader of the training.
+        is_empty: The iteration has done no step.
+    """
+    epoch, total = loader.progress.epoch + 1, len(loader)
+    done = f"{total - loader.steps_left(epoch):,} of {total:,} steps"
+    message = f"the batch loop of epoch {epoch} was left after {done}"
+    found = "the next iteration of session.epochs would begin in the middle of the epoch"
+    if is_empty:
+        message = "an iteration of session.epochs ended without a step"
+        found = f"{done} of epoch {epoch} are done"
+    return SettingError(
+        message,
+        found=found,
+        remedy="iterate over the whole loader in each iteration of session.epochs:\n"
+        "for shorter epochs, give session.loader a Subset of the data;\n"
+        "for evaluations within an epoch, use session.epochs(…, every=STEPS);\n"
+        "for fewer steps in all, use session.epochs(…, steps=STEPS);\n"
+        "to end the training early, call session.stop, or leave both loops",
+    )
 
 
 def _equal_parts(length: int, limit: int) -> int:

@@ -369,14 +369,17 @@ class Session(Member):
         """Yields the numbers of the epochs that remain.
 
         Args:
-            loader: The training loader; iterate over it once for each number.
+            loader: The training loader; iterate over it to its end once for each number. Leaving
+                both loops ends the training early.
             epochs: Passes over the data.
             steps: Global steps after which the training ends instead.
             every: Global steps after which the number of the running epoch is yielded again, for
                 an evaluation in between; 0: never.
 
         Raises:
-            SettingError: The first argument is not a loader of :meth:`loader`.
+            SettingError: The first argument is not a loader of :meth:`loader`; or the loop over its
+                batches was left (``break``) or skipped in the middle of an epoch, and the loop over
+                the epochs continues.
         """
         if not isinstance(loader, Loader):
             raise SettingError(

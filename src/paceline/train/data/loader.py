@@ -319,6 +319,13 @@ class Loader:
             )
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the batch loop ends here: at the end of epoch or training, or at a pause."""
+        progress = self.progress
+        pauses = progress.step > progress.evaluated and self.pauses_now()
+        return progress.finished or progress.offset >= self.order.size or pauses
+
+    @property
     def is_outdated(self) -> bool:
         """Whether the current batch was divided among other ranks than there are now.
 

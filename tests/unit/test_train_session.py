@@ -106,6 +106,71 @@ def test_stop_ends_training_in_mid_epoch(session: train.Session) -> None:
     assert (session.progress.step, iterations) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("samples", "batch", "found"),
+    [
+        (8, 2, "their global batches have 2 and 4 samples"),
+        (7, 4, "its data have 7 samples, fewer than the 8 of that loader"),
+    ],
+)
+def test_loader_that_differs_from_that_of_training_is_refused(
+    session: train.Session, samples: int, batch: int, found: str
+) -> None:
+    loader = prepare_training(session)
+    other = session.loader(TensorDataset(torch.zeros(samples, 2)), batch)
+    epochs = session.epochs(loader, 2)
+    next(epochs)
+    for both in (zip(loader, other, strict=False), zip(other, loader, strict=False)):
+        with pytest.raises(SettingError, match="another loader than the one given to") as error:
+            next(both)
+        assert error.value.found == found
+    assert "session.shard(data)" in error.value.remedy
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_second_loader_is_refused_after_last_batch(session: train.Session, epochs: int) -> None:
+    loader = prepare_training(session)
+    other = session.loader(TensorDataset(torch.zeros(9, 2)), 4)
+    outer = session.epochs(loader, epochs)
+    next(outer)
+    train_on_batches(session, loader)
+    with pytest.raises(SettingError, match="no batch left"):
+        next(iter(other))
+
+
+def test_second_loader_is_refused_after_training(session: train.Session) -> None:
+    loader = prepare_training(session)
+    other = session.loader(TensorDataset(torch.zeros(9, 2)), 4)
+    for _ in session.epochs(loader, 2):
+        train_on_batches(session, loader)
+    for _ in range(2):
+        with pytest.raises(SettingError, match="no batch left"):
+            list(other)
+        assert not [*session.epochs(loader, 1)]  # nothing is left to train
+
+
+def test_second_loader_may_come_first_after_resume(tmp_path: Path) -> None:
+    """A checkpoint of the last step of an epoch is resumed before the evaluation."""
+    seen: list[int] = []
+
+    def training(fails_at: int = 0) -> None:
+        with train.join(run_dir=tmp_path, seed=0) as session:
+            loader = prepare_training(session)
+            other = session.loader(TensorDataset(torch.zeros(9, 2)), 4)
+            session.checkpoints(every=1)
+            for _ in session.epochs(loader, 2):
+                for _, batch in zip(other, loader, strict=False):
+                    train_on_batches(session, [batch])
+                if session.progress.step == fails_at:
+                    raise ValueError("in the evaluation")
+                seen.append(session.progress.step)
+
+    with pytest.raises(ValueError, match="evaluation"):
+        training(fails_at=2)
+    training()
+    assert seen == [2, 4]
+
+
 def test_prints_epochs_from_1_and_records_them_from_0(
     session: train.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         member, journal, models = self._member, self._journal, self._training.models
+        self._has_begun_batches = False  # in this iteration of session.epochs, or all are over
         self.stragglers = StragglerMonitor(member)
         self.watch = NormAndLoadWatch(journal.record)
         self.pace = StepTimer(member.comms, models.module, member.device)
@@ -75,13 +76,46 @@ class TrainingLoop:
         self.stragglers.regroup()
 
     def start_iteration(self, loader: Loader) -> None:
-        """Called when the script begins to take batches from a loader."""
+        """Called when the script begins to take batches from a loader.
+
+        Raises:
+            SettingError: It is a second loader whose batches do not match those of the training.
+        """
         if loader is not self.steps.loader:
+            self._check_side_loader(loader)
             self._membership.start_side_loader()
             return
+        self._has_begun_batches = True
         self._membership.restore_received()
         if self._training.models.include_thawed() and self.bucket_trial is not None:
             self.bucket_trial.restart(self.step)
+
+    def _check_side_loader(self, loader: Loader) -> None:
+        """Refuses a loader that cannot share the position of the training in its data."""
+        training = self.steps.loader
+        if training is None:
+            return
+        if loader.global_batch != training.global_batch:
+            batches = f"{loader.global_batch:,} and {training.global_batch:,}"
+            found = f"their global batches have {batches} samples"
+        elif loader.order.size < training.order.size:
+            found = (
+                f"its data have {pluralize(loader.order.size, 'sample')},"
+                f" fewer than the {training.order.size:,} of that loader"
+            )
+        # A resumed run may begin at a pause, before the evaluation: then a second loader that comes
+        # first in a zip begins here, and the batch loop ends when zip asks the other one.
+        elif self._has_begun_batches and training.is_at_end:
+            found = "that loader has no batch left here"
+        else:
+            return
+        raise SettingError(
+            "the script takes batches from another loader than the one given to session.epochs",
+            found=found,
+            remedy="to evaluate, iterate over session.shard(data);\n"
+            "to train with two data sets at once, give session.loader one data set that returns"
+            " samples of both",
+        )
 
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
         """Prepares the training with this loader; waits for the others in a process that joins."""
@@ -133,7 +167,7 @@ class TrainingLoop:
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)
             self._journal.start_epoch()
-            begin = progress.step
+            begin, self._has_begun_batches = progress.step, False
             yield progress.epoch
             if not loader.is_at_end:
                 raise _unfinished_loop_error(loader, is_empty=progress.step == begin)
@@ -145,6 +179,7 @@ class TrainingLoop:
                 progress.epoch, progress.offset = progress.epoch + 1, 0
                 progress.order_batch = loader.global_batch
             self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
+        self._has_begun_batches = True
         self._membership.verify()
         self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)
 

@@ -244,6 +244,10 @@ class Session(Member):
     ) -> Loader:
         """Makes a loader of training batches: each rank gets its share of every global batch.
 
+        A loop over :meth:`epochs` trains with one loader. To evaluate, use :meth:`shard`. All
+        loaders share the position of the training in its data: a second one may only be combined
+        with the first (``zip``), with the same global batch and at least as many samples.
+
         Args:
             data: A data set that makes batches, a ``ShardedDataset``, a ``TensorDataset`` or any
                 map-style data set.

@@ -149,6 +149,18 @@ def test_second_loader_is_refused_after_training(session: train.Session) -> None
         assert not [*session.epochs(loader, 1)]  # nothing is left to train
 
 
+def test_second_loop_over_training_loader_warns(
+    session: train.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = prepare_training(session)
+    for _ in session.epochs(loader, 2):
+        train_on_batches(session, islice(loader, 1))
+        train_on_batches(session, loader)
+    assert "gave no batch" not in capsys.readouterr().out
+    assert not [*loader]
+    assert "warning: a loop over the training loader gave no batch" in capsys.readouterr().out
+
+
 def test_second_loader_may_come_first_after_resume(tmp_path: Path) -> None:
     """A checkpoint of the last step of an epoch is resumed before the evaluation."""
     seen: list[int] = []

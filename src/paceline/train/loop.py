@@ -85,6 +85,11 @@ class TrainingLoop:
             self._check_side_loader(loader)
             self._membership.start_side_loader()
             return
+        if self._has_begun_batches and loader.is_at_end:
+            self._member.say(
+                "warning: a loop over the training loader gave no batch: those of this epoch were"
+                " given before; to evaluate, iterate over session.shard(data)"
+            )
         self._has_begun_batches = True
         self._membership.restore_received()
         if self._training.models.include_thawed() and self.bucket_trial is not None:

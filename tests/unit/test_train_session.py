@@ -534,6 +534,11 @@ def test_rejects_invalid_shares_and_limits(session: train.Session, options: dict
         session.loader(data, 4, **options)
 
 
+def test_limit_none_is_no_limit(session: train.Session) -> None:
+    loader = session.loader(TensorDataset(torch.zeros(8, 1)), 4, limit=None)
+    assert (loader.limit, loader.has_common_limit) == (0, True)
+
+
 def test_two_concurrent_loaders_prevent_recovery(recoverable: train.Session) -> None:
     """When a rank is lost, only the loader of ``session.epochs`` is divided again."""
     loader = prepare_training(recoverable)

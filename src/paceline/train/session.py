@@ -236,7 +236,7 @@ class Session(Member):
         shuffle: bool = True,
         order: EpochOrder | None = None,
         lengths: Sequence[int] | None = None,
-        limit: int | Mapping[str, int] = 0,
+        limit: int | Mapping[str, int] | None = 0,
         workers: int | None = None,
         collate: Collate | None = None,
         balance: str | Mapping[str, float] = "even",
@@ -256,9 +256,10 @@ class Session(Member):
             order: Instead returns the sample ids of an epoch, by its number; the same on every
                 rank. As many as there are samples; some may be repeated and others left out.
             lengths: Length of each sample; batches are then made of samples of similar length.
-            limit: Most samples that one rank computes at once, or such limits by host (ranks of
-                other hosts have none). Gradients of larger shares are accumulated without
-                communication. :func:`paceline.train.fit_batch` finds what fits into memory.
+            limit: Most samples that one rank computes at once (0 or ``None``: no limit), or such
+                limits by host (ranks of other hosts have none). Gradients of larger shares are
+                accumulated without communication. :func:`paceline.train.fit_batch` finds what fits
+                into memory.
             workers: Processes that make samples of a map-style data set; by default as many as
                 there are free CPUs.
             collate: Makes a batch of a list of samples, as a ``DataLoader``'s ``collate_fn`` does.
@@ -276,6 +277,7 @@ class Session(Member):
             JobError: ``order`` is not the same on every rank, or the data are not, as far as their
                 number, the indices of a ``Subset`` and some rows of a ``TensorDataset`` show it.
         """
+        limit = 0 if limit is None else limit
         loader = self._loaders.loader(
             data, global_batch, shuffle, order, lengths, limit, workers, collate, balance, drop_slow
         )

@@ -17,7 +17,7 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from safetensors.torch import load_file, save_file
 
 from paceline.recipes import parse_options, pretrained, text
-from paceline.recipes.data.texts import TextData, load_texts, read_lines
+from paceline.recipes.data.texts import TextData, load_texts, read_jsonl, read_lines
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
@@ -86,6 +86,17 @@ def test_lone_surrogate_error_names_line(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(half)}\n")
     with pytest.raises(DataError, match=r"d\.jsonl line 2 is not valid JSON"):
         read(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize(("end", "is_valid"), [("\n", True), (" \n\n", True), ("\n{}\n", False)])
+def test_empty_lines_end_jsonl_file(tmp_path: Path, end: str, is_valid: bool) -> None:
+    row = json.dumps({"label": "a", "text": "one"})
+    (tmp_path / "d.jsonl").write_text(f"{row}\n{end}")
+    if is_valid:
+        assert read_jsonl(tmp_path / "d.jsonl") == [json.loads(row)]
+    else:
+        with pytest.raises(DataError, match=r"d\.jsonl line 2 is not valid JSON"):
+            read_jsonl(tmp_path / "d.jsonl")
 
 
 def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> None:

@@ -233,9 +233,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Reads one JSON object a line; DataError names the line that is none."""
-    rows = []
-    for number, line in enumerate(read_lines(path), 1):
+    """Reads one JSON object a line; DataError names the line that is none.
+
+    Empty lines at the end are left out.
+    """
+    rows, lines = [], read_lines(path)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line)
             if "\\ud" in line.lower():  # reject half of a surrogate pair

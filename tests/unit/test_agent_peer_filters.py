@@ -50,6 +50,19 @@ def test_parse_hosts_accepts_listed_hosts_and_loopback() -> None:
     assert parse_hosts("") is None
 
 
+def test_own_addresses_are_not_those_that_the_user_has_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(peer_filters.VARIABLE, "+10.9.0.0/16,10.0.0.1")
+    hosts = peer_filters.job_hosts()
+    assert hosts is not None
+    assert "10.9.8.7" in hosts
+    assert "10.9.8.7" not in peer_filters.own_addresses()
+    assert "10.0.0.1" in peer_filters.own_addresses()
+    monkeypatch.setenv(peer_filters.VARIABLE, "+10.9.0.0/16")
+    assert "10.9.8.7" not in peer_filters.own_addresses()
+
+
 @needs_packet_filters
 def test_admits_peers_and_reports_stranger_once(listener: socket.socket) -> None:
     peer_filter = PeerFilter(listener, host_set(ALLOWED_HOST))

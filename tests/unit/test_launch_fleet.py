@@ -1329,7 +1329,7 @@ def test_fleet_addresses_require_interfaces_of_nodes() -> None:
         other.facts = {"interfaces": [card("eth0", "10.0.0.6")]}
         fleet, _, _ = make_fleet(one, other, lease_s=5.0)
         assert fleet.addresses() == "10.0.0.5,10.9.0.5,10.0.0.6"
-        assert fleet.addresses("10.7.0.0/16") == "10.7.0.0/16,10.0.0.5,10.9.0.5,10.0.0.6"
+        assert fleet.addresses("10.7.0.0/16") == "+10.7.0.0/16,10.0.0.5,10.9.0.5,10.0.0.6"
         other.facts = {"interfaces": None}
         assert fleet.addresses("10.7.0.0/16") == ""
         await fleet.close()

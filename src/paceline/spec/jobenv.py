@@ -20,6 +20,7 @@ ATTEMPT = "PACELINE_ATTEMPT"
 HOST = "PACELINE_HOST"  # the host's name in the description
 HOSTS = "PACELINE_HOSTS"  # names of all hosts that the job may run on, comma-separated
 ADDRESSES = "PACELINE_ADDRESSES"
+ADDED_ADDRESS = "+"  # before an address or network that the user has added
 """Addresses and networks from which the job's hosts connect, comma-separated. Set by the launcher,
 after yours (``--env``); other connections are refused. Empty if a host does not know its addresses:
 then none is refused."""

@@ -19,9 +19,10 @@ import select
 import socket
 import struct
 import sys
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Tuple
 
 from ..supervision import processes, socket_users
 from ..surveys import netlink
@@ -37,7 +38,7 @@ _MAX_DEVICES = 100  # that somebody calls before they have a filter
 _STORE_BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _BLOCKED_BACKLOG, _DEVICE_BACKLOG = 64, 2048  # of a gloo device that is blocked, or not
-_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"  # torch's own
+_LAZY_VARIABLE, _OFF = "TORCH_GLOO_LAZY_INIT", ("", "0", "n", "no", "f", "false")  # torch's own
 _STRANGERS_USER = 1 << 32  # no user's number
 _EPOLL_CTL_MOD = 3
 # struct epoll_event in linux/eventpoll.h
@@ -268,13 +269,6 @@ def _find_device(previous_epolls: List[int]) -> Optional[_Device]:
     return None
 
 
-def _own_addresses() -> Set[str]:
-    """Returns the addresses of this host's interfaces; empty if the kernel does not list them."""
-    with contextlib.suppress(OSError):
-        return {str(entry["address"]) for entry in netlink.addresses()}
-    return set()
-
-
 def job_address(interface: str) -> str:
     """Returns the address to use on ``interface`` in a job over IPv6; "" lets gloo choose.
 
@@ -304,7 +298,12 @@ class GlooFilter:
     ) -> None:
         self._gloo, self._on_stranger = gloo, on_stranger
         self.rejects = peer_filters.RejectWatcher(on_reject)
+        self._end_creation()
+        os.register_at_fork(after_in_child=self._end_creation)
         self._devices: List[_Device] = []
+
+    def _end_creation(self) -> None:
+        self._creating = threading.Lock()  # new epolls are of one device
 
     def make_options(
         self, timeout: timedelta, hosts: peer_filters.HostSet, address: str = ""
@@ -317,9 +316,10 @@ class GlooFilter:
         options, devices = self._gloo._Options(), []
         for interface in [""] if address else interfaces or [""]:
             for _ in range(_MAX_DEVICES):
-                epolls = _epolls()
-                gloo_device = self._create_device(interface, address)
-                device = _find_device(epolls)
+                with self._creating:
+                    epolls = _epolls()
+                    gloo_device = self._create_device(interface, address)
+                    device = _find_device(epolls)
                 if device is not None:
                     self._attach(device, hosts)
                 if device is None or not device.has_callers():
@@ -366,9 +366,9 @@ class GlooFilter:
             # again: until its device was blocked, a rank may have accepted others
             ends = [(peer.ends, peer.is_caller) for device in devices
                     for peer in device.peers(hosts) if peer.ends is not None]  # fmt: skip
-            made = [each for each, is_caller in ends if is_caller]
-            proofs.publish(made, _own_addresses() | {each.caller for each in made}, bool(devices))
-            accepted = [each for each, is_caller in ends if not is_caller]
+            proofs.publish([each for each, is_caller in ends if is_caller], bool(devices))
+            own = peer_filters.own_addresses()  # behind NAT, both ends differ
+            accepted = [each for each, is_caller in ends if not is_caller and each.caller in own]
             if unproven := proofs.find_unproven(accepted):
                 for device in devices:
                     self._without_strangers(device.peers(hosts, unproven))
@@ -427,9 +427,15 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
             if not ways or tunnels.meet(ways, store, rank, size, devices[0].port, attempt):
                 break
         # tunnels have proved who they are; lazy connections are made once the group is there
-        is_compared = not ways and os.environ.get(_LAZY_VARIABLE, "0") in ("", "0")
-        proofs = ConnectionProofs(store) if is_compared else None
-        original(self, store, rank, size, options)
+        is_lazy = os.environ.get(_LAZY_VARIABLE, "").lower() not in _OFF
+        proofs = None if ways or is_lazy else ConnectionProofs(store, size)
+        try:
+            original(self, store, rank, size, options)
+        except Exception:
+            if proofs is not None:
+                with contextlib.suppress(RuntimeError):  # the store is gone, too
+                    proofs.withdraw()
+            raise
         gloo_filter.verify(devices, hosts, size, proofs)
 
     gloo.__init__ = init

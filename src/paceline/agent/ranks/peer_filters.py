@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import ipaddress
 import os
@@ -23,6 +24,7 @@ from collections import deque
 from typing import Callable, Deque, Dict, Iterable, List, Optional, Set, Tuple, Union
 
 VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
+ADDED = "+"  # as in spec/jobenv.py; no host has such an address: the hosts are behind NAT
 MAX_REPORTED = 16  # addresses for each socket
 MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
 MAX_PORTS = 400  # of callers that are connecting, in one filter
@@ -90,7 +92,7 @@ def parse_hosts(text: str) -> Optional[HostSet]:
     networks = []
     for item in filter(None, (item.strip() for item in text.split(","))):
         with contextlib.suppress(ValueError):
-            networks.append(ipaddress.ip_network(item, strict=False))
+            networks.append(ipaddress.ip_network(item.lstrip(ADDED), strict=False))
     return HostSet([*networks, *LOOPBACK.networks]) if networks else None
 
 
@@ -102,6 +104,12 @@ def admitted_hosts(text: str) -> HostSet:
 def job_hosts() -> Optional[HostSet]:
     """Returns the job's hosts from the environment; ``None`` if all may connect."""
     return parse_hosts(os.environ.get(VARIABLE, ""))
+
+
+def own_addresses() -> HostSet:
+    """Returns the addresses that hosts of the job have, without those that the user has added."""
+    items = os.environ.get(VARIABLE, "").split(",")
+    return parse_hosts(",".join(item for item in items if not item.startswith(ADDED))) or NO_HOSTS
 
 
 # --- programs for the kernel: linux/filter.h, linux/bpf_common.h --------------------------------
@@ -319,6 +327,8 @@ class PortFilter:
     Args:
         listener: Of IPv4; bound, but not listening yet: it would have connections of others.
 
+    Raises OSError if another user has bound the same address.
+
     Attributes:
         reject_socket: ``None`` if there is a packet filter, or the kernel takes neither.
     """
@@ -329,9 +339,14 @@ class PortFilter:
         self._ports: Deque[int] = deque(maxlen=MAX_PORTS)  # newest first
         self.reject_socket: Optional[socket.socket] = None
         self._has_filter = attach_filter(listener, NO_HOSTS)
-        if not self._has_filter:
-            with contextlib.suppress(OSError):
-                self.reject_socket = open_reject_socket(listener, self._selection())
+        if self._has_filter:
+            return
+        try:
+            self.reject_socket = open_reject_socket(listener, self._selection())
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # another user has bound the same address
+                self._listener.close()
+                raise
 
     @property
     def is_attached(self) -> bool:

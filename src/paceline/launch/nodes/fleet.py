@@ -16,6 +16,7 @@ from paceline.launch import failure_analysis
 from paceline.launch.planning.placement import HostSurvey
 from paceline.remote import network
 from paceline.remote.channel import Channel
+from paceline.spec import jobenv
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
@@ -294,7 +295,7 @@ class Fleet:
         Empty if a host has reported none: strangers cannot be refused then.
 
         Args:
-            extra: The user's addresses, which come first.
+            extra: The user's addresses, which come first and are marked.
             chosen: The address of each host in the plan, by host.
         """
         sources = [
@@ -302,7 +303,8 @@ class Fleet:
             for name, facts in self.facts().items()
         ]
         addresses = dict.fromkeys(itertools.chain.from_iterable(filter(None, sources)))
-        return ",".join([*filter(None, [extra]), *addresses]) if all(sources) else ""
+        added = [jobenv.ADDED_ADDRESS + item.strip() for item in extra.split(",") if item.strip()]
+        return ",".join([*added, *addresses]) if all(sources) else ""
 
     def _watch(self, channel: Channel) -> Node:
         """Returns the node of a channel, and follows its events and silence from now on."""

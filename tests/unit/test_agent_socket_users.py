@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ def test_peer_user_identifies_connection_owner(caller: str) -> None:
             assert socket_users.peer_user(accepted) == os.getuid()
             client_socket.close()
             assert socket_users.peer_user(accepted) == socket_users.NO_USER
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("everywhere", ["", "::"])
+def test_listener_on_all_addresses_is_not_the_other_end(everywhere: str) -> None:
+    """The kernel takes it for the end of a connection with another host, on the same port."""
+    family, host = (socket.AF_INET6, "fd00::") if everywhere else (socket.AF_INET, "10.0.0.")
+    with socket.create_server((everywhere, 0), family=family) as listener:
+        ends: Any = SimpleNamespace(
+            getsockname=lambda: (f"{host}1", 50000),
+            getpeername=lambda: (f"{host}2", listener.getsockname()[1]),
+        )
+        assert socket_users.peer_user(ends) == socket_users.NO_USER
 
 
 @pytest.mark.usefixtures("source")

@@ -27,7 +27,8 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI")
 _PORTS = struct.Struct("!HH")
 _ANY_ID = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # interface and cookie
-_ANSWER = struct.Struct("=4x4x16s16s12x12xII")  # addresses; user, inode
+_ANSWER = struct.Struct("=xB2x4x16s16s12x12xII")  # state, addresses; user, inode
+_LISTENING = 10  # state
 _TIMEOUT_S = 1.0
 
 Address = Tuple[str, int]
@@ -98,7 +99,9 @@ def _query(local: Address, remote: Address) -> Optional[_Owner]:
         if number == errno.ENOENT:
             return None
         raise OSError(number, os.strerror(number))
-    address, _, user, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+    state, address, _, user, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+    if state == _LISTENING and remote != _ANY:
+        return None  # in place of a connection it gives a socket that listens on all addresses
     return _Owner(address, user if inode else NO_USER)
 
 

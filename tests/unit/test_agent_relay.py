@@ -708,6 +708,22 @@ def test_inner_store_is_filtered_before_it_listens(
     assert listening == [0]
 
 
+def test_store_does_not_open_if_another_user_blocks_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A socket that is bound, but does not listen, can do that once the gateway listens."""
+    monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)
+    node = Store()
+    with socket.socket() as blocking, contextlib.ExitStack() as closing:
+        blocking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        blocking.bind(("", 0))
+        local = closing.enter_context(probe.listen(LOCAL, blocking.getsockname()[1]))
+        blocking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        with pytest.raises(OSError, match="in use"):
+            node.open_gateway(closed_store(local), local)
+        node.end()
+
+
 def test_restrict_closes_pending_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a filter, anybody could connect before the store started."""
     monkeypatch.setattr(peer_filters, "attach_filter", lambda *_: False)

@@ -99,7 +99,10 @@ class Store:
             self._set_endpoint(store, local)
             try:
                 inner, self._port_filter = _listen_inside(local.getsockname()[1])
-            except OSError:  # perhaps a sandbox with one loopback address: the store is open
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:  # another user could cause that
+                    raise
+                # perhaps a sandbox with one loopback address: the store is open
                 inner, target, has_local_gateway = local.dup(), local.getsockname()[:2], False
             else:
                 target, has_local_gateway = inner.getsockname()[:2], True

@@ -9,6 +9,7 @@ from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
+from paceline.report.explanation import lines
 from paceline.spec.events import Event
 
 
@@ -77,6 +78,10 @@ def test_evidence_is_of_last_attempt(tmp_path: Path) -> None:
     assert evidence.losses == ("n2: no answer; all ranks were started again",)
     conclusion = conclude(evidence, load_all())
     assert conclusion.text == "unknown cause: rank 0 on n1: exit status 1"
+    (tmp_path / "logs/n3/1.log").write_text(f"Traceback (most recent call last):\n{lost}")
+    output = "\n".join(lines(conclusion, from_run(tmp_path)))
+    assert "last lines of rank 0 on n1:\n    quota used up\n" in output
+    assert "a consequence of it (rank 1 on n3):\n    Traceback" in output
 
 
 def test_evidence_of_rank_replaced_in_place_is_of_its_last_process() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.explain.conclusion import Conclusion, describe_success
 from paceline.explain.evidence import Evidence
 from paceline.explain.libraries import summarize
+from paceline.explain.outcome import is_consequence
 from paceline.explain.rule import Match, Rule
 
 WIDTH = 200
@@ -51,8 +52,10 @@ def _describe_unknown(evidence: Evidence) -> list[str]:
     else:
         failure = evidence.first_failure
         is_other = failure is not None and failure.where not in first.label
-        heading = "first error in the logs" if is_other else "first failure"
-        quoted = ["", f"{heading} ({first.label}):", *_indented(first.lines[-MAX_QUOTED:])]
+        heading, quoted = "first error in the logs" if is_other else "first failure", list[str]()
+        if failure is not None and is_other and is_consequence(first):
+            heading, quoted = "a consequence of it", _log_tail(evidence, failure.where)
+        quoted += ["", f"{heading} ({first.label}):", *_indented(first.lines[-MAX_QUOTED:])]
         words = [unit.lines[0] for unit in context if unit is not first][-MAX_QUOTED:]
         quoted += ["", "before it:", *_indented(words)] if words else []
     return [*quoted, "", *_labeled("to collect: ", TO_COLLECT)]
@@ -107,9 +110,10 @@ def _describe_candidates(matches: Sequence[tuple[Rule, Match]], is_certain: bool
     ]
 
 
-def _log_tail(evidence: Evidence) -> list[str]:
+def _log_tail(evidence: Evidence, label: str = "") -> list[str]:
+    """The last lines of the log with this label, or of the first one that has any."""
     for log in evidence.logs:
         tail = [line for line in log.lines if line.strip()][-8:]
-        if tail:
+        if tail and label in ("", log.label):
             return ["", f"last lines of {log.label}:", *_indented(tail)]
     return []

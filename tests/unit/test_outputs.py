@@ -359,6 +359,44 @@ def test_growing_log_is_fetched_in_parts(
     run(work)
 
 
+def test_logs_arrive_together_with_checkpoint(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that resumes from the checkpoint elsewhere must not lose lines of its logs."""
+    monkeypatch.setattr(output_folders, "PAUSE_S", HOUR_S)
+    monkeypatch.setattr(output_folders, "MIN_ACCOMPANYING_BYTES", 1000)
+
+    async def work(served: Served) -> None:
+        folder = await workspace.folder(served, "n1")
+
+        async def end_epoch(epoch: int) -> None:
+            workspace.write("n1", "out/ckpt.pt", torch_zip(str(epoch)), age_s=-epoch)
+            await log_epoch(epoch)
+
+        async def log_epoch(epoch: int) -> None:
+            with (workspace.copy("n1") / "out/history.csv").open("a") as history:
+                history.write(f"{epoch}\n")
+            await workspace.store.sync(folder)
+
+        def arrived(name: str) -> str:
+            path = workspace.project / "out" / name
+            return path.read_text() if path.exists() else ""
+
+        workspace.write("n1", "out/large.log", b"x" * 1001, age_s=-HOUR_S)
+        await end_epoch(1)
+        assert arrived("history.csv") == "1\n"
+        await log_epoch(2)
+        assert arrived("history.csv") == "1\n"
+        await end_epoch(2)
+        assert arrived("history.csv") == "1\n2\n2\n"
+        workspace.write("n1", "out/history.csv", b"", age_s=0)  # the script writes it anew
+        await end_epoch(3)
+        assert arrived("history.csv") == "1\n2\n2\n"
+        assert not arrived("large.log")
+
+    run(work)
+
+
 def test_transfers_checkpoints_without_suffix(workspace: Workspace) -> None:
     """Covers a checkpoint, and a text file that names the newest one and is no checkpoint."""
 

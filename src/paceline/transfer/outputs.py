@@ -22,6 +22,7 @@ from paceline.rundir.output_rules import (
     index_of,
     is_checkpoint,
     is_index,
+    is_log,
     is_of_save,
     is_shard,
     order_of_arrival,
@@ -41,6 +42,7 @@ from paceline.transfer.output_folders import (
     Beginning,
     Groups,
     OutputFolder,
+    accompanying_logs,
     batch_of,
     fetch_slowly,
     grows,
@@ -175,7 +177,7 @@ class OutputStore(LocalOutputs):
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
-        done = set[str]()
+        done, arrived_bytes = set[str](), 0
         files = await self.list_files(folder)
         first = split_growing_logs(group_files(files)).keys()
         while True:
@@ -205,18 +207,21 @@ class OutputStore(LocalOutputs):
             for group in fetched.values():
                 folder.fetched |= {file.path: file.version for file in group}
                 folder.fetched_at |= dict.fromkeys(map(_path, group), time.monotonic())
+                arrived_bytes += sum(file.size for file in group if not is_log(file.path))
             files = await self.list_files(folder)
         if not (has_ended or folder.is_local):
-            await self._fetch_growing(folder, files, share)
+            accompanying = accompanying_logs(folder, files, arrived_bytes)
+            await self._fetch_growing(folder, files, share, accompanying)
 
     async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile],
-                             share: float) -> None:  # fmt: skip
+                             share: float, accompanying: Set[str]) -> None:  # fmt: skip
         """Fetches the beginnings of logs that change too often to count as complete.
 
         Only what a log was some time ago, and still begins with: a script that writes the file anew
-        changes it.
+        changes it. Logs that accompany other files are fetched at once, as they are now.
         """
-        growing = {file.path: file for file in files if grows(folder, file)}
+        growing = {file.path: file for file in files
+                   if file.path in accompanying or grows(folder, file)}  # fmt: skip
         groups = split_growing_logs(group_files(files))
         for path in folder.beginnings.keys() - growing.keys():
             del folder.beginnings[path]
@@ -226,14 +231,18 @@ class OutputStore(LocalOutputs):
                 continue  # a part of a checkpoint, which arrives as a whole
             beginning = folder.beginnings.get(path)
             with contextlib.suppress(AgentRefusal):  # it has gone, or is shorter
-                if beginning is None:
+                if beginning is None or path in accompanying:
                     answer = await folder.channel.request(
                         "hash_beginning", root=folder.root, path=folder.on_node(path),
                         size=file.size,
                     )  # fmt: skip
                     now = time.monotonic()
-                    folder.beginnings[path] = Beginning(file, str(answer["sha256"]), now)
-                elif time.monotonic() - beginning.noted_at >= MIN_GROWTH_S:
+                    beginning = Beginning(file, str(answer["sha256"]), now)
+                    folder.beginnings[path] = beginning
+                    is_ready = path in accompanying
+                else:
+                    is_ready = time.monotonic() - beginning.noted_at >= MIN_GROWTH_S
+                if is_ready:
                     del folder.beginnings[path]
                     await self._fetch_beginning(folder, beginning, share)
 

@@ -656,6 +656,52 @@ def test_fetches_files_of_powered_off_host_at_next_start(workspace: Workspace) -
     run(work)
 
 
+@pytest.mark.parametrize("case", ["next start", "end", "no room"])
+def test_older_files_of_lost_host_are_fetched_before_removal(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A script went on elsewhere from an old checkpoint, so newer files had the same names."""
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        node = served.node
+        folder, second_folder = [await workspace.folder(served, name) for name in ("n1", "n2")]
+        workspace.write("n1", "out/ckpt.pt", torch_zip("old"), age_s=60)
+        await workspace.store.sync(folder)
+        for name, data in (("history.csv", b"1\n"), ("DONE", b""), ("new.csv", b"2\n")):
+            workspace.write("n1", f"out/{name}", data, age_s=50)
+        workspace.write("n1", "out/cut_off.pt", torch_zip("cut")[:-1])
+        node.run_folder, node.shared_run_dir = str(snapshot.make_run_folder(key)), False
+        uncollected = Path(node.run_folder) / agent_outputs.UNCOLLECTED
+        served.agent.run_keys[key] = []
+        served.agent.job.ranks = [RankProcess(0, 0)]
+        agent_outputs.keep_uncollected(served.agent)
+        for name, data in (("ckpt.pt", torch_zip("new")), ("history.csv", b"2\n")):
+            workspace.write("n2", f"out/{name}", data, age_s=10)
+        await workspace.store.sync(second_folder)
+        sync = OutputSync(workspace.run, workspace.notes.append)
+        sync.store.set_code(workspace.project, [["train.py", "", 0, 4]])
+        if case == "no room":
+            monkeypatch.setattr(results, "RESULT_LIMIT", 1)
+        await (sync.fetch_superseded(node) if case == "end" else sync._fetch_uncollected(node))
+        place = workspace.run / "files/n1/superseded"
+        assert (workspace.project / "out/history.csv").read_bytes() == b"2\n"
+        assert uncollected.exists() == (case == "no room")
+        if case == "no room":
+            assert workspace.notes[-1].startswith("paceline: new files of n1 do not arrive: ")
+            return
+        assert (place / "out/history.csv").read_bytes() == b"1\n"
+        fetched = {path.name for path in (place / "out").iterdir()}
+        assert fetched == {"history.csv", "DONE", *(["new.csv"] if case == "end" else [])}
+        assert (workspace.project / "out/new.csv").exists() == (case == "next start")
+        assert workspace.notes[-1] == (
+            f"paceline: {len(fetched)} files of n1 had not arrived before, and did not replace"
+            f" newer ones: {short(place)}"
+        )
+
+    run(work)
+
+
 def test_agent_removes_record_of_sources(workspace: Workspace) -> None:
     key = "0123456789abcdef01234567"
 

@@ -372,7 +372,7 @@ def collector_of_saved_model(
 
 
 def make_fleet(*nodes: Node) -> Fleet:
-    return cast(Fleet, SimpleNamespace(nodes=[*nodes]))
+    return cast(Fleet, SimpleNamespace(nodes=[*nodes], spares=[]))
 
 
 def make_node(served: Served, name: str, folder: Path | None) -> Node:

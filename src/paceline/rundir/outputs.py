@@ -118,6 +118,7 @@ class OutputRecords:
         pending: Versions that were about to move to their places, by path.
         folders: Folders that these runs made in the project.
         versions: Path and SHA-256 of each version that has arrived, by the place where it did.
+        arrived: Path, size and time of the last change on the host of each version.
     """
 
     def __init__(self) -> None:
@@ -126,6 +127,7 @@ class OutputRecords:
         self.pending: dict[str, Output] = {}
         self.folders: set[str] = set()
         self.versions: dict[str, tuple[str, str]] = {}
+        self.arrived: set[tuple[str, int, int]] = set()
         self._local_start_us: int | None = None
 
     def read(self, line: bytes) -> None:
@@ -155,6 +157,7 @@ class OutputRecords:
             self.removed.pop(output.path, None)
             self.pending.pop(output.path, None)
             self.versions[output.place or output.path] = output.path, output.sha256
+            self.arrived.add((output.path, output.size, output.mtime_us))
 
     def _forget(self, path: str) -> None:
         if (output := self.outputs.pop(path, None)) is not None:

@@ -168,6 +168,33 @@ class OutputStore(LocalOutputs):
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
+    async def list_superseded(self, folder: OutputFolder, *, only_older: bool) -> set[str]:
+        """Lists files of an earlier start that have not arrived and are not cut off.
+
+        Args:
+            only_older: Leave out files that may be put into the project, and are newer than those
+                of their paths that have arrived.
+
+        Returns:
+            Their paths. All files of the folder are noted in ``folder.seen``.
+        """
+        answer = await folder.channel.request("list_outputs", root=folder.root, since_us=0)
+
+        def is_older(file: WrittenFile) -> bool:
+            known = self.journal.outputs.get(file.path)
+            return not self.travels(file.path) or (
+                known is not None and file.mtime_us <= known.mtime_us
+            )
+
+        def select() -> set[str]:
+            files = [WrittenFile(**entry) for entry in answer["files"]]
+            folder.seen = {file.path for file in files}
+            return {file.path for file in files if file.is_whole
+                    and (file.path, *file.version) not in self.journal.arrived
+                    and (not only_older or is_older(file))}  # fmt: skip
+
+        return await asyncio.to_thread(select)
+
     def _note_earlier_saves(self, folder: OutputFolder, files: Iterable[WrittenFile]) -> None:
         """Notes shards and indexes no newer than the index that is here: they are of its save."""
         for file in filter(lambda file: is_of_save(file.path), files):

@@ -18,11 +18,14 @@ from paceline.remote.fanout import gather_all
 from paceline.rundir.directory import short
 from paceline.spec.errors import PacelineError
 from paceline.spec.formatting import pluralize, shell_text
+from paceline.spec.rundir import FETCHED, safe_name
 from paceline.transfer.local_outputs import format_paths
 from paceline.transfer.output_folders import RUN_PREFIX, OutputFolder
 from paceline.transfer.outputs import OutputStore
+from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Tree
 
+SUPERSEDED = "superseded"  # in the folder for files of a host: those that were newer elsewhere
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
 MAX_OUTSIDE = 20  # paths outside the project that are looked at
@@ -187,14 +190,30 @@ class OutputSync:
 
     async def _fetch_uncollected(self, node: Node) -> None:
         """Fetches files that a node kept because an earlier launcher had not fetched them."""
-        folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED}")
+        folder = _uncollected(node)
         with self._reporting(node):
             fetched, is_complete = await self.store.fetch_uncollected(folder)
             if fetched:
                 self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
                            f" arrived before: {format_paths(fetched)}")  # fmt: skip
-            if folder.seen and is_complete:
-                await node.channel.request("discard_uncollected", root=node.run_folder)
+            if is_complete:
+                await self._fetch_superseded(folder, node.run_folder, only_older=True)
+
+    async def _fetch_superseded(self, folder: OutputFolder, run_folder: str, *,
+                                only_older: bool) -> None:  # fmt: skip
+        """Fetches files that may not replace newer ones, and removes all on the node."""
+        paths = await self.store.list_superseded(folder, only_older=only_older)
+        fetcher = Fetcher(self._run, self._note)
+        if paths:
+            place = self._run / FETCHED / safe_name(folder.host) / SUPERSEDED
+            fetched = await fetcher.fetch(folder.channel, folder.root, None, place,
+                                          lambda path: path not in paths)  # fmt: skip
+            self._note(
+                f"paceline: {pluralize(len(fetched), 'file')} of {folder.host} had not arrived"
+                f" before, and did not replace newer ones: {short(place)}"
+            )
+        if folder.seen and not fetcher.incomplete_hosts:
+            await folder.channel.request("discard_uncollected", root=run_folder)
 
     async def _open_local(self, first: Node, fleet: Fleet) -> list[OutputFolder]:
         """Returns the folders of rank 0 on this machine whose files other nodes need, or will."""
@@ -280,6 +299,12 @@ class OutputSync:
                 await self.store.sync(self._local_checkpoints, has_ended=True,
                                       has_succeeded=has_succeeded)  # fmt: skip
 
+    async def fetch_superseded(self, node: Node) -> None:
+        """Fetches what a node that was lost and is back wrote before, once the run is complete."""
+        if not node.shared_run_dir:
+            with self._reporting(node):
+                await self._fetch_superseded(_uncollected(node), node.run_folder, only_older=False)
+
     async def fetch_shards(self, node: Node) -> None:
         """Fetches a node's shards of checkpoints of torch.distributed.checkpoint that are here."""
         for folder in self._folders.get(node, ()):
@@ -293,3 +318,8 @@ class OutputSync:
             if folder.root == root and not folder.is_local:
                 known |= await self.store.known_paths(folder)
         return known
+
+
+def _uncollected(node: Node) -> OutputFolder:
+    """The folder in which a node keeps files that an earlier start did not fetch."""
+    return OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED}")

@@ -99,6 +99,8 @@ def test_loss_of_rank_0_host_resumes_from_fetched_checkpoint(site: Site) -> None
     steps = start_steps(ended.out)
     assert steps["0"][1] >= 30  # the only rank after the loss
     assert steps["0"][2] == steps["1"][1] > steps["0"][1]
+    logged = (site.project / "out/log.txt").read_text().splitlines()
+    assert {*logged} >= {f"step {step}" for step in range(10, steps["0"][1] + 1, 10)}
 
 
 def test_resume_preserves_files_edited_by_user(site: Site) -> None:

@@ -657,10 +657,10 @@ def test_fetches_files_of_powered_off_host_at_next_start(workspace: Workspace) -
 
 
 @pytest.mark.parametrize("case", ["next start", "end", "no room"])
-def test_older_files_of_lost_host_are_fetched_before_removal(
+def test_older_logs_of_lost_host_are_fetched_before_removal(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """A script went on elsewhere from an old checkpoint, so newer files had the same names."""
+    """A script went on elsewhere from an old checkpoint, and replaced the one that was lost."""
     key = "0123456789abcdef01234567"
 
     async def work(served: Served) -> None:
@@ -671,6 +671,7 @@ def test_older_files_of_lost_host_are_fetched_before_removal(
         for name, data in (("history.csv", b"1\n"), ("DONE", b""), ("new.csv", b"2\n")):
             workspace.write("n1", f"out/{name}", data, age_s=50)
         workspace.write("n1", "out/cut_off.pt", torch_zip("cut")[:-1])
+        workspace.write("n1", "out/ckpt.pt", torch_zip("older"), age_s=50)
         node.run_folder, node.shared_run_dir = str(snapshot.make_run_folder(key)), False
         uncollected = Path(node.run_folder) / agent_outputs.UNCOLLECTED
         served.agent.run_keys[key] = []

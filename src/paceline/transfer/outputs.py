@@ -171,6 +171,9 @@ class OutputStore(LocalOutputs):
     async def list_superseded(self, folder: OutputFolder, *, only_older: bool) -> set[str]:
         """Lists files of an earlier start that have not arrived and are not cut off.
 
+        An older checkpoint is not listed: the script itself would have replaced it. An older log
+        has lines that a newer one of another host may lack.
+
         Args:
             only_older: Leave out files that may be put into the project, and are newer than those
                 of their paths that have arrived.
@@ -180,18 +183,18 @@ class OutputStore(LocalOutputs):
         """
         answer = await folder.channel.request("list_outputs", root=folder.root, since_us=0)
 
-        def is_older(file: WrittenFile) -> bool:
+        def is_listed(file: WrittenFile) -> bool:
             known = self.journal.outputs.get(file.path)
-            return not self.travels(file.path) or (
-                known is not None and file.mtime_us <= known.mtime_us
-            )
+            if known is None or file.mtime_us > known.mtime_us:
+                return not only_older or not self.travels(file.path)
+            return is_log(file.path) or not self.travels(file.path)
 
         def select() -> set[str]:
             files = [WrittenFile(**entry) for entry in answer["files"]]
             folder.seen = {file.path for file in files}
             return {file.path for file in files if file.is_whole
                     and (file.path, *file.version) not in self.journal.arrived
-                    and (not only_older or is_older(file))}  # fmt: skip
+                    and is_listed(file)}  # fmt: skip
 
         return await asyncio.to_thread(select)
 

@@ -86,6 +86,19 @@ def test_epochs_accepts_batch_loops_left_at_their_end(session: train.Session) ->
     assert session.progress.step == 6
 
 
+def test_batch_that_was_given_in_vain_does_not_leave_the_loop_early(session: train.Session) -> None:
+    """When a rank is lost, its batch is given again: a script's own count is one too high."""
+    loader, num_lost = prepare_training(session), 0
+    for _ in session.epochs(loader, 2):
+        for batch in islice(loader, len(loader)):
+            if not num_lost:
+                num_lost += 1
+                loader.void()
+                continue
+            train_on_batches(session, [batch])
+    assert session.progress.step == 2 * len(loader)
+
+
 def test_leaving_both_loops_ends_training(session: train.Session) -> None:
     loader = prepare_training(session)
     for _ in session.epochs(loader, 3):

@@ -118,8 +118,8 @@ class TrainingLoop:
             "the script takes batches from another loader than the one given to session.epochs",
             found=found,
             remedy="to evaluate, iterate over session.shard(data);\n"
-            "to train with two data sets at once, give session.loader one data set that returns"
-            " samples of both",
+            "to train with two data sets at once, give session.loader one data set whose samples"
+            " hold one of the first and one or more of the second",
         )
 
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
@@ -172,9 +172,12 @@ class TrainingLoop:
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)
             self._journal.start_epoch()
-            begin, self._has_begun_batches = progress.step, False
+            begin, num_repeated = progress.step, loader.num_repeated
+            self._has_begun_batches = False
             yield progress.epoch
-            if not loader.is_at_end:
+            # a script that counts batches has also counted those that were given in vain
+            has_whole_batches = loader.num_repeated == num_repeated and self._probe is None
+            if has_whole_batches and not loader.is_at_end:
                 raise _unfinished_loop_error(loader, is_empty=progress.step == begin)
             progress.evaluated = progress.step
             self._journal.end_epoch()

@@ -186,6 +186,7 @@ class Loader:
         pause_interval: Global steps between two pauses for an evaluation (0: only at the end of an
             epoch).
         waited_s: Seconds in which the script waited for data.
+        num_repeated: Batches of which the script got a piece in vain: they are given again.
         balance, drop_slow: As the training asked for them; see ``session.loader``.
         shares: Gives the shares of a global batch. Others from one step to the next are heeded at
             once, and what has been fetched under the former ones is dropped.
@@ -234,7 +235,7 @@ class Loader:
         self.on_boundary: Callable[[], object] = lambda: None
         self.on_iteration: Callable[[Loader], object] = lambda loader: None
         self.on_global_batch: Callable[[], object] = lambda: None
-        self._void = False
+        self._void, self.num_repeated = False, 0
         # generation in which the batch that the script has was divided, and this rank's place
         self._division: tuple[int, tuple[int, int]] = 0, (0, 0)
 
@@ -310,6 +311,7 @@ class Loader:
             with nullcontext() if is_last else self._unsynced():
                 yield batch
             if self.is_outdated:
+                self.num_repeated += 1
                 return
         if self.progress.offset == start:
             raise RuntimeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ CHECKPOINT_PAUSE_S = 10.0  # between two copies of a checkpoint that the script 
 GROWING_BYTES_PER_S = 256 << 10  # on average, since each copy is fetched from the first byte
 MAX_BATCH_BYTES, MAX_BATCH_UNITS = 8 << 20, 500  # after which new files are looked for
 MAX_GROWING_BYTES = 64 << 20  # of a log whose beginning is fetched
-MIN_ACCOMPANYING_BYTES = 4 << 20  # of logs that may accompany other files, even if those are small
+MIN_ACCOMPANYING_BYTES = 256 << 10  # of logs that may accompany a small checkpoint
 PAUSE_S = 60.0  # between two copies of a file that is no checkpoint, such as a log
 _NEVER_US = 1 << 52
 RUN_PREFIX = "$PACELINE_RUN_DIR/"  # of the paths of files that a script wrote there
@@ -142,24 +142,26 @@ def _may_grow(file: WrittenFile) -> bool:
 
 
 def accompanying_logs(folder: OutputFolder, files: Sequence[WrittenFile],
-                      arrived_bytes: int) -> set[str]:  # fmt: skip
-    """Chooses changed logs to fetch at once after other files, such as a checkpoint.
+                      groups: Mapping[str, Sequence[WrittenFile]]) -> set[str]:  # fmt: skip
+    """Chooses changed logs to fetch at once before a checkpoint.
 
     If the script resumes from the checkpoint on another host, it finds the lines that belong to it.
     Logs are fetched from the first byte, so the smallest are chosen, up to a total size. Logs that
     became shorter are left out: the script may just be writing them anew.
 
     Args:
-        arrived_bytes: Size of the other files that have just arrived; 0 if there are none.
+        groups: The files that are fetched next, by unit.
     """
-    if not arrived_bytes:
+    sizes = [sum(file.size for file in group) for unit, group in groups.items()
+             if is_checkpoint(unit, [file.path for file in group])]  # fmt: skip
+    if not sizes:
         return set()
     logs = [file for file in files if _may_grow(file) and is_new(folder, [file])
             and file.size >= folder.fetched.get(file.path, (0, 0))[0]]  # fmt: skip
     total, accompanying = 0, set[str]()
     for file in sorted(logs, key=lambda file: file.size):
         total += file.size
-        if total <= max(arrived_bytes, MIN_ACCOMPANYING_BYTES):
+        if total <= max(sum(sizes), MIN_ACCOMPANYING_BYTES):
             accompanying.add(file.path)
     return accompanying
 

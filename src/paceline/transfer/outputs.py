@@ -168,33 +168,21 @@ class OutputStore(LocalOutputs):
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
-    async def list_superseded(self, folder: OutputFolder, *, only_older: bool) -> set[str]:
-        """Lists files of an earlier start that have not arrived and are not cut off.
+    async def list_old_logs(self, folder: OutputFolder) -> set[str]:
+        """Lists logs that have not arrived, and are older than those of their paths that have.
 
-        An older checkpoint is not listed: the script itself would have replaced it. An older log
-        has lines that a newer one of another host may lack.
-
-        Args:
-            only_older: Leave out files that may be put into the project, and are newer than those
-                of their paths that have arrived.
-
-        Returns:
-            Their paths. All files of the folder are noted in ``folder.seen``.
+        They may have lines that a newer log of another host lacks. (An older checkpoint would have
+        been replaced by the script itself.)
         """
         answer = await folder.channel.request("list_outputs", root=folder.root, since_us=0)
 
-        def is_listed(file: WrittenFile) -> bool:
-            known = self.journal.outputs.get(file.path)
-            if known is None or file.mtime_us > known.mtime_us:
-                return not only_older or not self.travels(file.path)
-            return is_log(file.path) or not self.travels(file.path)
-
         def select() -> set[str]:
+            known, arrived = self.journal.outputs, self.journal.arrived
             files = [WrittenFile(**entry) for entry in answer["files"]]
-            folder.seen = {file.path for file in files}
-            return {file.path for file in files if file.is_whole
-                    and (file.path, *file.version) not in self.journal.arrived
-                    and is_listed(file)}  # fmt: skip
+            return {file.path for file in files
+                    if is_log(file.path) and file.path in known
+                    and file.mtime_us <= known[file.path].mtime_us
+                    and (file.path, *file.version) not in arrived}  # fmt: skip
 
         return await asyncio.to_thread(select)
 
@@ -207,7 +195,7 @@ class OutputStore(LocalOutputs):
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
-        done, arrived_bytes = set[str](), 0
+        done, are_logs_fetched = set[str](), has_ended or folder.is_local
         files = await self.list_files(folder)
         first = split_growing_logs(group_files(files)).keys()
         while True:
@@ -228,6 +216,9 @@ class OutputStore(LocalOutputs):
             folder.fetched |= {file.path: file.version for file in files if file.path in old}
             batch = {unit: [file for file in groups[unit] if file.path not in old]
                      for unit in batch_of(units, groups)}  # fmt: skip
+            if not are_logs_fetched and (logs := accompanying_logs(folder, files, batch)):
+                await self._fetch_growing(folder, files, share, logs)
+                are_logs_fetched = True
             if folder.is_local:
                 fetched = batch
                 await asyncio.to_thread(self._record_local, folder, batch)
@@ -237,18 +228,16 @@ class OutputStore(LocalOutputs):
             for group in fetched.values():
                 folder.fetched |= {file.path: file.version for file in group}
                 folder.fetched_at |= dict.fromkeys(map(_path, group), time.monotonic())
-                arrived_bytes += sum(file.size for file in group if not is_log(file.path))
             files = await self.list_files(folder)
         if not (has_ended or folder.is_local):
-            accompanying = accompanying_logs(folder, files, arrived_bytes)
-            await self._fetch_growing(folder, files, share, accompanying)
+            await self._fetch_growing(folder, files, share)
 
-    async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile],
-                             share: float, accompanying: Set[str]) -> None:  # fmt: skip
+    async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile], share: float,
+                             accompanying: Set[str] = frozenset()) -> None:  # fmt: skip
         """Fetches the beginnings of logs that change too often to count as complete.
 
         Only what a log was some time ago, and still begins with: a script that writes the file anew
-        changes it. Logs that accompany other files are fetched at once, as they are now.
+        changes it. Logs that accompany a checkpoint are fetched at once, as they are now.
         """
         growing = {file.path: file for file in files
                    if file.path in accompanying or grows(folder, file)}  # fmt: skip

@@ -138,8 +138,6 @@ class ResultCollector:
                 self._unfetched[node.name] = problem.partition("\n")[0]
                 self._note(f"paceline: {problem}")
                 await self._keep_on_node(node)
-        for spare in fleet.spares:
-            await self._fetch_superseded(spare)
         self._outputs.store.note_kept_out()
         await self._fetch_model([node for node in fleet.nodes if node not in silent])
 
@@ -244,7 +242,6 @@ class ResultCollector:
             )
         if rank_zero:
             await self._outputs.finish(node, has_succeeded=self.has_succeeded)
-        await self._fetch_superseded(node)
         if rank_zero and self._checkpoints is not None:
             await self._checkpoints.finish()
             await self._checkpoints.sync()
@@ -279,11 +276,6 @@ class ResultCollector:
 
             await self._fetch_beside(node, root)
             await node.channel.request("forget_outputs")
-
-    async def _fetch_superseded(self, node: Node) -> None:
-        """Fetches what a lost node wrote. If the run has failed, the next start may need it."""
-        if self.has_succeeded and not node.lost:
-            await self._outputs.fetch_superseded(node)
 
     async def _fetch_beside(self, node: Node, root: str) -> None:
         """Fetches what a script wrote to ``../``, in the job's folder, which the agent removes."""

@@ -25,7 +25,7 @@ from paceline.transfer.outputs import OutputStore
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Tree
 
-SUPERSEDED = "superseded"  # in the folder for files of a host: those that were newer elsewhere
+SUPERSEDED = "superseded"  # in the folder for files of a host: logs that are newer elsewhere
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
 MAX_OUTSIDE = 20  # paths outside the project that are looked at
@@ -60,6 +60,7 @@ class OutputSync:
         self._project: Path | None = None
         self._local_checkpoints: OutputFolder | None = None  # for later starts with other hosts
         self._folders: dict[Node, list[OutputFolder]] = {}
+        self._discarding = asyncio.Lock()  # hosts may share the folder
         self._source: Node | None = None  # has rank 0, or had it last
         self._problem = ""
 
@@ -190,30 +191,30 @@ class OutputSync:
 
     async def _fetch_uncollected(self, node: Node) -> None:
         """Fetches files that a node kept because an earlier launcher had not fetched them."""
-        folder = _uncollected(node)
+        folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED}")
         with self._reporting(node):
             fetched, is_complete = await self.store.fetch_uncollected(folder)
             if fetched:
                 self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
                            f" arrived before: {format_paths(fetched)}")  # fmt: skip
-            if is_complete:
-                await self._fetch_superseded(folder, node.run_folder, only_older=True)
+            async with self._discarding:
+                if folder.seen and is_complete and await self._fetch_old_logs(folder):
+                    await node.channel.request("discard_uncollected", root=node.run_folder)
 
-    async def _fetch_superseded(self, folder: OutputFolder, run_folder: str, *,
-                                only_older: bool) -> None:  # fmt: skip
-        """Fetches files that may not replace newer ones, and removes all on the node."""
-        paths = await self.store.list_superseded(folder, only_older=only_older)
+    async def _fetch_old_logs(self, folder: OutputFolder) -> bool:
+        """Fetches logs that may not replace newer ones; returns whether all have arrived."""
+        paths = await self.store.list_old_logs(folder)
+        if not paths:
+            return True
         fetcher = Fetcher(self._run, self._note)
-        if paths:
-            place = self._run / FETCHED / safe_name(folder.host) / SUPERSEDED
-            fetched = await fetcher.fetch(folder.channel, folder.root, None, place,
-                                          lambda path: path not in paths)  # fmt: skip
-            self._note(
-                f"paceline: {pluralize(len(fetched), 'file')} of {folder.host} had not arrived"
-                f" before, and did not replace newer ones: {short(place)}"
-            )
-        if folder.seen and not fetcher.incomplete_hosts:
-            await folder.channel.request("discard_uncollected", root=run_folder)
+        place = self._run / FETCHED / safe_name(folder.host) / SUPERSEDED
+        fetched = await fetcher.fetch(folder.channel, folder.root, None, place,
+                                      lambda path: path not in paths)  # fmt: skip
+        self._note(
+            f"paceline: {pluralize(len(fetched), 'log')} of {folder.host} had not arrived before,"
+            f" and did not replace newer ones: {short(place)}"
+        )
+        return not fetcher.incomplete_hosts
 
     async def _open_local(self, first: Node, fleet: Fleet) -> list[OutputFolder]:
         """Returns the folders of rank 0 on this machine whose files other nodes need, or will."""
@@ -299,12 +300,6 @@ class OutputSync:
                 await self.store.sync(self._local_checkpoints, has_ended=True,
                                       has_succeeded=has_succeeded)  # fmt: skip
 
-    async def fetch_superseded(self, node: Node) -> None:
-        """Fetches what a node that was lost and is back wrote before, once the run is complete."""
-        if not node.shared_run_dir:
-            with self._reporting(node):
-                await self._fetch_superseded(_uncollected(node), node.run_folder, only_older=False)
-
     async def fetch_shards(self, node: Node) -> None:
         """Fetches a node's shards of checkpoints of torch.distributed.checkpoint that are here."""
         for folder in self._folders.get(node, ()):
@@ -318,8 +313,3 @@ class OutputSync:
             if folder.root == root and not folder.is_local:
                 known |= await self.store.known_paths(folder)
         return known
-
-
-def _uncollected(node: Node) -> OutputFolder:
-    """The folder in which a node keeps files that an earlier start did not fetch."""
-    return OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED}")

@@ -43,20 +43,40 @@ def test_forecast_is_link_limited_and_compared_with_run(lab: Lab, tmp_path: Path
     assert four_hosts["price"] > one_host["price"]
     (folder,) = tmp_path.glob("runs/*")  # the probe's runs are deleted
     assert folder.name.startswith("forecast-")
+    assert not (tmp_path / "begun.json").exists()  # nor do the script's own files replace others
     assert (folder / "forecast.svg").read_text().startswith("<svg")
     _, ended = run_paceline("run", *host_options, "--run-dir", "runs/real", "job.py")
     assert "a step was forecast to take" in ended
+    assert (tmp_path / "begun.json").exists()
     comparison, _ = run_paceline("forecast", "--compare", "runs/real")
     assert comparison.split() == ended[ended.index("a step was forecast") :].split()
     saved = json.loads((tmp_path / "runs/real/forecast.json").read_text())
     assert saved["came"]["seconds"] > 0.18
 
 
+def test_layouts_of_bench_scaling_start_from_the_same_files(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(ONCE)
+    result = paceline("bench", "scaling", *on(lab), "-p", "1", "once.py",
+                      cwd=tmp_path)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert len([*tmp_path.glob("runs/scaling-*/*x1-1")]) == 2
+    assert not (tmp_path / "state").exists()
+
+
+ONCE = """
+from pathlib import Path
+
+with open("state", "x") as state:  # fails if an earlier layout has written it
+    state.write("1")
+"""
 JOB = """
+from pathlib import Path
+
 import torch
 from torch.utils.data import TensorDataset
 from paceline import train
 
+Path("begun.json").write_text("{}")
 with train.join(log_every=2) as session:
     network = session.place(torch.nn.Linear(512, 512))
     model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))

@@ -199,9 +199,11 @@ class Launcher:
         self._request, self._screen, self._directory = request, screen, directory
         entry = request.job.entry
         self._outputs = OutputSync(directory.path, screen.note, entry.args,
-                                   Path(request.job.workdir))  # fmt: skip
+                                   Path(request.job.workdir),
+                                   is_measured=request.job.is_measured)  # fmt: skip
         self._results = ResultCollector(directory, screen.note, self._outputs,
-                                        is_call=entry.kind == "function")  # fmt: skip
+                                        is_call=entry.kind == "function",
+                                        is_measured=request.job.is_measured)  # fmt: skip
         self._provisioner = Provisioner(request, directory, screen, self.recorder, self._outputs)
         self.driver = ElasticDriver(request, self._provisioner, self._results, self._outputs,
                                     self._actions, screen, self.recorder, on_event,

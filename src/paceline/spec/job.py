@@ -288,6 +288,7 @@ class Job:
         rejoin: When a node that comes interrupts ranks that cannot take it in while they train.
         notify: Commands and addresses that are told of the run's end.
         report: A page is written of the run when it is over.
+        is_measured: It is a measurement: files that the script writes on hosts are not fetched.
         typed: The command that started it, without secrets; empty from Python.
     """
 
@@ -326,6 +327,7 @@ class Job:
     rejoin: Setting[Rejoin] = Setting("after-save")
     notify: tuple[str, ...] = ()
     report: bool = False
+    is_measured: bool = False
     typed: str = ""
 
     @property

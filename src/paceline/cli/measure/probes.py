@@ -54,6 +54,7 @@ class Prober:
         job = replace(
             self.job,
             environment=replace(environment, public=variables),
+            is_measured=True,
             nnodes=Setting(len(hosts), Source.COMMAND_LINE),
         )
         with contextlib.ExitStack() as cleanup:

@@ -43,14 +43,16 @@ class ResultCollector:
 
     Args:
         is_call: Whether ranks call a function, and their return values are fetched.
+        is_measured: Whether files that ranks wrote into copies of the code stay there.
     """
 
     def __init__(self, directory: RunDirectory, note: Callable[[str], None],
-                 outputs: OutputSync, *, is_call: bool = False) -> None:  # fmt: skip
+                 outputs: OutputSync, *, is_call: bool = False,
+                 is_measured: bool = False) -> None:  # fmt: skip
         self.first: Node | None = None  # saves the checkpoints
         self.has_succeeded = False  # whether the ranks have ended well
         self._directory, self._outputs = directory, outputs
-        self._note, self._is_call = note, is_call
+        self._note, self._is_call, self._is_measured = note, is_call, is_measured
         self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None
         self._signer, self._signing_order = Signer(directory.path), asyncio.Lock()
@@ -254,7 +256,7 @@ class ResultCollector:
             )
         if rank_zero and self._unfetched_model is not None and self._unfetched_model.node is node:
             self._unfetched_model = None  # a file that the script removed is not missing
-        if "code" in node.copies:
+        if "code" in node.copies and not self._is_measured:
             root, manifest = node.copies["code"]
             await self._outputs.fetch_shards(node)
             known = await self._outputs.known_paths(node, root)

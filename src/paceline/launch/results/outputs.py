@@ -51,9 +51,12 @@ class OutputSync:
         note: Callable[[str], None],
         arguments: Sequence[str] = (),
         workdir: Path | None = None,
+        *,
+        is_measured: bool = False,
     ) -> None:
         self.store = OutputStore(run, note)
         self._run, self._note, self._arguments, self._workdir = run, note, arguments, workdir
+        self._is_measured = is_measured
         # absolute paths that rank 0's node did not have at the start
         self._outside: tuple[Node, list[str]] | None = None
         self._tree: Tree | None = None
@@ -81,7 +84,7 @@ class OutputSync:
 
     async def provide(self, node: Node) -> None:
         """Gives a new node the files that earlier starts wrote, if it does not share the disk."""
-        if node in self._folders:
+        if node in self._folders or self._is_measured:
             return
         folders: list[OutputFolder] = []
         self._folders[node] = folders
@@ -101,6 +104,9 @@ class OutputSync:
         Rank 0's node may still have newer ones, if the launcher was killed.
         """
         first = self._source = fleet.first
+        if self._is_measured:
+            self._note_measured_folder(first)
+            return
         if first.host.local:
             self._folders[first] = await self._open_local(first, fleet)
         kept = [folder for folder in self._folders.get(first, ())
@@ -145,6 +151,14 @@ class OutputSync:
             self._note(f"paceline: note: outside the project, so it stays on {node.name}:"
                        f" {format_paths(sorted(written))}. To get it here, let the script write"
                        " below the project")  # fmt: skip
+
+    def _note_measured_folder(self, first: Node) -> None:
+        """Says where the script of a measurement writes, if that is no copy for this run."""
+        if "code" not in first.copies and self._tree is not None:
+            self._note(
+                f"paceline: note: the script runs in {self._tree.root} on {first.name}. What it"
+                " writes stays there, and it may resume from its own checkpoints"
+            )
 
     def _note_own_projects(self, fleet: Fleet) -> None:
         """Says which hosts use folders of their own, so that files of the script stay there."""

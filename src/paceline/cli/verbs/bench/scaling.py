@@ -142,6 +142,7 @@ def run_layout(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.L
         job,
         nnodes=Setting(layout.nodes, Source.COMMAND_LINE),
         nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
+        is_measured=True,
     )
     from paceline.cli.measure.quiet_screen import PlanNotesScreen
     from paceline.launch.launcher import run_job

@@ -207,7 +207,15 @@ def test_boot_line_is_safe_in_all_shells() -> None:
 
 @pytest.mark.parametrize(
     ("words", "key"),
-    [("debug1: Server host key: ssh-ed25519 SHA256:abc\n", "ssh-ed25519 SHA256:abc"), ("", None)],
+    [
+        ("debug1: Server host key: ssh-ed25519 SHA256:abc\n", "ssh-ed25519 SHA256:abc"),
+        (  # by way of a jump host
+            "debug1: Server host key: ssh-rsa SHA256:jump\nAuthenticated to jump\n"
+            "debug1: Server host key: ssh-ed25519 SHA256:abc\n",
+            "ssh-ed25519 SHA256:abc",
+        ),
+        ("", None),
+    ],
 )
 def test_server_fingerprint(words: str, key: str | None) -> None:
     assert openssh.server_fingerprint(words) == key

@@ -510,9 +510,12 @@ def _target(host: Host, text: str, config: Path | None) -> str:
 
 
 def server_fingerprint(stderr: str) -> str | None:
-    """The host key's fingerprint in the output of ``ssh -v``: ``ssh-ed25519 SHA256:…``."""
-    match = re.search(r"Server host key: (\S{1,100} \S+)", stderr)
-    return match.group(1) if match else None
+    """The host key's fingerprint in the output of ``ssh -v``: ``ssh-ed25519 SHA256:…``.
+
+    The last one: hosts on the way (ProxyJump) show theirs before.
+    """
+    keys: list[str] = re.findall(r"Server host key: (\S{1,100} \S+)", stderr)
+    return keys[-1] if keys else None
 
 
 def was_key_pinned(stderr: str) -> bool:

@@ -47,6 +47,8 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def test_omits_environments_runs_and_caches(folder: Path) -> None:
+    for name in (".netrc", "pack/.env"):
+        (folder / name).write_text("password")
     assert listed_files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
 
 

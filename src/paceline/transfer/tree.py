@@ -122,7 +122,7 @@ def project_root(job: Job) -> Path:
     """The root of the job's code.
 
     This is the git work tree of the work folder, else the work folder; or the same for the folder
-    of a script or function outside it.
+    of a script or function outside it. The home folder is no project of a script in a folder below.
     """
     root = folder_root(Path(job.workdir))
     if job.entry.kind == "function" and job.entry.args:
@@ -130,7 +130,7 @@ def project_root(job: Job) -> Path:
         return root if folder.is_relative_to(root) else folder_root(folder)
     if job.entry.kind == "script":
         script = script_path(job.entry, job.workdir)
-        if not script.is_relative_to(root):
+        if not script.is_relative_to(root) or (root == Path.home() != script.parent):
             return folder_root(script.parent)
     return root
 
@@ -311,15 +311,15 @@ def _is_empty_folder(folder: Path) -> bool:
 def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
     """Yields files and links to folders below ``root/prefix``, where git lists none.
 
-    Hidden folders and packages are left out.
+    Hidden files and folders, and packages, are left out.
     """
     base = root / prefix
     for folder, folders, names in safe_paths.walk(str(base)):
         inner = f"{folder}/" if folder else ""
         folders[:] = [name for name in folders if prefix + inner + name != excluded
                       and not _skip(base / folder / name)]  # fmt: skip
-        yield from (inner + name for name in names
-                    if _allowed(Path.is_file, base / folder / name))  # fmt: skip
+        yield from (inner + name for name in names if not name.startswith(".")
+                    and _allowed(Path.is_file, base / folder / name))  # fmt: skip
         yield from (inner + name for name in folders
                     if _allowed(Path.is_symlink, base / folder / name))  # fmt: skip
 

@@ -235,6 +235,30 @@ def test_checkpoint_folder_is_placed_as_unit(workspace: Workspace) -> None:
     run(work)
 
 
+def test_checkpoints_of_other_ranks_stay_and_return(workspace: Workspace) -> None:
+    """Each rank loads its own file, which rank 0 does not have."""
+
+    async def work(served: Served) -> None:
+        second = await workspace.folder(served, "n2")
+        workspace.write("n2", "out/state_rank1.pt", torch_zip("own"))
+        workspace.write("n2", "out/state_rank0.pt", torch_zip("of an earlier rank 0"))
+        await workspace.store.send(second)
+        out = workspace.copy("n2") / "out"
+        assert sorted(p.name for p in out.iterdir()) == [
+            ".state_rank0.pt.superseded", "state_rank1.pt"
+        ]  # fmt: skip
+        place = workspace.run / "files/n2/out"
+        place.mkdir(parents=True)
+        (out / "state_rank1.pt").rename(place / "state_rank1.pt")
+        (place / "notes_rank1.txt").write_text("no checkpoint")
+        (place / "other_rank1.pt").symlink_to(place / "state_rank1.pt")
+        await workspace.store.return_rank_files(second)
+        assert (out / "state_rank1.pt").read_bytes() == torch_zip("own")
+        assert len([*out.iterdir()]) == 2
+
+    run(work)
+
+
 def test_send_sets_divergent_files_aside(workspace: Workspace) -> None:
     """Sent files keep rank 0's times; other files of the node are moved aside, not deleted."""
 

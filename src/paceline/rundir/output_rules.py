@@ -75,6 +75,8 @@ _CHECKPOINT_WITHOUT_SUFFIX = re.compile(
 )
 _LOG_SUFFIXES = _words("csv err jsonl log ndjson out tsv txt")  # programs append lines to them
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
+# state_rank1.pt, rank_3/model.pt
+_OTHER_RANK = re.compile(r"(?:^|[^a-z])rank[_.=-]?0*[1-9]", re.IGNORECASE)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
@@ -219,6 +221,11 @@ def is_index(path: str) -> bool:
 def is_shard(path: str) -> bool:
     """Whether a path is that of a rank's part of a distributed checkpoint."""
     return path.endswith(SHARD_SUFFIX)
+
+
+def is_of_other_rank(path: str) -> bool:
+    """Whether a path names a rank other than 0, so that this rank has written it for itself."""
+    return _OTHER_RANK.search(path) is not None
 
 
 def is_of_save(path: str) -> bool:

@@ -23,6 +23,7 @@ from paceline.rundir.output_rules import (
     is_checkpoint,
     is_index,
     is_log,
+    is_of_other_rank,
     is_of_save,
     is_shard,
     order_of_arrival,
@@ -34,8 +35,10 @@ from paceline.rundir.output_rules import (
 from paceline.rundir.outputs import (
     Output,
 )
+from paceline.rundir.records import is_regular
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import format_size
+from paceline.spec.rundir import FETCHED, safe_name
 from paceline.transfer.files import send_blocks
 from paceline.transfer.local_outputs import MAX_NAMED, UNPLACED, LocalOutputs
 from paceline.transfer.output_folders import (
@@ -446,7 +449,8 @@ class OutputStore(LocalOutputs):
     async def send(self, folder: OutputFolder, *, is_source: bool = False) -> None:
         """Gives a node the outputs that are here, and hides checkpoints that only it has.
 
-        They may hold only what its own ranks save, such as states of their random generators.
+        They may hold only what its own ranks save, such as states of their random generators. Files
+        that name such a rank stay: no other rank loads them.
 
         Args:
             is_source: It is the node that wrote them: only files that are cut off are hidden.
@@ -456,7 +460,9 @@ class OutputStore(LocalOutputs):
         hidden = [unit for unit, group in group_files(files).items()
                   if (is_checkpoint(unit, map(_path, group)) or group[0].path != unit)
                   and not any(file.path in paths or self._was_sent(file.path) for file in group)
-                  and not (is_source and all(file.is_whole for file in group))]  # fmt: skip
+                  and not (all(file.is_whole for file in group)
+                           and (is_source or all(is_of_other_rank(file.path) for file in group)))
+                  ]  # fmt: skip
         missing: list[str] = []
         # another host's shard, which is here, may differ from one that the source had before
         compared = [entry for entry in manifest if not is_source or is_shard(str(entry[0]))]
@@ -480,6 +486,19 @@ class OutputStore(LocalOutputs):
         folder.fetched |= sent
         present = {file.path: file.version for file in files if file.path not in hidden} | sent
         folder.earlier |= {path: version for path, version in present.items() if is_of_save(path)}
+
+    async def return_rank_files(self, folder: OutputFolder) -> None:
+        """Gives a fresh copy of the code the checkpoints that ranks other than 0 wrote there."""
+        place = self._run / FETCHED / safe_name(folder.host)
+
+        def find() -> dict[str, tuple[Path, int]]:
+            files = {str(path.relative_to(place)): path for path in place.rglob("*")
+                     if is_regular(path)}  # fmt: skip
+            return {name: (path, path.stat().st_mtime_ns // 1000) for name, path in files.items()
+                    if is_of_other_rank(name) and is_checkpoint(name, [name])}  # fmt: skip
+
+        files = await asyncio.to_thread(find)
+        await self._send_files(folder, [*files], files)
 
     async def _send_files(self, folder: OutputFolder, missing: Sequence[str],
                           paths: Mapping[str, tuple[Path, int]]) -> None:  # fmt: skip

@@ -272,6 +272,8 @@ class OutputSync:
             has_work = bool(self.store.journal.outputs) or bool(folder.prefix) or not is_fresh
             if has_work and not folder.is_local:
                 await self.store.send(folder, is_source=is_source)
+            if is_fresh and not (folder.is_local or folder.prefix):
+                await self.store.return_rank_files(folder)
 
     async def _sync(self, node: Node, folders: Iterable[OutputFolder], **options: Any) -> None:
         with self._reporting(node):

@@ -684,7 +684,9 @@ def test_note_if_script_does_not_get_data_folder(
         the_job = job(entry=Entry("script", script, args), data=data)
         return data_note(the_job, Cluster((Host("n1", local=local),)))
 
-    assert "no argument of the script names ./photos; " in note("other.py", "photos")
+    assert "no argument of the script names ./photos, as a single word is no path; " in note(
+        "other.py", "photos"
+    )
     assert not note("other.py", "root=./photos")
     assert not note("other.py", local=True)
     assert not note("reads.py")

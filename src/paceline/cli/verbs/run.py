@@ -138,8 +138,12 @@ def data_note(job: Job, cluster: Cluster) -> str:
     from paceline.rundir.directory import short
 
     path = short(Path(job.data.path))
+    hint = "" if "/" in path else ", as a single word is no path"
     path = path if "/" in path else f"./{path}"
-    return f"paceline: no argument of the script names {path}; its path on a host is in {DATA_DIR}"
+    return (
+        f"paceline: no argument of the script names {path}{hint}; its path on a host is in"
+        f" {DATA_DIR}"
+    )
 
 
 def _subpath(value: str, root: str) -> str | None:

@@ -90,9 +90,9 @@ def _single_host_s(model: StepModel, batch: int) -> float:
 
 def _with_extra_hosts(model: StepModel, num_hosts: int) -> StepModel:
     """Adds hosts like the last one if there are not enough."""
-    last = model.hosts[-1]
+    template = model.hosts[-1]
     num_extra = max(0, num_hosts - len(model.hosts))
-    extra = {f"{last}+{index + 1}": model.host_timings[last] for index in range(num_extra)}
+    extra = {f"{template}+{index + 1}": model.host_timings[template] for index in range(num_extra)}
     return replace(model, host_timings={**model.host_timings, **extra})
 
 

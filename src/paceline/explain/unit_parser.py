@@ -204,15 +204,15 @@ def _mark_logged(unit: Unit, before: Sequence[Unit]) -> Unit:
             return replace(unit, is_handled=True)
     if not before or before[-1].number < unit.number - 2:
         return unit
-    last = before[-1].lines[-1]
-    if _NOT_FATAL.match(last):
+    last_line = before[-1].lines[-1]
+    if _NOT_FATAL.match(last_line):
         return replace(unit, is_handled=True)
-    if _IN_THREAD.match(last):
+    if _IN_THREAD.match(last_line):
         signs = (other.kind for other in reversed(before) if other.sign_of_life > 1)
         has_ended = next(signs, "") == "finish"
-        is_loader = "(_pin_memory_loop)" in last and error and error.type in _CUT_OFF
+        is_loader = "(_pin_memory_loop)" in last_line and error and error.type in _CUT_OFF
         return replace(unit, level="logged", is_handled=bool(has_ended or is_loader))
-    return replace(unit, level="logged") if level_of(last) in _LOGGED_LEVELS else unit
+    return replace(unit, level="logged") if level_of(last_line) in _LOGGED_LEVELS else unit
 
 
 def _tests_end(lines: Sequence[str]) -> int:

@@ -51,9 +51,9 @@ def _connect(state: str, host: str, port: int) -> socket.socket:
 
 def join(fds: list[int], kinds: tuple[int, ...]) -> None:
     """Enters namespaces; the user namespace only if this process is not in it."""
-    own = os.stat("/proc/self/ns/user").st_ino  # noqa: PTH116 - quick start
+    namespace = os.stat("/proc/self/ns/user").st_ino  # noqa: PTH116 - quick start
     for fd, kind in zip(fds, kinds, strict=True):
-        if kind != kernel.CLONE_NEWUSER or os.fstat(fd).st_ino != own:
+        if kind != kernel.CLONE_NEWUSER or os.fstat(fd).st_ino != namespace:
             kernel.setns(fd, kind)
         os.close(fd)
 

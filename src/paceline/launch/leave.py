@@ -457,10 +457,10 @@ class _DetachedStart:
                                   since=self._started)  # fmt: skip
         sizes = await fetcher.list_files(channel, root, None)
         await outputs.sync(root, sizes.get(names.OUTPUTS, 0), note, share=1.0, is_last=True)
-        known = outputs.known_places()
+        places = outputs.known_places()
         await CheckpointFetcher(channel, root, directory.path, fetcher, note=note).sync()
         await fetcher.fetch(channel, root, self._sent_manifest, directory.path,
-                            skip=lambda path: path in known or not is_mirrored(path),
+                            skip=lambda path: path in places or not is_mirrored(path),
                             supervisor=True)  # fmt: skip
 
     async def _next_message(self, login: Login) -> dict[str, Any] | None:

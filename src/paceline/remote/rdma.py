@@ -56,8 +56,8 @@ def choose(facts: Mapping[str, Facts]) -> RdmaChoice:
     ports = usable_ports(facts)
     if not any(map(active_ports, facts.values())):
         return RdmaChoice("no host has a usable RDMA port")
-    if len(facts) < 2 or not all((known.get("devices") or {}).get("gpus")
-                                 for known in facts.values()):  # fmt: skip
+    if len(facts) < 2 or not all((host_facts.get("devices") or {}).get("gpus")
+                                 for host_facts in facts.values()):  # fmt: skip
         return RdmaChoice("not needed without GPUs on several hosts")
     if explicit := _explicit(facts):
         return RdmaChoice(f"{explicit}: left to NCCL")
@@ -99,7 +99,7 @@ def choose_for_newcomer(host: str, facts: Mapping[str, Facts],
     Raises:
         NodeError: The running hosts use RDMA ports, and none of this host reaches them.
     """
-    if not all((known.get("devices") or {}).get("gpus") for known in facts.values()):
+    if not all((host_facts.get("devices") or {}).get("gpus") for host_facts in facts.values()):
         return RdmaChoice("not needed without GPUs on several hosts")
     if explicit := _explicit(facts):
         return RdmaChoice(f"{explicit}: left to NCCL")
@@ -205,10 +205,10 @@ def _variables(ports: Sequence[Port], used: Set[str], facts: Facts) -> dict[str,
 
 def _explicit(facts: Mapping[str, Facts]) -> str:
     """Says which host already chooses NCCL's network, in its login or in nccl.conf."""
-    for host, known in facts.items():
+    for host, host_facts in facts.items():
         for source in ("environment", "nccl_conf"):
             for name in EXPLICIT:
-                if value := (known.get(source) or {}).get(name):
+                if value := (host_facts.get(source) or {}).get(name):
                     place = " in nccl.conf" if source == "nccl_conf" else ""
                     return f"{host} sets {name}={value}{place}"
     return ""

@@ -127,8 +127,9 @@ def slowest_rank(run: Run) -> tuple[str, str] | None:
         return label, texts[-1] if texts else f"{label}: {trained['cause'] or ''}"
     if not stragglers:
         return None
-    last = stragglers[-1]
-    return format_location(str(last["its_host"] or ""), last["straggler"]), str(last["text"] or "")
+    event = stragglers[-1]
+    location = format_location(str(event["its_host"] or ""), event["straggler"])
+    return location, str(event["text"] or "")
 
 
 # Remedies for the causes in train/measure/straggler.py.

@@ -247,9 +247,9 @@ class OutputJournal(OutputRecords):
 
     def remove(self, paths: Iterable[str]) -> None:
         """Records that the script has removed files; what has arrived here stays."""
-        known = [path for path in paths if path in self.outputs]
-        self._append([{"removed": path, "time": round(time.time(), 3)} for path in known])
-        for path in known:
+        recorded = [path for path in paths if path in self.outputs]
+        self._append([{"removed": path, "time": round(time.time(), 3)} for path in recorded])
+        for path in recorded:
             self._forget(path)
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:

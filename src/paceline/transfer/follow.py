@@ -293,7 +293,7 @@ class Follower:
         self._afresh = True
         await self.refresh()
         await self._outputs.sync(self._root, self._journal_bytes, note, share=1.0, is_last=True)
-        known = await asyncio.to_thread(self._outputs.known_places)
+        places = await asyncio.to_thread(self._outputs.known_places)
         fetcher = Fetcher(self._path, note)
         events = read_events(records.read_records(self._path / names.EVENTS))
         first_attempt = takewhile(lambda event: event.kind != "ended", events)
@@ -304,7 +304,7 @@ class Follower:
         ).sync()
         await fetcher.fetch(
             self.channel, self._root, None, self._path,
-            skip=lambda path: path in known or path in _LOCAL_FILES or names.is_growing(path)
+            skip=lambda path: path in places or path in _LOCAL_FILES or names.is_growing(path)
             or names.is_fetched_separately(path) or names.is_backup(path),
             rejection_reason=lambda path: "" if is_mirrored(path) else names.reserved_reason(path),
             supervisor=True,

@@ -205,14 +205,14 @@ class LocalOutputs:
 
         ``is_outside``: The index is in the run directory, not in the project.
         """
-        known = [output for path in paths if (output := self.journal.outputs.get(path))]
-        for output in known:
+        recorded = [output for path in paths if (output := self.journal.outputs.get(path))]
+        for output in recorded:
             is_beside = bool(output.place) == is_outside
             if is_beside and output.is_unchanged(self._run, self.project):
                 root = self._run if output.place or self.project is None else self.project
                 with safe_paths.FolderCache(str(root)) as folders:
                     folders.remove(output.place or output.path)
-        self.journal.remove([output.path for output in known])
+        self.journal.remove([output.path for output in recorded])
 
     def _state(self, path: str, before: float = math.inf) -> PathState:
         """What this machine has at a path of the project.

@@ -158,8 +158,8 @@ class OutputStore(LocalOutputs):
         async with self._receiving():
             files = await self.list_files(folder)
             for file in files:
-                known = self.journal.outputs.get(file.path)
-                if known is not None and file.mtime_us <= known.mtime_us:
+                record = self.journal.outputs.get(file.path)
+                if record is not None and file.mtime_us <= record.mtime_us:
                     folder.fetched[file.path] = file.version
             self._note_earlier_saves(folder, files)
             old = dict(folder.fetched)
@@ -406,9 +406,9 @@ class OutputStore(LocalOutputs):
 
     def _is_recorded(self, folder: OutputFolder, file: WrittenFile) -> bool:
         place = folder.on_node(file.path) if folder.prefix else ""
-        known = self.journal.outputs.get(file.path)
-        return known is not None and (
-            (known.place, known.size, known.local_mtime_us) == (place, *file.version)
+        record = self.journal.outputs.get(file.path)
+        return record is not None and (
+            (record.place, record.size, record.local_mtime_us) == (place, *file.version)
         )  # fmt: skip
 
     def _remove_shards_of_others(self, folder: OutputFolder, files: Set[str]) -> None:

@@ -85,16 +85,16 @@ class Downloads:
         return {"sha256": digest.hexdigest()}, data
 
     def _open_at(self, key: Tuple[str, str], offset: int) -> Tuple[BinaryIO, "hashlib._Hash"]:
-        known = self._open.pop(key, None)
+        cached = self._open.pop(key, None)
         if offset == 0:
-            if known is not None:
-                known[0].close()
+            if cached is not None:
+                cached[0].close()
             root, path = key
             fd = safe_paths.open_file(root, safe_paths.resolve_link(root, path), os.O_RDONLY)
             return os.fdopen(fd, "rb"), hashlib.sha256()
-        if known is None or known[0].tell() != offset:
+        if cached is None or cached[0].tell() != offset:
             raise ValueError("byte %d of %s is not the next one" % (offset, key[1]))
-        return known
+        return cached
 
     def drop(self) -> None:
         """Closes all files that were not read to their end."""

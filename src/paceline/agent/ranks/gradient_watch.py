@@ -118,10 +118,10 @@ class GradientWatch:
                 distributed.get_rank(),
                 distributed.get_world_size(),
             )
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        largest = max((one.numel() for one in parameters), default=0)
+        parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        largest = max((tensor.numel() for tensor in parameters), default=0)
         self._largest_parameter = min(self._largest_parameter or largest, largest)
-        if any(hasattr(one, "device_mesh") for one in parameters):  # sharded: one model for all
+        if any(hasattr(tensor, "device_mesh") for tensor in parameters):  # one sharded model
             self._exchanges = True
         self._read_recorder()
 

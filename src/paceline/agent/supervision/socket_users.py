@@ -153,5 +153,5 @@ def _table_entry(address: str, port: int) -> str:
 def _knows_users() -> bool:
     """Whether /proc/net/tcp has this process's sockets; some sandboxes have no such table."""
     with contextlib.closing(probe.listen("127.0.0.1")) as listener:
-        own = _table_entry(*listener.getsockname())
-        return " %s " % own in _tcp_table()
+        entry = _table_entry(*listener.getsockname())
+        return " %s " % entry in _tcp_table()

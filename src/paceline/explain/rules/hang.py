@@ -42,8 +42,8 @@ def match(evidence: Evidence) -> Match | None:
 
 def unresolved_hang(events: Sequence[Event]) -> Event | None:
     """The hang that was reported while the job ran, if the job did not continue after it."""
-    last = next((event for event in reversed(events) if event.kind in _HANG_KINDS), None)
-    return last if last is not None and last.kind == "hang" else None
+    hang_event = next((event for event in reversed(events) if event.kind in _HANG_KINDS), None)
+    return hang_event if hang_event is not None and hang_event.kind == "hang" else None
 
 
 def describe(hang: Event) -> str:

@@ -324,8 +324,8 @@ class OutputSync:
 
     async def known_paths(self, node: Node, root: str) -> set[str]:
         """Paths in a node's folder whose present version it got from here, or that are here."""
-        known = set[str]()
+        paths = set[str]()
         for folder in self._folders.get(node, ()):
             if folder.root == root and not folder.is_local:
-                known |= await self.store.known_paths(folder)
-        return known
+                paths |= await self.store.known_paths(folder)
+        return paths

@@ -133,7 +133,7 @@ class Encoder:
                     raise
                 errors.append(error)
         num_long = self._count_long(examples)
-        fitting = [fitted for one in examples if (fitted := self._fit(one)) is not None]
+        fitting = [fitted for example in examples if (fitted := self._fit(example)) is not None]
         if not fitting:
             raise errors[0] if errors else self._nothing_fits()
         return ExampleSet(

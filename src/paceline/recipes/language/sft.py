@@ -548,9 +548,9 @@ def num_free(model: Any, prompt: Sequence[int]) -> int:
 def add_end_tokens(model: Any, ends: Sequence[int]) -> None:
     """Lets a model also stop at these tokens, here and in what is saved of it."""
     config = model.generation_config
-    known = config.eos_token_id
-    known = [] if known is None else known if isinstance(known, list) else [known]
-    config.eos_token_id = sorted({*known, *ends}) or None
+    eos_ids = config.eos_token_id
+    eos_ids = [] if eos_ids is None else eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    config.eos_token_id = sorted({*eos_ids, *ends}) or None
 
 
 def generate(
@@ -567,11 +567,11 @@ def generate(
     """
     tokens = torch.tensor([[*prompt]], device=model.device)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    own = base.generation_config
+    generation = base.generation_config
     # What a given configuration leaves open, transformers takes from the model's.
-    base.generation_config = type(own)(
+    base.generation_config = type(generation)(
         max_new_tokens=min(max_tokens, num_free(model, prompt)),
-        eos_token_id=own.eos_token_id,
+        eos_token_id=generation.eos_token_id,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         **choice,
     )
@@ -583,7 +583,7 @@ def generate(
             streamer=streamer,
         )
     finally:
-        base.generation_config = own
+        base.generation_config = generation
     generated: str = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
     return generated
 

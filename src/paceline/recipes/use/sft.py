@@ -168,7 +168,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
         if settings.objective == "dpo":
             return len(examples), figures, f"{summary(figures)}  ({len(examples)} {split} pairs)"
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        answers = (decode(one.tokens[one.targets]) for one in examples.examples)
+        answers = (decode(example.tokens[example.targets]) for example in examples.examples)
         num_bytes = sum(len(text.encode()) for text in answers)
         nats = figures["loss"] * int(examples.targets.sum())
         figures["bits_per_byte"] = nats / math.log(2) / num_bytes

@@ -183,10 +183,10 @@ def _column(path: Path, column: str, delimiter: str) -> Iterator[str]:
     if not rows:
         raise DataError(f"{path} is empty")
     header = [cell.strip() for cell in rows[0]]
-    known = [place for place, name in enumerate(header) if name.lower() in TEXT_COLUMNS]
-    known = [header.index(column)] if column in header else known
-    place = known[0] if known else min(1, len(header) - 1)
-    yield from (row[place] for row in rows[bool(known) :] if len(row) > place)
+    columns = [place for place, name in enumerate(header) if name.lower() in TEXT_COLUMNS]
+    columns = [header.index(column)] if column in header else columns
+    place = columns[0] if columns else min(1, len(header) - 1)
+    yield from (row[place] for row in rows[bool(columns) :] if len(row) > place)
 
 
 @torch.inference_mode()

@@ -107,10 +107,10 @@ class Usage:
         ``gpu_…`` its accelerator's; ``gpu_memory_gib`` is the most that tensors have taken. A
         collective.
         """
-        own = self._read()
-        rows = self._comms.rows(torch.tensor(list(own.values()), dtype=torch.float64))
+        local_norms = self._read()
+        rows = self._comms.rows(torch.tensor(list(local_norms.values()), dtype=torch.float64))
         figures: dict[str, float] = {}
-        for name, column in zip(own, rows.T.tolist(), strict=True):
+        for name, column in zip(local_norms, rows.T.tolist(), strict=True):
             values = [value for value in column if not math.isnan(value)]
             if values:
                 figures[name] = sum(values) / len(values)

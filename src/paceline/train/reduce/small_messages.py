@@ -47,8 +47,8 @@ def all_reduce(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> N
     padded = vector.new_zeros(ranks * length)
     padded[:count] = vector.reshape(-1)
     parts = padded.view(ranks, length)
-    own = _sum(mesh.all_to_all(parts) if mesh else _all_to_all(parts, group))
-    vector.copy_(_all_gather(own, ranks, group, mesh).view(-1)[:count].view_as(vector))
+    segment = _sum(mesh.all_to_all(parts) if mesh else _all_to_all(parts, group))
+    vector.copy_(_all_gather(segment, ranks, group, mesh).view(-1)[:count].view_as(vector))
 
 
 def _all_gather(

@@ -210,8 +210,14 @@ def test_boot_line_is_safe_in_all_shells() -> None:
     [
         ("debug1: Server host key: ssh-ed25519 SHA256:abc\n", "ssh-ed25519 SHA256:abc"),
         (  # by way of a jump host
+            "debug1: Setting implicit ProxyCommand from ProxyJump: ssh -v -W '[%h]:%p' jump\n"
             "debug1: Server host key: ssh-rsa SHA256:jump\nAuthenticated to jump\n"
             "debug1: Server host key: ssh-ed25519 SHA256:abc\n",
+            "ssh-ed25519 SHA256:abc",
+        ),
+        (  # a banner of the host
+            "debug1: Server host key: ssh-ed25519 SHA256:abc\n"
+            "debug1: Server host key: ssh-ed25519 SHA256:forged\n",
             "ssh-ed25519 SHA256:abc",
         ),
         ("", None),

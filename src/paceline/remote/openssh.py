@@ -509,13 +509,20 @@ def _target(host: Host, text: str, config: Path | None) -> str:
     return shell_text([*file, *port, f"{user}@{host.address}" if user else host.address])
 
 
+_JUMP_LINE = "debug1: Setting implicit ProxyCommand from ProxyJump: "  # of ``ssh -v``, for each
+
+
 def server_fingerprint(stderr: str) -> str | None:
     """The host key's fingerprint in the output of ``ssh -v``: ``ssh-ed25519 SHA256:…``.
 
-    The last one: hosts on the way (ProxyJump) show theirs before.
+    Hosts on the way (ProxyJump) show theirs before. What the host itself prints comes later.
     """
-    keys: list[str] = re.findall(r"Server host key: (\S{1,100} \S+)", stderr)
-    return keys[-1] if keys else None
+    pattern = re.compile(r"^debug1: Server host key: (\S{1,100} \S+)", re.MULTILINE)
+    keys = list(pattern.finditer(stderr))
+    if not keys:
+        return None
+    num_jumps = stderr.count(_JUMP_LINE, 0, keys[0].start())
+    return keys[num_jumps][1] if num_jumps < len(keys) else None
 
 
 def was_key_pinned(stderr: str) -> bool:

@@ -607,6 +607,9 @@ def test_notes_folder_links_in_sent_code() -> None:
     assert "link0, link1, link2, link3, link4 and 2 more" in note
     assert not placement.linked_folder_notes(linked, place_code(EQUAL_CODE).copies)
     assert not placement.linked_folder_notes(Supplies(TREE), sent)
+    (note,) = placement.env_notes(Supplies(replace(TREE, unsent_env=".env")), sent)
+    assert note.startswith(".env is not sent to hosts. ")
+    assert not placement.env_notes(Supplies(TREE), sent)
 
 
 def test_links_in_named_inputs_are_followed() -> None:

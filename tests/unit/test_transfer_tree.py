@@ -47,9 +47,28 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def test_omits_environments_runs_and_caches(folder: Path) -> None:
-    for name in (".netrc", "pack/.env"):
+    for name in (".netrc", "pack/.env", ".env", "data/.metadata"):
         (folder / name).write_text("password")
-    assert listed_files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
+    expected = {"a.py", "pack/b.py", "data/d.bin", "data/.metadata"}  # of a distributed checkpoint
+    assert listed_files(folder) == expected
+    assert code.read_tree(folder).unsent_env == ".env"
+
+
+@pytest.mark.parametrize("is_repository", [False, True])
+def test_home_folder_is_no_project_of_script_below(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_repository: bool
+) -> None:
+    link = folder.with_name(f"home-of-{folder.name}")
+    link.symlink_to(folder)
+    monkeypatch.setenv("HOME", str(link))
+    if is_repository:
+        git(folder, "init", "-q")
+
+    def root(workdir: Path, script: str) -> Path:
+        return code.project_root(Job("a", Entry("script", script), str(workdir), "python3"))
+
+    assert root(folder, "pack/b.py") == root(folder / "pack", "b.py") == folder / "pack"
+    assert root(folder, "a.py") == folder
 
 
 @pytest.mark.parametrize("repository", [False, True])

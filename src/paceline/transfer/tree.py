@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.files.snapshot import hash_file
+from paceline.rundir.output_rules import DCP_INDEX
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import Entry, Job
@@ -24,6 +25,7 @@ MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # runs may be nested in the folder
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 MAX_LISTED_FILES = 4 * MAX_FILES  # to name the largest folder; then listing ends
+ENV_FILE = ".env"  # often holds passwords
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
 
 # For thousands of files: creating a Path takes longer than hashing a small file.
@@ -44,6 +46,7 @@ class Tree:
         outward: Targets of files that are outside the folder and only linked, by path.
         empty_submodules: Submodules of git that were not initialised, so that they have no files.
         linked_folders: Links to folders, which are not sent.
+        unsent_env: A file ``.env`` that is not sent; empty if there is none.
         repository_problem: Why git does not read the repository of the folder, so that files which
             it ignores are here; empty if it does.
     """
@@ -55,6 +58,7 @@ class Tree:
     outward: Mapping[str, str] = field(default_factory=dict)
     empty_submodules: Sequence[str] = ()
     linked_folders: Sequence[str] = ()
+    unsent_env: str = ""
     repository_problem: str = ""
 
     def file(self, path: str) -> Path:
@@ -130,7 +134,7 @@ def project_root(job: Job) -> Path:
         return root if folder.is_relative_to(root) else folder_root(folder)
     if job.entry.kind == "script":
         script = script_path(job.entry, job.workdir)
-        if not script.is_relative_to(root) or (root == Path.home() != script.parent):
+        if not script.is_relative_to(root) or (is_home(root) and script.parent != root):
             return folder_root(script.parent)
     return root
 
@@ -160,8 +164,14 @@ def script_path(entry: Entry, workdir: str) -> Path:
 
 
 def folder_root(folder: Path) -> Path:
-    """The git work tree that contains a folder, else the folder."""
-    return work_tree_root(folder) or folder
+    """The git work tree that contains a folder, unless that is the home folder; else the folder."""
+    root = work_tree_root(folder)
+    return folder if root is None or is_home(root) else root
+
+
+def is_home(folder: Path) -> bool:
+    """Whether a folder is the user's home folder, which holds too much that is no code."""
+    return folder.resolve() == Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - may fail
 
 
 def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
@@ -198,6 +208,7 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
         tree,
         empty_submodules=empty_submodules,
         linked_folders=linked_folders,
+        unsent_env=ENV_FILE if ENV_FILE not in sizes and _is_file(f"{root}/{ENV_FILE}") else "",
         repository_problem=repository_problem(root),
     )
 
@@ -318,7 +329,8 @@ def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
         inner = f"{folder}/" if folder else ""
         folders[:] = [name for name in folders if prefix + inner + name != excluded
                       and not _skip(base / folder / name)]  # fmt: skip
-        yield from (inner + name for name in names if not name.startswith(".")
+        yield from (inner + name for name in names
+                    if not (name.startswith(".") and name != DCP_INDEX)
                     and _allowed(Path.is_file, base / folder / name))  # fmt: skip
         yield from (inner + name for name in folders
                     if _allowed(Path.is_symlink, base / folder / name))  # fmt: skip
@@ -359,7 +371,7 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
         f" .gitignore{f'; if ranks need it, {data} sends it once' if is_folder else ''}. Or"
         f" {elsewhere}, or put the code at the same path on every host and add --ship never"
     )
-    is_project = root not in (Path("/"), Path.home())
+    is_project = root != Path("/") and not is_home(root)
     most = f"most of it is {largest}: {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB"
     return CodeTooLarge(
         f"the code in {root} is too large to ship at every start",

@@ -155,9 +155,12 @@ def _check_workdir(job: Job, host: Host, tree: Tree) -> None:
     # home folders, /tmp and the like hold too much that is no code
     if not Path.home().is_relative_to(common) and len(common.parts) > MIN_PROJECT_PARTS:
         remedies.append(f"Or {start_in(common)}, which is sent as a whole")
+    problem = "the script is outside the current folder"
+    if root.is_relative_to(workdir):
+        problem = "the current folder is the home folder, which is not sent to hosts"
     raise NodeError(
-        "the script is outside the current folder, so its relative paths would lead to other files"
-        f" on {host.name} than here",
+        f"{problem}, so the script's relative paths would lead to other files on {host.name} than"
+        " here",
         found=f"the current folder is {workdir}; {host.name} needs a copy of the script's folder,"
         f" {root}, and gets no copy of other folders",
         remedy="\n".join(remedies),
@@ -192,6 +195,18 @@ def linked_folder_notes(supplies: Supplies, copies: Sequence[Copy]) -> list[str]
     return [
         f"links to folders are not sent with the code: {', '.join(links[:5])}{remainder}."
         " If ranks need their content, move it into the project, or send it with --data FOLDER"
+    ]
+
+
+def env_notes(supplies: Supplies, copies: Sequence[Copy]) -> list[str]:
+    """Returns a note on a file of variables that copies of the code do not have."""
+    if supplies.code is None or not supplies.code.unsent_env or not copies:
+        return []
+    if not any(copy.name == "code" for copy in copies):
+        return []
+    return [
+        f"{supplies.code.unsent_env} is not sent to hosts. To pass its variables to the ranks:"
+        " --env NAME for each"
     ]
 
 

@@ -300,6 +300,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
             *placement.link_notes(job, supplies, surveys),
             *placement.code_notes(job, supplies),
             *placement.linked_folder_notes(supplies, copies),
+            *placement.env_notes(supplies, copies),
             *placement.unfetched_folder_notes(job, in_home),
             *slot_notes(job, hosts),
             *gpu_notes(hosts, [survey.facts for survey in surveys]),

@@ -235,28 +235,28 @@ def test_checkpoint_folder_is_placed_as_unit(workspace: Workspace) -> None:
     run(work)
 
 
-def test_checkpoints_of_other_ranks_stay_and_return(workspace: Workspace) -> None:
-    """Each rank loads its own file, which rank 0 does not have."""
+def test_checkpoints_of_other_ranks_stay(workspace: Workspace) -> None:
+    """Each rank loads its own file. A number that is no rank's has no file of rank 0 beside it."""
 
     async def work(served: Served) -> None:
-        second = await workspace.folder(served, "n2")
-        workspace.write("n2", "out/state_rank1.pt", torch_zip("own"))
-        workspace.write("n2", "out/state_rank0.pt", torch_zip("of an earlier rank 0"))
+        first, second = await workspace.folder(served, "n1"), await workspace.folder(served, "n2")
+        workspace.write("n1", "out/state_rank00.pt", torch_zip("rank 0"), age_s=50)
+        await workspace.store.sync(first, has_ended=True, has_succeeded=True)
+        for name in ("state_rank01.pt", "state_rank10.pt", "lora_rank8.pt"):
+            workspace.write("n2", f"out/{name}", torch_zip(name))
         await workspace.store.send(second)
-        out = workspace.copy("n2") / "out"
-        assert sorted(p.name for p in out.iterdir()) == [
-            ".state_rank0.pt.superseded", "state_rank1.pt"
+        assert sorted(p.name for p in (workspace.copy("n2") / "out").iterdir()) == [
+            ".lora_rank8.pt.superseded", "state_rank00.pt", "state_rank01.pt", "state_rank10.pt"
         ]  # fmt: skip
-        place = workspace.run / "files/n2/out"
-        place.mkdir(parents=True)
-        (out / "state_rank1.pt").rename(place / "state_rank1.pt")
-        (place / "notes_rank1.txt").write_text("no checkpoint")
-        (place / "other_rank1.pt").symlink_to(place / "state_rank1.pt")
-        await workspace.store.return_rank_files(second)
-        assert (out / "state_rank1.pt").read_bytes() == torch_zip("own")
-        assert len([*out.iterdir()]) == 2
 
     run(work)
+
+
+def test_measurement_sends_files_of_earlier_runs_with_the_code(workspace: Workspace) -> None:
+    """Other runs send them after the code, with their times."""
+    supplies = Supplies(read_tree(workspace.project))
+    sync = OutputSync(workspace.run, workspace.notes.append, is_measured=True)
+    assert sync.set_code(supplies) is supplies
 
 
 def test_send_sets_divergent_files_aside(workspace: Workspace) -> None:
@@ -624,7 +624,7 @@ def test_fetches_uncollected_files_at_restart(workspace: Workspace) -> None:
     key = "0123456789abcdef01234567"
 
     async def work(served: Served) -> None:
-        uncollected = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+        uncollected = snapshot.make_run_folder(key) / snapshot.UNCOLLECTED
         served.agent.run_keys[key] = []
         folder = await workspace.folder(served, "n1")
         workspace.write("n1", "out/last.pt", torch_zip("old"), age_s=50)
@@ -692,12 +692,12 @@ def test_older_logs_of_lost_host_are_fetched_before_removal(
         folder, second_folder = [await workspace.folder(served, name) for name in ("n1", "n2")]
         workspace.write("n1", "out/ckpt.pt", torch_zip("old"), age_s=60)
         await workspace.store.sync(folder)
-        for name, data in (("history.csv", b"1\n"), ("new.csv", b"2\n")):
+        for name, data in (("history.csv", b"1\n"), ("DONE", b""), ("new.csv", b"2\n")):
             workspace.write("n1", f"out/{name}", data, age_s=50)
         workspace.write("n1", "out/cut_off.pt", torch_zip("cut")[:-1])
         workspace.write("n1", "out/ckpt.pt", torch_zip("older"), age_s=50)
         node.run_folder, node.shared_run_dir = str(snapshot.make_run_folder(key)), False
-        uncollected = Path(node.run_folder) / agent_outputs.UNCOLLECTED
+        uncollected = Path(node.run_folder) / snapshot.UNCOLLECTED
         served.agent.run_keys[key] = []
         served.agent.job.ranks = [RankProcess(0, 0)]
         agent_outputs.keep_uncollected(served.agent)
@@ -716,10 +716,10 @@ def test_older_logs_of_lost_host_are_fetched_before_removal(
             assert workspace.notes[-1].startswith("paceline: new files of n1 do not arrive: ")
             return
         assert (place / "out/history.csv").read_bytes() == b"1\n"
-        assert [path.name for path in (place / "out").iterdir()] == ["history.csv"]
+        assert {path.name for path in (place / "out").iterdir()} == {"DONE", "history.csv"}
         assert (workspace.project / "out/new.csv").exists()
         assert workspace.notes[-1] == (
-            "paceline: 1 log of n1 had not arrived before, and did not replace newer ones:"
+            "paceline: 2 files of n1 had not arrived before, and stayed out of the project:"
             f" {short(place)}"
         )
 
@@ -753,7 +753,7 @@ def test_merges_uncollected_files_of_two_nodes(workspace: Workspace) -> None:
     async def work(served: Served) -> None:
         folders = []
         for key, text in zip(keys, ("old", "new"), strict=True):
-            uncollected = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+            uncollected = snapshot.make_run_folder(key) / snapshot.UNCOLLECTED
             served.agent.run_keys[key] = []
             for name in ("a.pt", "b.pt", f"{text}.pt"):
                 (uncollected / "out/step_1").mkdir(parents=True, exist_ok=True)
@@ -1128,7 +1128,7 @@ def test_save_of_lost_launcher_has_no_old_shards(workspace: Workspace) -> None:
         await script.run(1)
         await script.start()
         script.save(2)
-        uncollected = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+        uncollected = snapshot.make_run_folder(key) / snapshot.UNCOLLECTED
         shutil.copytree(workspace.copy("n1") / "ckpt", uncollected / "ckpt")
         served.agent.run_keys[key] = []
         workspace.store = workspace.fresh_store()
@@ -1194,7 +1194,7 @@ def test_refetches_file_that_was_not_placed(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = "0123456789abcdef01234567"
-    uncollected = snapshot.make_run_folder(key) / agent_outputs.UNCOLLECTED
+    uncollected = snapshot.make_run_folder(key) / snapshot.UNCOLLECTED
 
     def raise_interrupt(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt

@@ -22,7 +22,7 @@ import pytest
 
 from paceline.agent import server
 from paceline.agent.files import safe_paths, snapshot
-from paceline.agent.files.outputs import UNCOLLECTED
+from paceline.agent.files.snapshot import UNCOLLECTED
 from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node

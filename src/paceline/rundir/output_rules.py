@@ -6,7 +6,7 @@ Pure. A host may be hostile. What it sends must not become code in the user's pr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.agent.files.safe_paths import fold_name, refusal_reason
@@ -76,7 +76,7 @@ _CHECKPOINT_WITHOUT_SUFFIX = re.compile(
 _LOG_SUFFIXES = _words("csv err jsonl log ndjson out tsv txt")  # programs append lines to them
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
 # state_rank1.pt, rank_3/model.pt
-_OTHER_RANK = re.compile(r"(?:^|[^a-z])rank[_.=-]?0*[1-9]", re.IGNORECASE)
+_RANK = re.compile(r"(?:^|(?<=[^a-z]))rank[_.=-]?(\d+)", re.IGNORECASE)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
@@ -223,9 +223,21 @@ def is_shard(path: str) -> bool:
     return path.endswith(SHARD_SUFFIX)
 
 
-def is_of_other_rank(path: str) -> bool:
-    """Whether a path names a rank other than 0, so that this rank has written it for itself."""
-    return _OTHER_RANK.search(path) is not None
+def is_of_other_rank(group: Sequence[WrittenFile], paths: Container[str]) -> bool:
+    """Whether another rank than 0 has written a group for itself, as rank 0 has one of ``paths``.
+
+    Their names differ in the rank's number only: ``state_rank1.pt``, ``rank_03/model.pt``.
+    """
+    return all(_has_rank_0_twin(file.path, paths) for file in group)
+
+
+def _has_rank_0_twin(path: str, paths: Container[str]) -> bool:
+    for match in _RANK.finditer(path):
+        twins = [path[: match.start(1)] + zero + path[match.end(1) :]
+                 for zero in ("0", "0" * len(match[1]))]  # fmt: skip
+        if int(match[1]) and any(twin in paths for twin in twins):
+            return True
+    return False
 
 
 def is_of_save(path: str) -> bool:

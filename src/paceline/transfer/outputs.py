@@ -35,10 +35,8 @@ from paceline.rundir.output_rules import (
 from paceline.rundir.outputs import (
     Output,
 )
-from paceline.rundir.records import is_regular
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import format_size
-from paceline.spec.rundir import FETCHED, safe_name
 from paceline.transfer.files import send_blocks
 from paceline.transfer.local_outputs import MAX_NAMED, UNPLACED, LocalOutputs
 from paceline.transfer.output_folders import (
@@ -171,21 +169,24 @@ class OutputStore(LocalOutputs):
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
-    async def list_old_logs(self, folder: OutputFolder) -> set[str]:
-        """Lists logs that have not arrived, and are older than those of their paths that have.
+    async def list_superseded(self, folder: OutputFolder) -> set[str]:
+        """Lists files that have not arrived and may not be put into the project.
 
-        They may have lines that a newer log of another host lacks. (An older checkpoint would have
-        been replaced by the script itself.)
+        These are files that may never be, and logs that are older than those of their paths that
+        have arrived: a newer log of another host may lack their lines. (An older checkpoint would
+        have been replaced by the script itself.) All files are noted in ``folder.seen``.
         """
         answer = await folder.channel.request("list_outputs", root=folder.root, since_us=0)
 
         def select() -> set[str]:
             known, arrived = self.journal.outputs, self.journal.arrived
             files = [WrittenFile(**entry) for entry in answer["files"]]
+            folder.seen = {file.path for file in files}
+            logs = {file.path for file in files if is_log(file.path) and file.path in known
+                    and file.mtime_us <= known[file.path].mtime_us}  # fmt: skip
             return {file.path for file in files
-                    if is_log(file.path) and file.path in known
-                    and file.mtime_us <= known[file.path].mtime_us
-                    and (file.path, *file.version) not in arrived}  # fmt: skip
+                    if file.is_whole and (file.path, *file.version) not in arrived
+                    and (file.path in logs or not self.travels(file.path))}  # fmt: skip
 
         return await asyncio.to_thread(select)
 
@@ -450,7 +451,7 @@ class OutputStore(LocalOutputs):
         """Gives a node the outputs that are here, and hides checkpoints that only it has.
 
         They may hold only what its own ranks save, such as states of their random generators. Files
-        that name such a rank stay: no other rank loads them.
+        of another rank than 0 stay if rank 0 has one for itself: each rank loads its own.
 
         Args:
             is_source: It is the node that wrote them: only files that are cut off are hidden.
@@ -461,8 +462,7 @@ class OutputStore(LocalOutputs):
                   if (is_checkpoint(unit, map(_path, group)) or group[0].path != unit)
                   and not any(file.path in paths or self._was_sent(file.path) for file in group)
                   and not (all(file.is_whole for file in group)
-                           and (is_source or all(is_of_other_rank(file.path) for file in group)))
-                  ]  # fmt: skip
+                           and (is_source or is_of_other_rank(group, paths)))]  # fmt: skip
         missing: list[str] = []
         # another host's shard, which is here, may differ from one that the source had before
         compared = [entry for entry in manifest if not is_source or is_shard(str(entry[0]))]
@@ -486,19 +486,6 @@ class OutputStore(LocalOutputs):
         folder.fetched |= sent
         present = {file.path: file.version for file in files if file.path not in hidden} | sent
         folder.earlier |= {path: version for path, version in present.items() if is_of_save(path)}
-
-    async def return_rank_files(self, folder: OutputFolder) -> None:
-        """Gives a fresh copy of the code the checkpoints that ranks other than 0 wrote there."""
-        place = self._run / FETCHED / safe_name(folder.host)
-
-        def find() -> dict[str, tuple[Path, int]]:
-            files = {str(path.relative_to(place)): path for path in place.rglob("*")
-                     if is_regular(path)}  # fmt: skip
-            return {name: (path, path.stat().st_mtime_ns // 1000) for name, path in files.items()
-                    if is_of_other_rank(name) and is_checkpoint(name, [name])}  # fmt: skip
-
-        files = await asyncio.to_thread(find)
-        await self._send_files(folder, [*files], files)
 
     async def _send_files(self, folder: OutputFolder, missing: Sequence[str],
                           paths: Mapping[str, tuple[Path, int]]) -> None:  # fmt: skip

@@ -24,7 +24,6 @@ Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
 _SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))
-UNCOLLECTED = ".uncollected"  # in a run's folder: files that had not been fetched at the end
 _MAX_SOURCES_BYTES = 64 << 10
 SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg")
@@ -245,7 +244,7 @@ def keep_abandoned(folder: Path) -> None:
 
 
 def _keep_written(folder: Path, roots: Dict[str, int]) -> None:
-    target = folder / UNCOLLECTED
+    target = folder / snapshot.UNCOLLECTED
     for root, since_us in roots.items():
         for file in list_written(root, since_us + 1)[0]:
             with contextlib.suppress(OSError):
@@ -272,7 +271,7 @@ def forget_outputs(agent: Agent, request: Message, _: bytes) -> None:
 @in_queue(RECEIVING)
 def discard_uncollected(agent: Agent, request: Message, _: bytes) -> None:
     """Removes what an earlier agent kept in the run folder ``root``."""
-    safe_paths.remove_tree(os.path.join(_job_root(agent, request), UNCOLLECTED))
+    safe_paths.remove_tree(os.path.join(_job_root(agent, request), snapshot.UNCOLLECTED))
     agent.reply(request)
 
 

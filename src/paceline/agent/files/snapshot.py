@@ -26,6 +26,7 @@ BLOCK_BYTES = 1 << 20
 MAX_RESULTS = 100_000  # files of a node that are fetched at once
 MAX_AGE_S = 30 * 24 * 3600.0
 MARK_FILE = ".paceline-run"  # in a run's folder: holds its key, and shows that it may be removed
+UNCOLLECTED = ".uncollected"  # in a run's folder: files that had not been fetched at the end
 SIGN_PREFIX = ".paceline-seen-"  # of a file by which an agent shows that it uses a folder
 OWNER_FILE = ".paceline-agent"  # in a job's folder: names the agent that removes it
 SOURCES_FILE = ".paceline-sources"  # in a run's folder: where rank 0's outputs are for now
@@ -193,8 +194,11 @@ def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user:
     Args:
         key, user: Key of the run, and name of the agent that no longer uses the folder.
         only: Keep the folder if it holds any other files than these, or another agent uses it.
+            A folder with files that had not been fetched at the end of a start is always kept.
     """
     folder = run_folder(key)
+    if only is None and (folder / UNCOLLECTED).exists():
+        only = ()
     if not _is_marked(folder, key):
         return False
     if user:

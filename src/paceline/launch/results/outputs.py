@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.agent.files.outputs import UNCOLLECTED
 from paceline.agent.files.safe_paths import MAX_PATH_LENGTH
+from paceline.agent.files.snapshot import UNCOLLECTED
 from paceline.launch.nodes.fleet import Fleet, Node, try_request
 from paceline.launch.planning.placement import Supplies
 from paceline.remote.fanout import gather_all
@@ -75,6 +75,9 @@ class OutputSync:
         """
         self._source, self._project = None, project
         if (tree := supplies.code) is None:
+            return supplies
+        if self._is_measured:  # nodes get no files beside the code
+            self._tree = tree
             return supplies
         root = tree.root if tree.copy is None else None
         self._tree = tree.without(self.store.set_code(root, tree.manifest))
@@ -154,9 +157,10 @@ class OutputSync:
 
     def _note_measured_folder(self, first: Node) -> None:
         """Says where the script of a measurement writes, if that is no copy for this run."""
-        if "code" not in first.copies and self._tree is not None:
+        root = self._project if self._tree is None else self._tree.root
+        if "code" not in first.copies and root is not None:
             self._note(
-                f"paceline: note: the script runs in {self._tree.root} on {first.name}. What it"
+                f"paceline: note: the script runs in {root} on {first.name}. What it"
                 " writes stays there, and it may resume from its own checkpoints"
             )
 
@@ -212,12 +216,12 @@ class OutputSync:
                 self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
                            f" arrived before: {format_paths(fetched)}")  # fmt: skip
             async with self._discarding:
-                if folder.seen and is_complete and await self._fetch_old_logs(folder):
+                if is_complete and await self._fetch_superseded(folder) and folder.seen:
                     await node.channel.request("discard_uncollected", root=node.run_folder)
 
-    async def _fetch_old_logs(self, folder: OutputFolder) -> bool:
-        """Fetches logs that may not replace newer ones; returns whether all have arrived."""
-        paths = await self.store.list_old_logs(folder)
+    async def _fetch_superseded(self, folder: OutputFolder) -> bool:
+        """Fetches files that stay out of the project; returns whether all have arrived."""
+        paths = await self.store.list_superseded(folder)
         if not paths:
             return True
         fetcher = Fetcher(self._run, self._note)
@@ -225,8 +229,8 @@ class OutputSync:
         fetched = await fetcher.fetch(folder.channel, folder.root, None, place,
                                       lambda path: path not in paths)  # fmt: skip
         self._note(
-            f"paceline: {pluralize(len(fetched), 'log')} of {folder.host} had not arrived before,"
-            f" and did not replace newer ones: {short(place)}"
+            f"paceline: {pluralize(len(fetched), 'file')} of {folder.host} had not arrived before,"
+            f" and stayed out of the project: {short(place)}"
         )
         return not fetcher.incomplete_hosts
 
@@ -272,8 +276,6 @@ class OutputSync:
             has_work = bool(self.store.journal.outputs) or bool(folder.prefix) or not is_fresh
             if has_work and not folder.is_local:
                 await self.store.send(folder, is_source=is_source)
-            if is_fresh and not (folder.is_local or folder.prefix):
-                await self.store.return_rank_files(folder)
 
     async def _sync(self, node: Node, folders: Iterable[OutputFolder], **options: Any) -> None:
         with self._reporting(node):

@@ -726,6 +726,17 @@ def test_older_logs_of_lost_host_are_fetched_before_removal(
     run(work)
 
 
+def test_run_folder_with_uncollected_files_is_kept(workspace: Workspace) -> None:
+    """A host that was lost is back when the run ends: the next start fetches its files."""
+    key = "0123456789abcdef01234567"
+    folder = snapshot.make_run_folder(key)
+    (folder / snapshot.UNCOLLECTED).mkdir()
+    assert not snapshot.discard_run_folder(key)
+    (folder / snapshot.UNCOLLECTED).rmdir()
+    assert snapshot.discard_run_folder(key)
+    assert not folder.exists()
+
+
 def test_agent_removes_record_of_sources(workspace: Workspace) -> None:
     key = "0123456789abcdef01234567"
 

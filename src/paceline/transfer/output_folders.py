@@ -55,6 +55,7 @@ class OutputFolder:
         is_uncollected: It has files of an earlier start, which its launcher did not fetch.
         since_us: Files that have not changed since are no outputs, on the clock of its disk.
         opened_at: When that was noted, on the monotonic clock.
+        is_empty: The node has listed no file, also none that may not travel.
         seen: Paths of the last list.
         removed: Paths of earlier lists whose files are gone, though they count as outputs.
         earlier: Version of each shard and index of a distributed checkpoint that the node had
@@ -73,6 +74,7 @@ class OutputFolder:
     is_uncollected: bool = False
     since_us: int = 0
     opened_at: float = 0.0
+    is_empty: bool = True
     seen: set[str] = field(default_factory=set)
     removed: set[str] = field(default_factory=set)
     earlier: dict[str, tuple[int, int]] = field(default_factory=dict)

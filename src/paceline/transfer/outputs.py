@@ -104,6 +104,7 @@ class OutputStore(LocalOutputs):
                                               since_us=folder.since_us)  # fmt: skip
         files = [WrittenFile(**{**entry, "path": folder.prefix + entry["path"]})
                  for entry in answer["files"]]  # fmt: skip
+        folder.is_empty = not files
         age_s = time.monotonic() - folder.opened_at + CLOCK_SLACK_S
         known = {_parent(path) for path in self.journal.outputs}
         is_mixed = folder.is_local and not folder.prefix

@@ -25,7 +25,7 @@ from paceline.transfer.outputs import OutputStore
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Tree
 
-SUPERSEDED = "superseded"  # in the folder for files of a host: logs that are newer elsewhere
+SUPERSEDED = "superseded"  # in the folder for files of a host: what stays out of the project
 POLL_S = 2.0  # between two looks at rank 0's files
 LINK_SHARE = 0.25  # of the time, in which files travel while ranks train
 MAX_OUTSIDE = 20  # paths outside the project that are looked at
@@ -215,8 +215,10 @@ class OutputSync:
             if fetched:
                 self._note(f"paceline: {pluralize(len(fetched), 'file')} of {node.name} had not"
                            f" arrived before: {format_paths(fetched)}")  # fmt: skip
+            if not is_complete or folder.is_empty:
+                return
             async with self._discarding:
-                if is_complete and await self._fetch_superseded(folder) and folder.seen:
+                if await self._fetch_superseded(folder) and folder.seen:
                     await node.channel.request("discard_uncollected", root=node.run_folder)
 
     async def _fetch_superseded(self, folder: OutputFolder) -> bool:

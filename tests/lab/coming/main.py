@@ -7,6 +7,7 @@ with two GPUs. It trains without wrapping the model, as the original does on CPU
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ def worker(local: int, options: argparse.Namespace) -> None:
     dist.all_reduce(total)
     os.write(1, b"spawned %d of %d\n" % (rank, total))  # one call, because ranks share a pipe
     dist.destroy_process_group()
+    # a thread of gloo may still hold the tensor; if Python ends meanwhile, the process aborts
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Proves that ranks of the job have made gloo's connections between hosts.
 
 Another user of a job's host can call gloo on another host, from an address of the job. So each rank
-publishes the connections that it has made in the group's store, which only the job can write, and
-looks there for those that it has accepted.
+publishes the connections that it has made in the group's store, and looks there for those that it
+has accepted. Only ranks of the job can write to a closed store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNKNOWN = "paceline/proofs/unknown"  # set by a rank that does not see its conn
 
 
 class Connection(NamedTuple):
-    """The four numbers that no two connections of a network share."""
+    """Both ends of a TCP connection: no two connections of a network share all four values."""
 
     caller: str
     caller_port: int

@@ -1,10 +1,10 @@
 """Restricts a rank's gloo connections to the job's hosts.
 
-Anybody may write to the rendezvous store, and gloo's connection numbers can be guessed. So gloo's
-devices accept only the job's hosts, and nobody once a group is complete. Before a group is used,
-the remote addresses of all its connections are compared with the job's addresses, the users at the
-other ends of connections within this host with this process's user, and the connections that other
-hosts have made with those that their ranks know.
+Whoever reads an open rendezvous store, or tries all ports, can connect to gloo, and its connection
+numbers can be guessed. So gloo's devices accept only the job's hosts, and nobody once a group is
+complete. Before a group is used, the remote addresses of all its connections are compared with the
+job's addresses, the users at the other ends of connections within this host with this process's
+user, and the connections that other hosts have made with those that their ranks know.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STORE_BACKLOG = 1024  # of a store that rank 0 holds by itself
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _BLOCKED_BACKLOG, _DEVICE_BACKLOG = 64, 2048  # of a gloo device that is blocked, or not
 _LAZY_VARIABLE, _OFF = "TORCH_GLOO_LAZY_INIT", ("", "0", "n", "no", "f", "false")  # torch's own
-_STRANGERS_USER = 1 << 32  # no user's number
+_STRANGERS_USER = 1 << 32  # stands for an unknown user who is none of this job: no user's number
 _EPOLL_CTL_MOD = 3
 # struct epoll_event in linux/eventpoll.h
 _EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "AMD64") else "@IQ")
@@ -67,7 +67,7 @@ class _Peer(NamedTuple):
         address: The remote address.
         ends: Both ends. ``None`` for a connection within this host, whose user the kernel knows.
         is_caller: Whether this rank has made the connection.
-        is_stranger: Whether the other end is none of the job's hosts, or another user of this one.
+        is_stranger: Whether the other end is no rank of the job, as far as that is known.
         is_silent: Whether a stranger has sent nothing.
     """
 
@@ -298,11 +298,12 @@ class GlooFilter:
     ) -> None:
         self._gloo, self._on_stranger = gloo, on_stranger
         self.rejects = peer_filters.RejectWatcher(on_reject)
-        self._end_creation()
-        os.register_at_fork(after_in_child=self._end_creation)
+        self._make_lock()
+        os.register_at_fork(after_in_child=self._make_lock)
         self._devices: List[_Device] = []
 
-    def _end_creation(self) -> None:
+    def _make_lock(self) -> None:
+        """Makes the lock under which a device is created; a fork may inherit a locked one."""
         self._creating = threading.Lock()  # new epolls are of one device
 
     def make_options(

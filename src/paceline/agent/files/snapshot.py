@@ -198,7 +198,7 @@ def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user:
     """
     folder = run_folder(key)
     if only is None and (folder / UNCOLLECTED).exists():
-        only = ()
+        only = ()  # so it holds other files
     if not _is_marked(folder, key):
         return False
     if user:

@@ -160,8 +160,8 @@ class OutputSync:
         root = self._project if self._tree is None else self._tree.root
         if "code" not in first.copies and root is not None:
             self._note(
-                f"paceline: note: the script runs in {root} on {first.name}. What it"
-                " writes stays there, and it may resume from its own checkpoints"
+                f"paceline: note: on {first.name}, the script runs in the project itself ({root})."
+                " What it writes stays there, and it may resume from its own checkpoints"
             )
 
     def _note_own_projects(self, fleet: Fleet) -> None:

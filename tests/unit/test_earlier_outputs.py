@@ -103,6 +103,32 @@ def test_replaces_ignored_files_of_earlier_runs(in_runs: Run) -> None:
     in_runs(work)
 
 
+def test_replaced_files_return_to_their_run(in_runs: Run) -> None:
+    """Their run resumes from its own checkpoint, and may then replace that of the later run."""
+
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/last.pt": "first", "out/log.csv": "first"})
+        first = runs.run
+        runs.begin("second")
+        await runs.write_and_fetch({"out/last.pt": "second", "out/log.csv": "second"}, age_s=30.0)
+        kept = first / "files/n1/out"
+        assert (kept / "last.pt").read_bytes() == torch_zip("first")
+        assert (kept / "log.csv").read_text() == "first"
+        runs.store.note_kept_out()
+        assert "2 files of earlier runs gave way" in runs.notes[-1]
+        second, runs.run = runs.run, first
+        runs.store = runs.fresh_store()
+        _, files = runs.store.sendable("")
+        assert {path: file for path, (file, _) in files.items()} == {
+            "out/last.pt": kept / "last.pt", "out/log.csv": kept / "log.csv"
+        }  # fmt: skip
+        await runs.write_and_fetch({"out/last.pt": "third"}, age_s=10.0)
+        assert (runs.project / "out/last.pt").read_bytes() == torch_zip("third")
+        assert (second / "files/n1/out/last.pt").read_bytes() == torch_zip("second")
+
+    in_runs(work)
+
+
 def test_skips_folders_of_others_and_looping_links(
     in_runs: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

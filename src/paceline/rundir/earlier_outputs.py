@@ -78,6 +78,11 @@ class EarlierOutputs:
         return any(output.time <= latest and not (output.is_local and self._is_of_user(path))
                    for _, output in lines)  # fmt: skip
 
+    def writer(self, path: str) -> tuple[Path, Output] | None:
+        """The run that wrote the file at a path of the project last, and its line about it."""
+        written = [(run, output) for run, output in self._current(path) if not output.is_adopted]
+        return max(written, key=lambda line: line[1].time, default=None)
+
     def _is_of_user(self, path: str) -> bool:
         """Whether no run made a folder of the path: then the user may have changed the file."""
         parents = PurePosixPath(path).parents

@@ -70,11 +70,13 @@ class LocalOutputs:
     Attributes:
         project: The project on this machine; ``None`` if it is on another one.
         kept_out: Files that did not arrive in the project: where they are, by path.
+        handed_back: Files of other runs that gave way to this run's: where they are.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         self.project: Path | None = None
         self.kept_out: dict[str, str] = {}
+        self.handed_back: list[Path] = []
         self.journal = OutputJournal(run, LineSeals(run))
         if num_foreign := self.journal.num_foreign:
             note(f"paceline: {short(run / OUTPUTS)} has {pluralize(num_foreign, 'line')} that you"
@@ -82,6 +84,7 @@ class LocalOutputs:
         self.journal.compact()
         self._run, self._note = run, note
         self._earlier: EarlierOutputs | None = None
+        self._others: dict[Path, tuple[Arrivals, OutputJournal]] = {}
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
         self._fresh = set[str]()  # paths of what arrived since the ranks started
@@ -209,6 +212,8 @@ class LocalOutputs:
         for output in recorded:
             is_beside = bool(output.place) == is_outside
             if is_beside and output.is_unchanged(self._run, self.project):
+                if output.is_adopted and self._hand_back(output.path):
+                    continue
                 root = self._run if output.place or self.project is None else self.project
                 with safe_paths.FolderCache(str(root)) as folders:
                     folders.remove(output.place or output.path)
@@ -250,11 +255,32 @@ class LocalOutputs:
         assert self.project is not None
         try:
             self._make_folders(path)
+            self._hand_back(path)
             move_file(self._run, unplaced, self.project, path, replace=state.exists)
         except OSError as problem:
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return False
+        return True
+
+    def _hand_back(self, path: str) -> bool:
+        """Moves another run's file from the project to its run directory; whether it did.
+
+        A later start of that run finds it there.
+        """
+        writer = self._earlier.writer(path) if self._earlier is not None else None
+        if writer is None or self.project is None:
+            return False
+        run, output = writer
+        if run not in self._others:
+            self._others[run] = Arrivals(run), OutputJournal(run, LineSeals(run))
+        arrivals, journal = self._others[run]
+        place = arrivals.place(f"{FETCHED}/{safe_name(output.host)}/{path}", output.host)
+        os.close(safe_paths.open_folder(str(run), place.rpartition("/")[0], make=True))
+        move_file(self.project, path, run, place, replace=True)
+        arrivals.record(place)
+        journal.add([replace(output, place=place)])
+        self.handed_back.append(run / place)
         return True
 
     def _make_folders(self, path: str) -> None:
@@ -309,7 +335,12 @@ class LocalOutputs:
         return refused
 
     def note_kept_out(self) -> None:
-        """Names the files that did not arrive in the project."""
+        """Names the files that did not arrive in the project, and those that gave way there."""
+        if self.handed_back:
+            files = pluralize(len(self.handed_back), "file")
+            self._note(f"paceline: {files} of earlier runs gave way to files of this run, and moved"
+                       f" to: {format_paths([*map(short, self.handed_back)])}")  # fmt: skip
+            self.handed_back.clear()
         places: dict[bool, list[str]] = {True: [], False: []}
         for path, place in self.kept_out.items():
             is_taken = self.project is not None and os.path.lexists(self.project / path)

@@ -129,6 +129,29 @@ def test_replaced_files_return_to_their_run(in_runs: Run) -> None:
     in_runs(work)
 
 
+@pytest.mark.parametrize("is_changed_later", [False, True])
+def test_checkpoint_that_user_put_back_is_sent(in_runs: Run, is_changed_later: bool) -> None:
+    async def work(runs: Runs) -> None:
+        last = runs.project / "out/last.pt"
+        await runs.write_and_fetch({"out/last.pt": "first", "out/log.csv": ""})
+        last.write_bytes(b"of the user")
+        await asyncio.sleep(0.01)
+        await runs.write_and_fetch({"out/last.pt": "second"}, age_s=30.0)
+        assert last.read_bytes() == b"of the user"
+        if is_changed_later:
+            old = runs.project / "old.pt"
+            old.write_bytes(b"an old one")
+            os.utime(old, (time.time() - 1000,) * 2)
+            await asyncio.sleep(0.01)
+            old.replace(last)
+        runs.store = runs.fresh_store()
+        _, files = runs.store.sendable("")
+        expected = last if is_changed_later else runs.run / "files/n1/out/last.pt"
+        assert files["out/last.pt"][0] == expected
+
+    in_runs(work)
+
+
 def test_skips_folders_of_others_and_looping_links(
     in_runs: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

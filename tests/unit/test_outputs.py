@@ -252,6 +252,145 @@ def test_checkpoints_of_other_ranks_stay(workspace: Workspace) -> None:
     run(work)
 
 
+class RankFiles:
+    """A script whose ranks, one on each of two hosts, save to a file of their own."""
+
+    def __init__(self, workspace: Workspace, served: Served) -> None:
+        self._workspace, self._served = workspace, served
+        self.folders: list[OutputFolder] = []
+
+    async def start(self) -> None:
+        self._workspace.store = self._workspace.fresh_store()
+        for name in ("n1", "n2"):
+            shutil.rmtree(self._workspace.copy(name) / "out", ignore_errors=True)
+        self.folders = [await self._workspace.folder(self._served, name) for name in ("n1", "n2")]
+        for folder in self.folders:
+            await self._workspace.store.send(folder)
+
+    def save(self, step: int) -> None:
+        for rank, name in enumerate(("n1", "n2")):
+            data = torch_zip(f"step {step} of rank {rank}")
+            self._workspace.write(name, f"out/rank{rank}.pt", data, age_s=100.0 - step)
+
+    async def end(self, *, is_second_lost: bool = False) -> None:
+        first, second = self.folders
+        await self._workspace.store.sync(first, has_ended=True, has_succeeded=True)
+        if not is_second_lost:
+            await self._workspace.store.fetch_parts(second)
+
+    def steps(self, name: str) -> list[str]:
+        """The saves that a host has, in the order of ranks."""
+        files = sorted((self._workspace.copy(name) / "out").glob("rank*"))
+        return [next(str(step) for step in (1, 2, 3) for rank in (0, 1)
+                     if file.read_bytes() == torch_zip(f"step {step} of rank {rank}"))
+                for file in files]  # fmt: skip
+
+
+def test_files_of_all_ranks_are_sent_at_next_start(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        script = RankFiles(workspace, served)
+        for step in (1, 2, 3):
+            await script.start()
+            script.save(step)
+            await script.end()
+            await script.start()
+            assert script.steps("n1") == script.steps("n2") == [str(step)] * 2
+        assert script_checkpoint(workspace.run) == "out/rank0.pt"
+        assert workspace.store.outdated_parts() == []
+
+    run(work)
+
+
+def test_older_file_of_lost_rank_is_not_sent(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        script = RankFiles(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        await script.start()
+        script.save(2)
+        await script.end(is_second_lost=True)
+        await script.start()
+        assert script.steps("n1") == script.steps("n2") == ["2"]
+        assert workspace.store.outdated_parts() == ["out/rank1.pt"]
+
+    run(work)
+
+
+def test_later_file_of_rank_on_its_host_stays(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        script = RankFiles(workspace, served)
+        await script.start()
+        script.save(1)
+        await script.end()
+        await script.start()
+        script.save(2)
+        await workspace.store.send(script.folders[1])
+        assert script.steps("n2") == ["1", "2"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("is_powered_off", [False, True])
+def test_parts_of_lost_host_are_fetched_at_next_start(
+    workspace: Workspace, is_powered_off: bool
+) -> None:
+    key = "0123456789abcdef01234567"
+
+    async def work(served: Served) -> None:
+        node, store = served.node, workspace.store
+        first, second = [await workspace.folder(served, name) for name in ("n1", "n2")]
+        node.run_folder, node.shared_run_dir = str(snapshot.make_run_folder(key)), False
+        served.agent.run_keys[key] = []
+        served.agent.job.ranks = [RankProcess(1, 0)]
+        workspace.write("n1", "out/rank0.pt", torch_zip("0"))
+        workspace.write("n1", "ckpt/.metadata", b"__0_0.distcp __1_0.distcp", age_s=30)
+        workspace.write("n1", "ckpt/__0_0.distcp", b"0")
+        workspace.write("n2", "out/rank1.pt", torch_zip("1"))
+        workspace.write("n2", "out/other.pt", torch_zip("other"))
+        workspace.write("n2", "ckpt/__1_0.distcp", b"1", age_s=31)
+        await store.sync(first, has_ended=True, has_succeeded=True)
+        assert script_checkpoint(workspace.run) == "out/rank0.pt"  # for the other lacks a shard
+        store.sendable("")
+        assert store.incomplete == {"ckpt": 1}
+        await store.list_files(second)
+        if is_powered_off:
+            while not (Path(node.run_folder) / snapshot.PART_SOURCES_FILE).exists():
+                await asyncio.sleep(0.01)
+            agent_outputs.keep_abandoned(Path(node.run_folder))
+        else:
+            agent_outputs.keep_uncollected(served.agent)
+        sync = OutputSync(workspace.run, workspace.notes.append)
+        sync.store.set_code(workspace.project, [["train.py", "", 0, 4]])
+        await sync._fetch_uncollected_parts(node)
+        assert (workspace.project / "out/rank1.pt").read_bytes() == torch_zip("1")
+        assert (workspace.project / "ckpt/__1_0.distcp").read_bytes() == b"1"
+        assert not (workspace.project / "out/other.pt").exists()
+        assert script_checkpoint(workspace.run) == "ckpt"
+        assert not (Path(node.run_folder) / snapshot.UNCOLLECTED_PARTS).exists()
+
+    run(work)
+
+
+def test_incomplete_checkpoint_is_hidden_on_all_hosts(workspace: Workspace) -> None:
+    """Torch would fail to load it, though an older one is complete."""
+
+    async def work(served: Served) -> None:
+        first, second = [await workspace.folder(served, name) for name in ("n1", "n2")]
+        for step, shards in ((1, b"__0_0.distcp"), (2, b"__0_0.distcp __1_0.distcp")):
+            workspace.write("n1", f"ckpt/step-{step}/.metadata", shards)
+            workspace.write("n1", f"ckpt/step-{step}/__0_0.distcp", b"0")
+        await workspace.store.sync(first, has_ended=True)
+        await workspace.store.send(first, is_source=True)
+        await workspace.store.send(second)
+        for name in ("n1", "n2"):
+            kept = {path.name for path in (workspace.copy(name) / "ckpt").iterdir()}
+            assert kept - {".step-2.superseded"} == {"step-1"}
+        assert script_checkpoint(workspace.run) == "ckpt/step-1"
+
+    run(work)
+
+
 def test_measurement_sends_files_of_earlier_runs_with_the_code(workspace: Workspace) -> None:
     """Other runs send them after the code, with their times."""
     supplies = Supplies(read_tree(workspace.project))
@@ -645,7 +784,7 @@ def test_fetches_uncollected_files_at_restart(workspace: Workspace) -> None:
         (workspace.project / "out/first.pt").unlink()  # the user removes it: not fetched again
         second_folder = OutputFolder("n1", served.node.channel, str(uncollected))
         assert await workspace.fresh_store().fetch_uncollected(second_folder) == ([], True)
-        await served.ask("discard_uncollected", root=str(uncollected.parent))
+        await served.ask("discard_uncollected", root=str(uncollected.parent), parts=False)
         assert uncollected.parent.exists()
         assert not uncollected.exists()
 
@@ -947,7 +1086,7 @@ def test_assembles_distributed_checkpoint_from_all_nodes(workspace: Workspace) -
             workspace.write(name, f"ckpt/a/__{name[1]}_0.distcp", b"shard")
             workspace.write(name, f"ckpt/b/__{name[1]}_0.distcp", b"shard without an index")
         await workspace.store.sync(first, has_ended=True, has_succeeded=True)
-        await workspace.store.fetch_shards(second)
+        await workspace.store.fetch_parts(second)
         arrived = {path.name for path in (workspace.project / "ckpt/a").iterdir()}
         assert arrived == {".metadata", "__1_0.distcp", "__2_0.distcp"}
         assert not (workspace.project / "ckpt/b/__2_0.distcp").exists()
@@ -1007,7 +1146,7 @@ class ShardedScript:
     async def end(self) -> None:
         first, second = self.folders
         await self._workspace.store.sync(first, has_ended=True, has_succeeded=True)
-        await self._workspace.store.fetch_shards(second)
+        await self._workspace.store.fetch_parts(second)
 
 
 def saves_in(folder: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.agent.files.outputs import RANK_NUMBER, SHARD_SUFFIX
 from paceline.agent.files.safe_paths import fold_name, refusal_reason
 from paceline.spec import rundir
 
@@ -75,15 +76,12 @@ _CHECKPOINT_WITHOUT_SUFFIX = re.compile(
 )
 _LOG_SUFFIXES = _words("csv err jsonl log ndjson out tsv txt")  # programs append lines to them
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
-# state_rank1.pt, rank_3/model.pt
-_RANK = re.compile(r"(?:^|(?<=[^a-z]))rank[_.=-]?(\d+)", re.IGNORECASE)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
     r"(?:(?:checkpoint|ckpt|step|epoch|iter|iteration|global[-_]?step)s?|ep)[-_=.]?[0-9].*",
     re.IGNORECASE,
 )
-SHARD_SUFFIX = ".distcp"  # of each rank's files beside it
 _LAST_FILES = frozenset({DCP_INDEX, "trainer_state.json"})  # written last, by DCP and HF Trainer
 _CHECKPOINT_SUFFIXES = frozenset({"bin", "ckpt", "distcp", "npz", "pt", "pth", "safetensors"})
 SETTLE_S = 3.0  # without a change, after which a file is complete
@@ -228,16 +226,25 @@ def is_of_other_rank(group: Sequence[WrittenFile], paths: Container[str]) -> boo
 
     Their names differ in the rank's number only: ``state_rank1.pt``, ``rank_03/model.pt``.
     """
-    return all(_has_rank_0_twin(file.path, paths) for file in group)
+    return all(rank_0_twin(file.path, paths) for file in group)
 
 
-def _has_rank_0_twin(path: str, paths: Container[str]) -> bool:
-    for match in _RANK.finditer(path):
+def rank_0_twin(path: str, paths: Container[str]) -> str:
+    """The path among others that differs from a path only in rank 0 for another rank, or ""."""
+    for match in RANK_NUMBER.finditer(path):
         twins = [path[: match.start(1)] + zero + path[match.end(1) :]
                  for zero in ("0", "0" * len(match[1]))]  # fmt: skip
-        if int(match[1]) and any(twin in paths for twin in twins):
-            return True
-    return False
+        if int(match[1]) and (twin := next((twin for twin in twins if twin in paths), "")):
+            return twin
+    return ""
+
+
+def head_of(path: str, paths: Container[str]) -> str:
+    """The file of rank 0 among others that belongs to a rank's part of a checkpoint, or ""."""
+    if is_shard(path):
+        return index_of(path) if index_of(path) in paths else ""
+    is_saved = unit_of(path) != path or is_checkpoint(path, [path])
+    return rank_0_twin(path, paths) if is_saved else ""
 
 
 def is_of_save(path: str) -> bool:

@@ -20,7 +20,14 @@ from paceline.agent.files import safe_paths
 from paceline.rundir import records
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
-from paceline.rundir.output_rules import is_checkpoint, unit_of
+from paceline.rundir.output_rules import (
+    index_of,
+    is_checkpoint,
+    is_index,
+    is_of_save,
+    rank_0_twin,
+    unit_of,
+)
 from paceline.spec.rundir import OUTPUTS, PLAN
 
 MAX_JOURNAL_BYTES = 64 << 20
@@ -49,6 +56,7 @@ class Output:
             content.
         is_adopted: Another run wrote it.
         is_local: It was found in the project itself, where the user may have written it.
+        num_shards: Of the index of a distributed checkpoint: how many shards it names.
     """
 
     path: str
@@ -62,15 +70,18 @@ class Output:
     has_state: bool = True
     is_adopted: bool = False
     is_local: bool = False
+    num_shards: int = 0
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> Output | None:
         """Reads a line of the journal; ``None`` if it is another one, or damaged."""
         kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
                  "mtime_us": int, "time": float, "local_mtime_us": int,
-                 "has_state": bool, "is_adopted": bool, "is_local": bool}  # fmt: skip
-        # the last three are not in lines of earlier versions
-        given = {"has_state": True, "is_adopted": False, "is_local": False, **value}
+                 "has_state": bool, "is_adopted": bool, "is_local": bool,
+                 "num_shards": int}  # fmt: skip
+        # the last four are not in lines of earlier versions
+        given = {"has_state": True, "is_adopted": False, "is_local": False, "num_shards": 0,
+                 **value}  # fmt: skip
         entry: dict[str, Any] = {field.name: given.get(field.name) for field in fields(cls)}
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None
@@ -319,12 +330,19 @@ def earlier_checkpoint(run: Path, project: Path,
 
 
 def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | None:
-    """The newest checkpoint, a file or a folder, with its files; ``None`` if there is none."""
+    """The newest checkpoint, a file or a folder, with its files; ``None`` if there is none.
+
+    Neither a distributed one that lacks shards, nor a file of another rank than 0.
+    """
+    outputs = list(outputs)
+    incomplete = incomplete_checkpoints(outputs)
     units: dict[str, list[Output]] = {}
     for output in outputs:
-        units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
+        if not is_below(output.path, incomplete):
+            units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
     checkpoints = {unit: files for unit, files in units.items()
                    if unit.rpartition("/")[2] != "training_args.bin"
+                   and not rank_0_twin(unit, units)
                    and is_checkpoint(unit, [file.path for file in files if file.has_state])
                    }  # fmt: skip
     resumable = {unit: files for unit, files in checkpoints.items()
@@ -334,6 +352,25 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
         return None
     newest = max(checkpoints, key=lambda unit: max(file.mtime_us for file in checkpoints[unit]))
     return newest, checkpoints[newest]
+
+
+def incomplete_checkpoints(outputs: Iterable[Output]) -> dict[str, int]:
+    """How many shards of distributed checkpoints are not among some outputs, by folder.
+
+    This is the folder of the whole checkpoint, if its name shows that.
+    """
+    num_missing: dict[str, int] = {}
+    for output in filter(lambda output: is_of_save(output.path), outputs):
+        change = output.num_shards if is_index(output.path) else -1
+        index = index_of(output.path)
+        num_missing[index] = num_missing.get(index, 0) + change
+    return {unit_of(index) if unit_of(index) != index else _dcp_folder(index): number
+            for index, number in num_missing.items() if number > 0}  # fmt: skip
+
+
+def is_below(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is in one of some folders, or below it."""
+    return any(path.startswith(f"{folder}/" if folder else "") for folder in folders)
 
 
 def script_checkpoint(run: Path) -> str:
@@ -350,4 +387,4 @@ def script_checkpoint(run: Path) -> str:
 
 
 def _dcp_folder(path: str) -> str:
-    return path.rpartition("/")[0] if path.endswith(".distcp") else ""
+    return path.rpartition("/")[0] if is_of_save(path) else ""

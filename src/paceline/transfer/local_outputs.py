@@ -26,18 +26,22 @@ from paceline.rundir.earlier_outputs import EarlierOutputs
 from paceline.rundir.output_rules import (
     PathState,
     WrittenFile,
+    head_of,
     index_of,
     is_checkpoint,
     is_index,
     is_shard,
     kept_out_reason,
     name_refusal,
+    rank_0_twin,
     unit_of,
 )
 from paceline.rundir.outputs import (
     Output,
     OutputJournal,
     earlier_checkpoint,
+    incomplete_checkpoints,
+    is_below,
     local_version,
     newest_checkpoint,
 )
@@ -53,7 +57,7 @@ from paceline.spec.rundir import (
 )
 from paceline.transfer.moves import move_file, set_mtime
 from paceline.transfer.output_folders import RUN_PREFIX, shards_beside
-from paceline.transfer.torch_files import has_state
+from paceline.transfer.torch_files import count_shards, has_state
 from paceline.transfer.tree import Manifest
 
 UNPLACED = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
@@ -71,12 +75,15 @@ class LocalOutputs:
         project: The project on this machine; ``None`` if it is on another one.
         kept_out: Files that did not arrive in the project: where they are, by path.
         handed_back: Files of other runs that gave way to this run's: where they are.
+        incomplete: How many shards of distributed checkpoints are not here, by folder: hosts do not
+            get these checkpoints.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         self.project: Path | None = None
         self.kept_out: dict[str, str] = {}
         self.handed_back: list[Path] = []
+        self.incomplete: dict[str, int] = {}
         self.journal = OutputJournal(run, LineSeals(run))
         if num_foreign := self.journal.num_foreign:
             note(f"paceline: {short(run / OUTPUTS)} has {pluralize(num_foreign, 'line')} that you"
@@ -174,7 +181,9 @@ class LocalOutputs:
             place = self._place_outside(owner, file.path) if is_out else ""
             outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
                                   file.mtime_us, round(time.time(), 3), file.mtime_us,
-                                  has_state(self._run / UNPLACED / file.path)))  # fmt: skip
+                                  has_state(self._run / UNPLACED / file.path),
+                                  num_shards=count_shards(self._run / UNPLACED / file.path)
+                                  ))  # fmt: skip
         # Before they are there, they must not count as arrived; then not as files of the user.
         self.journal.add_pending(outputs)
         placed = []
@@ -218,6 +227,17 @@ class LocalOutputs:
                 with safe_paths.FolderCache(str(root)) as folders:
                     folders.remove(output.place or output.path)
         self.journal.remove([output.path for output in recorded])
+
+    def forget_parts(self, saved: Collection[str]) -> None:
+        """Forgets files of other ranks that are older than new ones of rank 0 beside them."""
+        self.journal.remove([path for path in self.journal.outputs
+                             if path not in self._fresh and rank_0_twin(path, saved)])  # fmt: skip
+
+    def outdated_parts(self) -> list[str]:
+        """Files of other ranks that are older than rank 0's, so that hosts do not get them."""
+        outputs = self.journal.outputs
+        return sorted(path for path in self.journal.removed
+                      if not is_shard(path) and head_of(path, outputs))  # fmt: skip
 
     def _state(self, path: str, before: float = math.inf) -> PathState:
         """What this machine has at a path of the project.
@@ -356,7 +376,7 @@ class LocalOutputs:
     def sendable(self, prefix: str) -> tuple[Manifest, dict[str, tuple[Path, int]]]:
         """Entries of the outputs that are here, and their local paths and times, by path.
 
-        A checkpoint folder of which a file is missing is left out.
+        A checkpoint folder of which a file or a shard is missing is left out.
 
         Args:
             prefix: ``RUN_PREFIX`` for files of the run, empty for those of the project.
@@ -368,10 +388,17 @@ class LocalOutputs:
             local = self._newest_copy(output)
             versions[output.path] = local, None if local is None else local_version(local)
         cut_off = {unit_of(path) for path, (_, version) in versions.items() if version is None}
+        others = {folder: number for folder, number in self.incomplete.items()
+                  if folder.startswith(RUN_PREFIX) != bool(prefix)}  # fmt: skip
+        self.incomplete = others | incomplete_checkpoints(
+            self.journal.outputs[path] for path, (_, version) in versions.items() if version
+        )
         manifest: Manifest = []
         paths: dict[str, tuple[Path, int]] = {}
         for path, (local, version) in versions.items():
             if local is None or version is None or unit_of(path) in cut_off:
+                continue
+            if is_below(path, self.incomplete):
                 continue
             output = self.journal.outputs[path]
             is_same = version == (output.size, output.local_mtime_us)
@@ -385,16 +412,22 @@ class LocalOutputs:
     def _newest_copy(self, output: Output) -> Path | None:
         """Where the newest version is here: the user's own file may be newer than an output.
 
-        Only if it is part of the code that hosts get. A host may name any other file of the user as
-        one that its script wrote.
+        Only if it is part of the code that hosts get, or where a version of this run was. A host
+        may name any other file of the user as one that its script wrote.
         """
         local = output.local_path(self._run, self.project)
-        if output.place and self.project is not None and self._was_sent(output.path):
-            own = self.project / output.path
-            version = local_version(own)
-            if version is not None and version[1] > output.mtime_us:
-                return own
-        return local
+        if not output.place or self.project is None:
+            return local
+        own = self.project / output.path
+        version = local_version(own)
+        if version is None or self._earlier is None:
+            return local
+        if self._was_sent(output.path):
+            return own if version[1] > output.mtime_us else local
+        was_here = output.path in self.journal.versions
+        is_of_user = was_here and self._earlier.writer(output.path) is None
+        # an old file that was moved there has its old time of modification
+        return own if is_of_user and own.lstat().st_ctime > output.time else local
 
 
 def format_paths(paths: Sequence[str]) -> str:

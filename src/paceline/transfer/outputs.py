@@ -19,6 +19,7 @@ from paceline.remote.channel import AgentRefusal
 from paceline.rundir.output_rules import (
     WrittenFile,
     group_files,
+    head_of,
     index_of,
     is_checkpoint,
     is_index,
@@ -27,14 +28,13 @@ from paceline.rundir.output_rules import (
     is_of_save,
     is_shard,
     order_of_arrival,
+    rank_0_twin,
     series_of,
     split_growing_logs,
     superseded_units,
     unit_of,
 )
-from paceline.rundir.outputs import (
-    Output,
-)
+from paceline.rundir.outputs import Output, is_below
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import format_size
 from paceline.transfer.files import send_blocks
@@ -56,9 +56,10 @@ from paceline.transfer.output_folders import (
     shards_beside,
 )
 from paceline.transfer.results import RESULT_LIMIT, room_problem
-from paceline.transfer.torch_files import has_state, is_intact
+from paceline.transfer.torch_files import count_shards, has_state, is_intact
 
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
+MAX_SKEW_US = 2_000_000  # between the clocks of two hosts
 MIN_GROWTH_S = 10.0  # for which the beginning of a log must not change before it is fetched
 MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
 
@@ -309,11 +310,12 @@ class OutputStore(LocalOutputs):
 
         The thread would go on, and would meet the next files that are received.
         """
-        placing = asyncio.ensure_future(
-            asyncio.to_thread(
-                self.place_unit, folder.host, group, hashes, index, folder.is_uncollected
-            )
-        )
+
+        def place() -> None:
+            self.place_unit(folder.host, group, hashes, index, folder.is_uncollected)
+            self.forget_parts({*map(_path, group)})
+
+        placing = asyncio.ensure_future(asyncio.to_thread(place))
         try:
             await asyncio.shield(placing)
         except asyncio.CancelledError:
@@ -323,25 +325,46 @@ class OutputStore(LocalOutputs):
             if placing.done() and not placing.cancelled() and placing.exception() is None:
                 folder.fetched |= {file.path: file.version for file in group}
 
-    async def fetch_shards(self, folder: OutputFolder) -> None:
-        """Fetches the shards that a node's ranks have written, to checkpoints of rank 0's node."""
-        outputs = self.journal.outputs
+    async def fetch_parts(self, folder: OutputFolder) -> list[str]:
+        """Fetches what a node's ranks have written of checkpoints whose file of rank 0 is here.
+
+        Returns the paths.
+        """
+        outputs, fetched = self.journal.outputs, list[str]()
+        if not outputs:
+            return fetched
 
         def is_missing(file: WrittenFile) -> bool:
-            index = outputs.get(index_of(file.path)) if is_shard(file.path) else None
-            is_written = folder.earlier.get(file.path) != file.version
-            if index is None or not is_written or file.path in self._fresh:
+            head = outputs.get(head_of(file.path, outputs))
+            if head is None or not file.is_whole:
                 return False
-            return file.path not in outputs or index.path in self._fresh
+            if not is_shard(file.path):
+                known = outputs.get(file.path)
+                is_newer = known is None or known.mtime_us < file.mtime_us
+                return is_newer and is_new(folder, [file])
+            # a later save may have begun when the launcher was lost
+            if folder.is_uncollected and file.mtime_us > head.mtime_us + MAX_SKEW_US:
+                return False
+            is_written = folder.earlier.get(file.path) != file.version
+            is_known = file.path in self._fresh or (
+                file.path in outputs and head.path not in self._fresh
+            )
+            return is_written and not is_known
 
-        if not any(map(is_index, outputs)):
-            return
         async with self._receiving():
             for file in filter(is_missing, await self.list_files(folder)):
                 if self.has_room(folder.host, file.path, [file]):
                     hashes = await self.receive(folder, [file], 1.0)
-                    index = outputs[index_of(file.path)]
-                    await self._place_received(folder, [file], hashes, index=index)
+                    head = outputs[head_of(file.path, outputs)]
+                    await self._place_received(folder, [file], hashes, index=head)
+                    fetched.append(file.path)
+        return fetched
+
+    async def has_parts(self, folder: OutputFolder) -> bool:
+        """Whether all files in a node's folder are here, in this version or a later one."""
+        outputs = self.journal.outputs
+        return all(file.path in outputs and outputs[file.path].mtime_us >= file.mtime_us
+                   for file in await self.list_files(folder))  # fmt: skip
 
     def start_attempt(self) -> None:
         """Notes that ranks start: what arrives from now on is theirs."""
@@ -402,9 +425,10 @@ class OutputStore(LocalOutputs):
             outputs.append(Output(
                 file.path, file.size, hash_file(local), folder.host, name if folder.prefix else "",
                 file.mtime_us, round(time.time(), 3), file.mtime_us, has_state(local),
-                is_local=not folder.prefix,
+                is_local=not folder.prefix, num_shards=count_shards(local),
             ))  # fmt: skip
         self.journal.add(outputs)
+        self.forget_parts(files.keys())
 
     def _is_recorded(self, folder: OutputFolder, file: WrittenFile) -> bool:
         place = folder.on_node(file.path) if folder.prefix else ""
@@ -463,6 +487,7 @@ class OutputStore(LocalOutputs):
                   if (is_checkpoint(unit, map(_path, group)) or group[0].path != unit)
                   and not any(file.path in paths or self._was_sent(file.path) for file in group)
                   and not (all(file.is_whole for file in group)
+                           and not is_below(group[0].path, self.incomplete)
                            and (is_source or is_of_other_rank(group, paths)))]  # fmt: skip
         missing: list[str] = []
         # another host's shard, which is here, may differ from one that the source had before
@@ -471,7 +496,11 @@ class OutputStore(LocalOutputs):
             entries = [[folder.on_node(str(path)), *entry] for path, *entry in compared]
             difference = await folder.channel.request("compare_tree", root=folder.root,
                                                       manifest=entries)  # fmt: skip
-            different = [folder.prefix + path for path in difference["different"]]
+            later = {file.path for file in files if file.path in paths
+                     and rank_0_twin(file.path, paths)
+                     and file.mtime_us > paths[file.path][1]}  # fmt: skip
+            different = [folder.prefix + path for path in difference["different"]
+                         if folder.prefix + path not in later]  # fmt: skip
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
         hidden += old_shards(folder, files) - paths.keys()

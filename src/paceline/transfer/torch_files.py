@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 from paceline.agent.files.outputs import is_whole_json
+from paceline.rundir.output_rules import is_index
 
 MAX_ZIP_INDEX_BYTES = 4 << 20  # of a file of torch.save: about 40,000 tensors
 MAX_PICKLE_BYTES = 4 << 20  # of a checkpoint, without its tensors
+MAX_INDEX_BYTES = 64 << 20  # of a distributed checkpoint
+_SHARD_NAME = re.compile(rb"__[0-9]+_[0-9]+\.distcp")
 # Names in pickled states of modules and optimizers, and in what scripts save with them
 _STATE = re.compile(
     rb"_metadata|param_groups|_parameters|optimi[sz]er|state_dict|weight|epoch|step", re.IGNORECASE
@@ -63,6 +66,17 @@ def has_state(path: Path) -> bool:
                     return _STATE.search(stream.read(MAX_PICKLE_BYTES)) is not None
     except Exception:  # of a hostile file
         return False
+
+
+def count_shards(path: Path) -> int:
+    """How many shards the index of a distributed checkpoint names; 0 for any other file."""
+    if not is_index(str(path)):
+        return 0
+    try:
+        with path.open("rb") as file:
+            return len({*_SHARD_NAME.findall(file.read(MAX_INDEX_BYTES))})
+    except OSError:
+        return 0
 
 
 class _BoundedReads(io.FileIO):

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
+SHARD_SUFFIX = ".distcp"  # of each rank's files beside it
+# state_rank1.pt, rank_3/model.pt, rng_state_1.pth of the Trainer, random_states_1.pkl of Accelerate
+RANK_NUMBER = re.compile(
+    r"(?:^|(?<=[^a-z]))(?:rank|rng_state|random_states?)[_.=-]?([0-9]+)", re.IGNORECASE
+)
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
 _SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))
 _MAX_SOURCES_BYTES = 64 << 10
@@ -203,50 +208,73 @@ def hash_beginning(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def keep_uncollected(agent: Agent) -> None:
-    """Puts rank 0's outputs into the run's own folder, as the job's folders are removed.
+    """Puts outputs into the run's own folder, as the job's folders are removed.
 
-    The next start of the run fetches them. Unless the launcher has said that it has fetched them,
-    they may be the only ones: it was lost, or had no room.
+    These are all outputs of rank 0, and parts of checkpoints that other ranks wrote. The next start
+    of the run fetches them. Unless the launcher has said that it has fetched them, they may be the
+    only ones: it was lost, or had no room.
     """
     for key in agent.run_keys:
         folder = snapshot.run_folder(key)
-        if any(rank.rank == 0 for rank in agent.job.ranks):
-            _keep_written(folder, agent.output_roots)
-        with contextlib.suppress(OSError):
-            (folder / snapshot.SOURCES_FILE).unlink()
+        if agent.job.ranks:
+            _keep_written(folder, agent.output_roots, _kept_in(agent))
+        for name in _SOURCES.values():
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+
+
+_SOURCES = {
+    snapshot.UNCOLLECTED: snapshot.SOURCES_FILE,
+    snapshot.UNCOLLECTED_PARTS: snapshot.PART_SOURCES_FILE,
+}
+
+
+def _kept_in(agent: Agent) -> str:
+    """Returns the folder, in a run's own, in which outputs of an agent's ranks are kept."""
+    has_first = any(rank.rank == 0 for rank in agent.job.ranks)
+    return snapshot.UNCOLLECTED if has_first else snapshot.UNCOLLECTED_PARTS
 
 
 def _record_sources(agent: Agent) -> None:
-    """Writes where rank 0's outputs are, in case the host is switched off before its agent ends."""
-    if not any(rank.rank == 0 for rank in agent.job.ranks):
+    """Writes where the outputs are, in case the host is switched off before its agent ends."""
+    if not agent.job.ranks:
         return
-    sources = json.dumps(agent.output_roots).encode()
+    sources, name = json.dumps(agent.output_roots).encode(), _SOURCES[_kept_in(agent)]
     for key in agent.run_keys:
         folder = snapshot.run_folder(key)
         with contextlib.suppress(OSError):
-            path = folder / snapshot.SOURCES_FILE
+            path = folder / name
             if not path.exists() or path.read_bytes() != sources:
-                safe_paths.write_file(str(folder), snapshot.SOURCES_FILE, sources)
+                safe_paths.write_file(str(folder), name, sources)
 
 
 def keep_abandoned(folder: Path) -> None:
     """Does what :func:`keep_uncollected` would have done in an agent that could not end itself."""
-    with contextlib.suppress(OSError, ValueError):
-        fd = safe_paths.open_file(str(folder), snapshot.SOURCES_FILE, os.O_RDONLY)
-        with os.fdopen(fd, "rb") as file:
-            sources = json.loads(file.read(_MAX_SOURCES_BYTES))
-        jobs = snapshot.cache_folder() / "jobs"
-        if isinstance(sources, dict):
-            roots = {root: since_us for root, since_us in sources.items()
-                     if Path(root).parent.parent == jobs and isinstance(since_us, int)}  # fmt: skip
-            _keep_written(folder, roots)
-        (folder / snapshot.SOURCES_FILE).unlink()
+    jobs = snapshot.cache_folder() / "jobs"
+    for kept_in, name in _SOURCES.items():
+        with contextlib.suppress(OSError, ValueError):
+            fd = safe_paths.open_file(str(folder), name, os.O_RDONLY)
+            with os.fdopen(fd, "rb") as file:
+                sources = json.loads(file.read(_MAX_SOURCES_BYTES))
+            if isinstance(sources, dict):
+                roots = {root: since_us for root, since_us in sources.items()
+                         if Path(root).parent.parent == jobs
+                         and isinstance(since_us, int)}  # fmt: skip
+                _keep_written(folder, roots, kept_in)
+            (folder / name).unlink()
 
 
-def _keep_written(folder: Path, roots: Dict[str, int]) -> None:
-    target = folder / snapshot.UNCOLLECTED
+def is_part(path: str) -> bool:
+    """Whether a file may be what one rank wrote of a checkpoint of all ranks, by its path."""
+    return path.endswith(SHARD_SUFFIX) or RANK_NUMBER.search(path) is not None
+
+
+def _keep_written(folder: Path, roots: Dict[str, int], kept_in: str) -> None:
+    target = folder / kept_in
     for root, since_us in roots.items():
         for file in list_written(root, since_us + 1)[0]:
+            if kept_in == snapshot.UNCOLLECTED_PARTS and not is_part(file["path"]):
+                continue
             with contextlib.suppress(OSError):
                 safe_paths.make_folder(str((target / file["path"]).parent))
                 _link(os.path.join(root, file["path"]), str(target / file["path"]))
@@ -263,15 +291,16 @@ def _link(source: str, target: str) -> None:
 
 
 def forget_outputs(agent: Agent, request: Message, _: bytes) -> None:
-    """Lets rank 0's outputs be removed with the job's folders: the launcher has fetched them."""
+    """Lets outputs be removed with the job's folders: the launcher has fetched them."""
     agent.output_roots.clear()
     agent.reply(request)
 
 
 @in_queue(RECEIVING)
 def discard_uncollected(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes what an earlier agent kept in the run folder ``root``."""
-    safe_paths.remove_tree(os.path.join(_job_root(agent, request), snapshot.UNCOLLECTED))
+    """Removes what an earlier agent kept in the run folder ``root``: rank 0's files, or parts."""
+    kept_in = snapshot.UNCOLLECTED_PARTS if request["parts"] else snapshot.UNCOLLECTED
+    safe_paths.remove_tree(os.path.join(_job_root(agent, request), kept_in))
     agent.reply(request)
 
 

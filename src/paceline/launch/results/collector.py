@@ -258,7 +258,7 @@ class ResultCollector:
             self._unfetched_model = None  # a file that the script removed is not missing
         if "code" in node.copies and not self._is_measured:
             root, manifest = node.copies["code"]
-            await self._outputs.fetch_shards(node)
+            await self._outputs.fetch_parts(node)
             known = await self._outputs.known_paths(node, root)
             place = target / names.FETCHED / names.safe_name(node.name)
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place,

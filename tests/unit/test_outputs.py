@@ -297,6 +297,11 @@ def test_files_of_all_ranks_are_sent_at_next_start(workspace: Workspace) -> None
             assert script.steps("n1") == script.steps("n2") == [str(step)] * 2
         assert script_checkpoint(workspace.run) == "out/rank0.pt"
         assert workspace.store.outdated_parts() == []
+        assert workspace.store.unsent_of_other_ranks() == []
+        other = workspace.run / "files/n2/out/mine_of_n2.pt"
+        other.parent.mkdir(parents=True)
+        other.write_bytes(b"")
+        assert workspace.store.unsent_of_other_ranks() == ["files/n2/out/mine_of_n2.pt"]
 
     run(work)
 

@@ -35,6 +35,7 @@ FORECAST = "forecast.json"  # forecast and measured times of the run
 COLLECTIVES = "collectives.json"  # results of `paceline bench collectives`
 REPORT = "report.html"  # the report page
 FETCHED = "files"  # files/HOST/: files that ranks wrote into shipped copies of the code
+OUTSIDE = "outside-project"  # files/HOST/outside-project/: those that they wrote to ``../``
 OUTPUTS = "outputs.jsonl"  # files that scripts wrote below the project: see rundir/outputs.py
 KEY = ".paceline-key"  # identifies the folder on nodes without a shared disk
 RANKS = "ranks.json"  # while it runs: state of the ranks, and the straggler

@@ -50,6 +50,7 @@ from paceline.spec.rundir import (
     FETCHED,
     MODEL,
     OUTPUTS,
+    OUTSIDE,
     is_product,
     is_reserved,
     is_run,
@@ -238,6 +239,18 @@ class LocalOutputs:
         outputs = self.journal.outputs
         return sorted(path for path in self.journal.removed
                       if not is_shard(path) and head_of(path, outputs))  # fmt: skip
+
+    def unsent_of_other_ranks(self) -> list[str]:
+        """Checkpoints that other ranks wrote, in the run directory, and hosts do not get. Blocking.
+
+        Their names do not say which rank wrote them.
+        """
+        known = {output.place for output in self.journal.outputs.values()}
+        paths = [str(file.relative_to(self._run)) for file in (self._run / FETCHED).rglob("*")]
+        return sorted(path for path in paths
+                      if path not in known and is_checkpoint(path, [path]) and self.travels(path)
+                      and OUTSIDE not in path.split("/")
+                      and (self._run / path).is_file())  # fmt: skip
 
     def _state(self, path: str, before: float = math.inf) -> PathState:
         """What this machine has at a path of the project.

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.agent.files.outputs import SHARD_SUFFIX
 from paceline.agent.files.safe_paths import IncomingFile
 from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import Channel
 from paceline.rundir.output_rules import (
     SETTLE_S,
-    SHARD_SUFFIX,
     WrittenFile,
     group_files,
     index_of,

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
 SHARD_SUFFIX = ".distcp"  # of each rank's files beside it
-# state_rank1.pt, rank_3/model.pt, rng_state_1.pth of the Trainer, random_states_1.pkl of Accelerate
+# state_rank1.pt, rank_3/model.pt, rng_1.pt, and of the Trainer and Accelerate: rng_state_1.pth,
+# random_states_1.pkl
 RANK_NUMBER = re.compile(
-    r"(?:^|(?<=[^a-z]))(?:rank|rng_state|random_states?)[_.=-]?([0-9]+)", re.IGNORECASE
+    r"(?:^|(?<=[^a-z]))(?:rank|rng(?:_state)?|random_states?|process)[_.=-]?([0-9]+)",
+    re.IGNORECASE,
 )
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
 _SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))

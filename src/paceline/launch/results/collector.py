@@ -24,7 +24,6 @@ from paceline.spec.formatting import pluralize
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
-BESIDE = "outside-project"  # in the folder for files of a host: those of ``../``
 _PACKAGE = "paceline"  # in a job's folder: the parts of Paceline that hosts need
 MAX_OVERFLOWS = 100  # folders in which models were saved for lack of room
 
@@ -283,7 +282,7 @@ class ResultCollector:
         """Fetches what a script wrote to ``../``, in the job's folder, which the agent removes."""
         folder = root.rpartition("/")[0]
         copies = {copy.rpartition("/")[2] for copy, _ in node.copies.values()} | {_PACKAGE}
-        place = self._directory.path / names.FETCHED / names.safe_name(node.name) / BESIDE
+        place = self._directory.path / names.FETCHED / names.safe_name(node.name) / names.OUTSIDE
 
         def is_of_job(path: str) -> bool:
             return path.startswith(".") or path.split("/")[0] in copies

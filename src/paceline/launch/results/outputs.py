@@ -123,6 +123,10 @@ class OutputSync:
         self.store.start_attempt()
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
         self._note_left_out()
+        if others := await asyncio.to_thread(self.store.unsent_of_other_ranks):
+            self._note(f"paceline: note: ranks other than 0 wrote {format_paths(others)} in"
+                       f" {short(self._run)}, which hosts do not get. If they resume from these"
+                       " files, name each by its rank: state_rank1.pt")  # fmt: skip
         self._outside = first, await self._existing_outside(first, exists=False)
         await self._note_unsent_checkpoint(fleet)
         self._note_own_projects(fleet)

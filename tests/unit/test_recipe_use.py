@@ -165,6 +165,48 @@ def test_torch_program_matches_network(digits: Path, tmp_path: Path) -> None:
     assert torch.allclose(program(images), model.network(images), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.pt2"])
+def test_export_does_not_replace_files(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    assert export.main([f"--run={digits}", f"--to={tmp_path}", "--format=torch"]) == 2
+    error = capsys.readouterr().err
+    assert f"found:  {name}\n" in error
+    assert "name another --to" in error
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_export_does_not_write_into_model_of_unfinished_run(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert export.main([f"--run={digits}", f"--to={tmp_path / 'model'}", "--format=torch"]) == 2
+    assert "is for the model of the run" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+def test_export_adds_to_folder_and_replaces_export_in_run(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    assert export.main([f"--run={digits}", f"--to={tmp_path}", "--format=torch"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "config.json", "model.pt2"}
+    assert "README.md" not in capsys.readouterr().out
+    for _ in range(2):
+        assert export.main([f"--run={digits}", "--format=torch"]) == 0
+
+
+def test_quantize_does_not_replace_file(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").write_text("mine")
+    assert quantize.main([f"--run={digits}", f"--to={tmp_path / 'model.safetensors'}"]) == 2
+    assert "would be replaced" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
+
+
 def test_transformers_loads_exported_model(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,7 +107,8 @@ class ExportOptions:
     run: str = ""
     """Run directory that holds model/."""
     to: str = ""
-    """Folder to write (default: export in the run directory)."""
+    """Folder to write (default: export in the run directory). No file that is there is
+    replaced."""
     format: Literal["", "transformers", "adapter", "torch", "onnx"] = ""
     """transformers: safetensors and config.json of that library, for its own models and for
     language models (adapters are merged). adapter: only the adapters, in the format of peft. torch:
@@ -146,7 +147,8 @@ class QuantizeOptions:
     run: str = ""
     """Run directory that holds model/."""
     to: str = ""
-    """ONNX file to write (default: quantized/model.onnx in the run directory)."""
+    """ONNX file to write, which must not exist (default: quantized/model.onnx in the run
+    directory)."""
     approach: Literal["auto", "static", "dynamic"] = "auto"
     """How to quantize activations: static measures their ranges on training data beforehand,
     dynamic at run time (auto: static for images, dynamic for texts and translations)."""

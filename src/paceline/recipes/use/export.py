@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,18 +45,61 @@ def export(options: ExportOptions) -> None:
         )
     if generates and form in ("transformers", "adapter"):
         folder = output_path(Path(options.run), f"export/{form}", options.to)
-        write = partial(write_generator, module, options.run, folder, form)
+        write = partial(write_generator, module, options.run, form=form)
     else:
         model: PortableModel = module.portable(options.run)
         folder = output_path(model.folder, f"export/{form}", options.to)
-        write = partial(write_portable, model, folder, form)
+        write = partial(write_portable, model, form=form)
+    if options.to:
+        require_no_model(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write()
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as temporary:
+            write(Path(temporary))
+            paths = move_files(Path(temporary), folder, replaces=not options.to)
     except OSError as error:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None
-    for path in sorted(folder.iterdir()):
+    for path in paths:
         print(f"{clean_line(str(path))}  {path.stat().st_size:,} bytes")
+
+
+def require_no_model(folder: Path) -> None:
+    """Raises SettingError if a folder holds a model, or is the place of a run's own model."""
+    require_absent(folder / name for name in ("config.json", "adapter_config.json"))
+    path = folder.resolve()
+    if path.name == rundir.MODEL and (path.parent / rundir.CONFIG).exists():
+        raise SettingError(
+            f"{folder} is for the model of the run {path.parent}", remedy="name another --to"
+        )
+
+
+def require_absent(paths: Iterable[Path]) -> None:
+    """Raises SettingError if a path that --to would replace exists.
+
+    An earlier export may be replaced no more than other files: it may be the base of a training.
+    """
+    if present := [path for path in paths if os.path.lexists(path)]:
+        names = ", ".join(path.name for path in present[:5])
+        raise SettingError(
+            f"{present[0].parent} holds a model, or files that would be replaced",
+            found=f"{names}, …" if present[5:] else names,
+            remedy="name another --to, or remove the files if nothing needs them",
+        )
+
+
+def move_files(source: Path, folder: Path, *, replaces: bool) -> list[Path]:
+    """Moves all files of a folder to another one on the same disk; returns their paths, in order.
+
+    Raises:
+        SettingError: There is a file of the same name, and ``replaces`` is not set.
+    """
+    names = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    if not replaces:
+        require_absent(folder / name for name in names)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (source / name).replace(folder / name)
+    return [folder / name for name in names]
 
 
 def write_portable(model: PortableModel, folder: Path, form: Format) -> None:

@@ -15,7 +15,13 @@ from typing import Any
 from paceline.recipes.argv import check_at_least, check_fraction, run_command
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import module_of
-from paceline.recipes.use.export import PortableModel, output_path, silence_exporters, to_onnx
+from paceline.recipes.use.export import (
+    PortableModel,
+    output_path,
+    require_absent,
+    silence_exporters,
+    to_onnx,
+)
 from paceline.recipes.use.onnx_file import OnnxNetwork, mark, runtime
 from paceline.spec.errors import DataError
 from paceline.train import files
@@ -29,6 +35,8 @@ def quantize(options: QuantizeOptions) -> None:
     model: PortableModel = module_of(options.run).portable(options.run)
     static = model.static if options.approach == "auto" else options.approach == "static"
     target = output_path(model.folder, "quantized/model.onnx", options.to)
+    if options.to:
+        require_absent([target])
     with tempfile.TemporaryDirectory() as temporary:
         full, small = Path(temporary) / "whole.onnx", Path(temporary) / "small.onnx"
         to_onnx(model, full)

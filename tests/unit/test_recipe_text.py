@@ -250,6 +250,21 @@ def test_predict_uses_training_table_format(
     assert "there is no file missing.csv" in capsys.readouterr().err
 
 
+def test_refused_start_leaves_run_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = tmp_path / "run", write_csv(tmp_path / "d.csv", ROWS)
+    flags = [f"--run-dir={run}", "--device=cpu", "--steps=1"]
+    assert text.main([*flags, f"--data={path}"]) == 0
+    names = ("config.json", "model/config.json", "model/tokenizer.json")
+    before = [(run / name).read_bytes() for name in names]
+    assert text.main([*flags, "--seed=5"]) == 2
+    assert "seed: 0 then, 5 now" in capsys.readouterr().err
+    assert [(run / name).read_bytes() for name in names] == before
+    assert text.main([*flags, f"--data={path}", "--epochs=2", "--steps=2"]) == 0
+    assert json.loads((run / "config.json").read_text())["options"]["steps"] == 2
+
+
 def test_rejects_data_with_unknown_labels(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

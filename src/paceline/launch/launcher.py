@@ -130,6 +130,8 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     try:
         signatures.require_unchanged(path)
         signatures.forget_removed(path)
+        # a supervisor's result.json is what the launching machine waits for
+        earlier = trained_records(path) if takeover is None else {}
         launcher = Launcher(request, screen, directory, on_event)
         try:
             result = run(launcher.run())
@@ -143,7 +145,14 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
             headline = f"the run directory {directory.path} was removed while the run went on"
             removed = Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=headline)
             result = replace(result, exit_code=result.exit_code or 1, failure=removed)
-        write_result(directory, run_id, result, started_at, launcher.recorder.metrics)
+        refuses = result.failure is not None and result.failure.is_refusal
+        is_refused = refuses and bool(earlier) and not launcher.recorder.has_begun
+        if is_refused:
+            directory.free_reserve()
+            for name, record in earlier.items():
+                directory.write_json(name, record)
+        else:
+            write_result(directory, run_id, result, started_at, launcher.recorder.metrics)
     finally:
         screen.close()
         directory.close()
@@ -155,6 +164,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         directory.path, result, events, recorder.metrics, time.monotonic() - started_at,
         is_resumable(result, events),
         executed.world_size if executed else 0, tuple(screen.shipped_copies), is_displayed,
+        is_refused=is_refused,
     )  # fmt: skip
 
 
@@ -174,6 +184,16 @@ def finished_result(folder: Path) -> dict[str, Any] | None:
     """Returns the result of a run that ended well; a refused start leaves it as it is."""
     result = records.read_object(folder / names.RESULT)
     return result if result is not None and result.get("exit_code") == 0 else None
+
+
+def trained_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns plan and result of a run that has trained, by file; empty if there is none.
+
+    A start that the ranks refuse leaves them as they are.
+    """
+    files = {name: records.read_object(folder / name) for name in (names.PLAN, names.RESULT)}
+    present = {name: record for name, record in files.items() if record is not None}
+    return present if present.get(names.RESULT, {}).get("metrics") else {}
 
 
 def write_result(directory: RunDirectory, run_id: str, result: Result, started_at: float,

@@ -114,6 +114,7 @@ class Recorder:
     Attributes:
         run_state: The present state of all ranks and hosts.
         metrics: The last reported value of every metric.
+        has_begun: Whether a training has begun, or resumed.
         get_reconnects: Returns the status of the hosts that are being reconnected, by name.
         get_node_wait: Returns what running ranks wait for; ``None`` if they do not.
     """
@@ -123,6 +124,7 @@ class Recorder:
         self._debug = debug
         self._filters: dict[tuple[str, int, str], LibraryFilter] = {}
         self.metrics: dict[str, Any] = {}
+        self.has_begun = False
         self._step_filter = StepFilter()
         self._directory = directory
         self._screen = screen
@@ -216,6 +218,7 @@ class Recorder:
         elif event.kind == "rank ended":
             self._finish_logs(event)
         elif event.kind == "begin":
+            self.has_begun = True
             self._start_metrics(resumed=bool(event["resumed"]))
         elif event.kind == "metrics":
             if event["split"] != "pace":  # timing, not a result

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from paceline.spec.errors import SettingError
 from paceline.spec.formatting import format_size
 from paceline.spec.schema import (
     MAX_LONG_TEXT,
@@ -179,6 +180,11 @@ class Failure:
     def was_requested(self) -> bool:
         """Whether SIGTERM ended it, as when a scheduler cancels a job."""
         return self.signal == signal.SIGTERM
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether Paceline refused a setting in a rank: the same command would fail again."""
+        return self.kind == "exception" and self.headline.startswith(SettingError.__name__)
 
     @property
     def where(self) -> str:

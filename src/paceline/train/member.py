@@ -54,7 +54,9 @@ class Member:
         self.comms = Comms(place, torch.device("cpu") if mixed else device, mixed=mixed)
         self._journal = Journal(reporter, self.meter(), self.progress, self.comms, folder)
         self._file_writers: dict[str, Callable[[Path], None]] = {}
-        self._writes_files = place.rank == 0
+        # until the training begins: a start that is refused leaves the run as it is
+        self._holds_files = bool(rundir.checkpoints(folder))
+        self._writes_files = place.rank == 0 and not self._holds_files
         self.leaves_group = True
 
     @property
@@ -141,13 +143,16 @@ class Member:
     def keep(self, name: str, write: Callable[[Path], None]) -> None:
         """Lets rank 0 write a file into the run directory; call it on every rank.
 
-        A rank that becomes rank 0 writes it again: it may have a disk of its own.
+        A rank that becomes rank 0 writes it again: it may have a disk of its own. In the directory
+        of a run with checkpoints, it is written when the training begins.
 
         Args:
             name: Key of the file; replaces the earlier ``write`` of the same name.
             write: Called with the run directory.
         """
         self._file_writers[name] = write
+        if self._holds_files:
+            return
         self._take_over_files()
         if self.world.rank == 0:
             write(self.folder)
@@ -168,6 +173,11 @@ class Member:
     def follow(self) -> None:
         """Makes this rank report and write files for the job if it has become rank 0."""
         self._journal.update_roles()
+        self.write_held_files()
+
+    def write_held_files(self) -> None:
+        """Writes the files that were held back, now that the training is that of this folder."""
+        self._holds_files = False
         self._take_over_files()
 
     # -- operations of all ranks ---------------------------------------------------------

@@ -34,6 +34,8 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
     explain_difference(outcome.path, outcome.result, outcome.events)
     if text := report_failure(outcome):
         say(text, err=True)
+        if outcome.is_refused:  # findings and page are those of the earlier run
+            return
         has_failure = outcome.result.failure is not None
         explain_run(outcome.path, outcome.result, outcome.events, has_failure)
     elif on_success is not None:

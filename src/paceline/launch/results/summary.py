@@ -14,7 +14,6 @@ from paceline.rundir.directory import short
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
-from paceline.spec.errors import SettingError
 from paceline.spec.events import (
     Event,
     ShippedCopy,
@@ -42,6 +41,7 @@ class RunOutcome:
         shipped_copies: Copies of this machine's folders on the hosts.
         is_log_displayed: Whether the screen already shows the last lines of the first failure.
         command: The typed command, the program first; empty for that of this process.
+        is_refused: Nothing was trained, and the records are those of the earlier run.
     """
 
     path: Path
@@ -54,6 +54,7 @@ class RunOutcome:
     shipped_copies: Sequence[ShippedCopy] = ()
     is_log_displayed: bool = False
     command: tuple[str, ...] = ()
+    is_refused: bool = False
 
     @property
     def display_path(self) -> Path:
@@ -125,7 +126,7 @@ def report_failure(outcome: RunOutcome) -> str:
     if result.num_other_failures:
         lines.append(f"  {pluralize(result.num_other_failures, 'other rank')} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
-    if failure.headline.startswith(SettingError.__name__):  # the same command would fail again
+    if failure.is_refusal:
         return "\n".join(lines)
     return "\n".join([*lines, *_script_hint(outcome), *_resume_hint(outcome)])
 

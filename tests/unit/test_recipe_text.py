@@ -235,6 +235,25 @@ def test_unknown_header_suggests_options(
     assert remedy in capsys.readouterr().err
 
 
+def test_unknown_header_with_label_last_suggests_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(f"some words number {n}", n % 2) for n in range(30)]
+    path = write_csv(tmp_path / "d.csv", [("comment", "stars"), *rows])
+    assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}"]) == 1
+    error = capsys.readouterr().err
+    assert "--label-column stars --text-column comment" in error
+    assert "no other row has the label 'stars'" in error
+
+
+def test_unknown_label_error_lists_few_labels(tmp_path: Path) -> None:
+    rows = [(f"{n} {'long ' * 99}", "text") for n in range(90)]
+    with pytest.raises(DataError, match="is not among the training labels") as caught:
+        read(write_csv(tmp_path / "d.csv", rows))
+    assert len(caught.value.found) < 1000
+    assert "each row: label, text" in caught.value.remedy
+
+
 def test_predict_uses_training_table_format(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

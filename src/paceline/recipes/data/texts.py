@@ -200,22 +200,29 @@ def _read_file(path: Path, options: TextOptions, is_training: bool = False) -> l
         )
     labelled = [(row[0].strip(), " ".join(row[1:])) for row in rows]
     if is_training:
-        _refuse_header(path, rows[0], [label for label, _ in labelled])
+        _refuse_header(path, rows)
     return labelled
 
 
-def _refuse_header(path: Path, first: Sequence[str], labels: Sequence[str]) -> None:
-    """Raises DataError if the first row is no example: no other row has its label."""
-    label = labels[0]
-    if _is_number(label) or label in labels[1:] or len({*labels[1:]}) == len(labels) - 1:
-        return
-    names = [shlex.quote(cell.strip()) for cell in first[:2]]
-    raise DataError(
-        f"{path} row 1 seems to name the columns, but not those of labels and texts",
-        found=f"row 1: {', '.join(first)[:80]}; no other row has the label {label[:40]!r}",
-        remedy=f"--label-column {names[0]} --text-column {names[1]}, or the other way round; if row"
-        " 1 is an example, add a second one of its class",
-    )
+def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
+    """Raises DataError if the first row is no example.
+
+    In a column of classes, no other row has the cell of the first one, but others share theirs. The
+    classes are in the first column, or, if every row has its own text there, in the last one.
+    """
+    for column, text_column in ((0, 1), (-1, 0)):
+        first, *others = (row[column].strip() for row in rows)
+        if len({*others}) == len(others):
+            continue
+        if _is_number(first) or first in others:
+            return
+        label, text = (shlex.quote(rows[0][place].strip()) for place in (column, text_column))
+        raise DataError(
+            f"{path} row 1 seems to name the columns, but not those of labels and texts",
+            found=f"row 1: {', '.join(rows[0])[:80]}; no other row has the label {first[:40]!r}",
+            remedy=f"--label-column {label} --text-column {text}, or the other way round; if row"
+            " 1 is an example, add a second one of its class",
+        )
 
 
 def parse_json(text: str) -> Any:
@@ -386,6 +393,12 @@ def _find_labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(sorted(labels))
 
 
+def _list_labels(labels: Sequence[str]) -> str:
+    """Returns the first labels, shortened."""
+    shown = ", ".join(label[:40] for label in labels[:20])
+    return f"{shown} and {len(labels) - 20} more" if labels[20:] else shown
+
+
 def _is_number(label: str) -> bool:
     return label.removeprefix("-").isdecimal() and len(label) < _MAX_DIGITS
 
@@ -397,7 +410,7 @@ def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> 
     if not all(_is_number(label) for label in labels):
         raise DataError(
             f"--class-names do not fit {name}",
-            found=f"its labels are {', '.join(labels)}",
+            found=f"its labels are {_list_labels(labels)}",
             remedy="leave --class-names out",
         )
     numbers = [int(label) for label in labels]
@@ -420,7 +433,8 @@ def _encode_labels(
     if wrong is not None:
         raise DataError(
             f"{name}: label {wrong!r} of {split} is not among the training labels",
-            found=f"these are {', '.join(number)}",
+            found=f"these are {_list_labels([*number])}",
+            remedy="correct or remove such rows; each row: label, text",
         )
     return [text for _, text in rows], [number[label] for label, _ in rows]
 

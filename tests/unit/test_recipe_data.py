@@ -469,6 +469,16 @@ def test_missing_files(tmp_path: Path) -> None:
         read(tmp_path / "nope")
 
 
+def test_file_as_image_data_suggests_text_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_HOST", "n1")  # as a rank
+    (tmp_path / "reviews.csv").write_text("good,text")
+    with pytest.raises(DataError, match=r"reviews\.csv is a file") as caught:
+        read(tmp_path / "reviews.csv")
+    assert "paceline train text" in caught.value.remedy
+
+
 def read_all(data: ImageData) -> None:
     for split in data.splits.values():
         split.pixels(np.arange(len(split.labels)))

@@ -226,12 +226,17 @@ def load(options: ImageOptions) -> ImageData:
 
 
 def _from_path(path: Path, options: ImageOptions) -> ImageData:
+    if path.is_file():
+        raise DataError(
+            f"--data {options.data} is a file",
+            found=str(path.absolute()),
+            remedy="a folder of images; `paceline train text` trains on files of texts",
+        )
     if not is_hub_id(options.data) and not path.is_dir():
         host = os.environ.get(jobenv.HOST)  # set by a launcher: data may exist on other hosts only
-        missing = f"no {path.absolute()} on {host}" if host else f"no {path.absolute()}"
         raise DataError(
             f"--data {options.data}: no such folder",
-            found=f"{path.absolute()} is a file" if path.exists() else missing,
+            found=f"no {path.absolute()}" + (f" on {host}" if host else ""),
             remedy=f"a folder of images, or one of {', '.join(IMAGE_SETS)}"
             if not host
             else f"a folder of the launching machine is sent; others must be on every host at the"

@@ -196,6 +196,17 @@ def test_meter_counts_metrics_separately() -> None:
     assert combined.values() == {"new": 0.5, "often": 1.5, "seldom": 1.5}
 
 
+def test_mean_of_no_samples_says_so() -> None:
+    meter = Meter(lambda vector: vector, torch.device("cpu"))
+    for count in (0, 1):
+        if count:
+            meter.add(0, loss=torch.ones(1))
+        means = meter.result()
+        assert {**means} == {}
+        with pytest.raises(KeyError, match="loss: no sample was counted"):
+            means["loss"]
+
+
 def test_weight_average_matches_reference(session: train.Session) -> None:
     """Compared with own code and with torch: the average begins after ``start``."""
     model, loader = make_model(session), make_loader(session)

@@ -35,6 +35,8 @@ class Means:
     counts: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
+        if not self.count:
+            raise KeyError(f"{name}: no sample was counted")
         return self.sums[name] / self._samples(name)
 
     def __iter__(self) -> Iterator[str]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +42,7 @@ ENGINES = [name for name in SCHEDULERS if isinstance(load(name), Engine)]
 SPECIAL_ARGUMENTS = ["/bin/sh", "-c", 'echo "$1"', "a,b", "it's", "$HOME", "new\nline", ""]
 CONTAINER = Container(
     "paceline-1-n1", "image:1", "/work dir", ("/data:/data:ro", "/work dir:/work dir"),
-    {"XDG_CACHE_HOME": "/tmp/c"}, 1000, 1000, (109,), ("/dev/dri",), True, "4g", ("--privileged",),
+    1000, 1000, (109,), ("/dev/dri",), True, "4g", ("--privileged",),
 )  # fmt: skip
 
 
@@ -59,17 +60,50 @@ def test_removes_containers_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_command_is_last_and_unchanged(name: str) -> None:
+def test_command_is_last_and_unchanged(name: str, tmp_path: Path) -> None:
     argv = engine(name).wrap(SPECIAL_ARGUMENTS, CONTAINER)
     assert argv[0] == name
-    assert argv[-len(SPECIAL_ARGUMENTS) - 1 :] == ["image:1", *SPECIAL_ARGUMENTS]
+    wrapped = argv[argv.index("image:1") + 1 :]
+    assert wrapped[-len(SPECIAL_ARGUMENTS) :] == SPECIAL_ARGUMENTS
+    env = {"TMPDIR": str(tmp_path)}
+    assert run_in_container(wrapped, env) == subprocess.check_output(SPECIAL_ARGUMENTS, text=True)
+
+
+def run_in_container(wrapped: list[str], env: dict[str, str]) -> str:
+    """Returns the output of a command as an engine would run it, without a container."""
+    env = {"PATH": os.environ["PATH"], **env}
+    return subprocess.check_output(wrapped, env=env, text=True, timeout=60)
+
+
+PRINT_FOLDERS = ["/bin/sh", "-c", 'echo "$XDG_CACHE_HOME:$HOME"; stat -c %a "$XDG_CACHE_HOME"']
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_container_cache_is_private(name: str, uid: int, tmp_path: Path) -> None:
+    """Nobody can make it first, even if the user mounts the host's /tmp."""
+    argv = engine(name).wrap(PRINT_FOLDERS, replace(CONTAINER, uid=uid))
+    wrapped = argv[argv.index("image:1") + 1 :]
+    env = {"TMPDIR": str(tmp_path), "HOME": "/image"}
+    folders, mode = run_in_container(wrapped, env).splitlines()
+    cache, home = folders.split(":")
+    assert cache != run_in_container(wrapped, env).splitlines()[0].split(":")[0]
+    assert (Path(cache).parent, mode) == (tmp_path, "700")
+    assert home == (cache if uid else "/image")
+
+
+def test_apptainer_uses_cache_of_home() -> None:
+    """It mounts the home, and the host's /tmp, where other users can make files."""
+    argv = engine("apptainer").wrap(["true"], replace(CONTAINER, mounts=()))
+    assert argv[-2:] == ["image:1", "true"]
+    assert not [word for word in argv if word.startswith("--env") or "/tmp" in word]
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_container_gets_mounts_and_devices(name: str) -> None:
     """Covers folders, devices, accelerators and the user's flags, with each engine's options."""
     text = "\0".join(engine(name).wrap(["true"], CONTAINER))
-    for part in ("/data", "/work dir", "/dev/dri", "XDG_CACHE_HOME=/tmp/c", "--privileged"):
+    for part in ("/data", "/work dir", "/dev/dri", "--privileged"):
         assert part in text
     without_gpu = engine(name).wrap(["true"], replace(CONTAINER, nvidia=False))
     assert len(without_gpu) == len(engine(name).wrap(["true"], CONTAINER)) - 1
@@ -86,21 +120,20 @@ def test_caller_runs_engine_command(name: str) -> None:
 
 
 def test_docker_command_line() -> None:
-    assert engine("docker").wrap(["true"], CONTAINER) == [
+    argv = engine("docker").wrap(["true"], CONTAINER)
+    assert argv[: argv.index("image:1")] == [
         "docker", "run", "--rm", "--interactive", "--init", "--name=paceline-1-n1",
         "--label=paceline", "--network=host", "--shm-size=4g", "--workdir=/work dir",
         "--mount", "type=bind,source=/data,target=/data,readonly",
         "--mount", "type=bind,source=/work dir,target=/work dir",
-        "--env=XDG_CACHE_HOME=/tmp/c", "--device=/dev/dri", "--group-add=109",
-        "--user=1000:1000", "--gpus=all", "--privileged", "image:1", "true",
+        "--device=/dev/dri", "--group-add=109",
+        "--user=1000:1000", "--gpus=all", "--privileged",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_probe_runs_in_shell(name: str, tmp_path: Path) -> None:
     """Runs it even without the engine: it reports the user and which folders exist."""
-    import subprocess
-
     argv = probe_command(engine(name), "no such; image", [str(tmp_path), "/no/such"])
     result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     probe = parse_probe(result.stdout + result.stderr)
@@ -189,7 +222,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], l
     output, program = tmp_path / "said", tmp_path / "bin" / "docker"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def install(status: int) -> list[str]:
         lines = output.read_text().splitlines() if output.exists() else []
@@ -289,7 +322,6 @@ def test_mounts_only_existing_folders() -> None:
     container = container_for(Host("n1"), read_probe("missing"), options, "1")
     assert container.mounts == ("/x:/y", "/home/ann/project:/home/ann/project")
     assert container.workdir == "/home/ann/project"
-    assert container.env["HOME"] == "/tmp"
     other_host = container_for(Host("n1"), read_probe("there"), options, "1")
     assert other_host.workdir == "/"
     assert other_host.groups == ()

@@ -19,10 +19,12 @@ class Apptainer(Engine):
     )
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
-        """Returns ``apptainer exec``, which uses the host's network, user and /dev/shm."""
+        """Returns ``apptainer exec``, which uses the host's network, user, home and /dev/shm.
+
+        It also mounts the host's /tmp, where other users make files. The cache is that of the home.
+        """
         flags = ["exec", "--cleanenv", "--pwd", container.workdir]
         flags += [word for mount in container.mounts for word in ("--bind", mount)]
-        flags += [f"--env={name}={value}" for name, value in container.env.items()]
         flags += ["--nv"] if container.nvidia else []
         flags += [word for device in container.devices for word in ("--bind", device)]
         return ["apptainer", *flags, *container.arguments, container.image, *command]

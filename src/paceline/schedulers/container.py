@@ -10,7 +10,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.remote.channel import Channel
@@ -35,7 +35,6 @@ from paceline.spec.hosts import Host
 
 _NETWORK = re.compile(r"--net(work)?(=(?!host$)|$)")
 BY_PATH = "/dev/dri/by-path"  # not added by --device
-CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, removed with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class Container:
     Attributes:
         workdir: Working directory, which exists there.
         mounts: ``SOURCE:TARGET[:ro]`` each.
-        env: Variables, without secrets.
         uid, gid: Ids of the user who logged in.
         groups: Further group ids, for devices.
         devices: Device folders.
@@ -58,7 +56,6 @@ class Container:
     image: str
     workdir: str = "/"
     mounts: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
     uid: int = 0
     gid: int = 0
     groups: tuple[int, ...] = ()
@@ -264,13 +261,11 @@ def container_for(host: Host, probe: Probe, options: Options, run: str,
     project_mounts = tuple(mount for mount in folders if mount.split(":")[0] not in mounted)
     project = requested.folders[0] if requested.folders else ""
     by_path = (f"{BY_PATH}:{BY_PATH}:ro",) if probe.by_path else ()
-    home = {"HOME": "/tmp"} if probe.uid else {}  # noqa: S108 - it may not know this user
     return Container(
         name=container_name(host.name, run, number),
         image=requested.image,
         workdir=project if project in probe.folders else "/",
         mounts=(*requested.mounts, *project_mounts, *by_path),
-        env={"XDG_CACHE_HOME": CACHE, **home},
         uid=probe.uid,
         gid=probe.gid,
         groups=probe.groups if probe.dri else (),

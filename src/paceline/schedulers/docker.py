@@ -17,7 +17,8 @@ class Docker(Engine):
         """Returns ``docker run`` in the host's network; the container ends with the command."""
         flags = [f"--user={container.uid}:{container.gid}"]
         flags += ["--gpus=all"] if container.nvidia else []
-        return ["docker", *run(container), *flags, *container.arguments, container.image, *command]
+        return ["docker", *run(container), *flags, *container.arguments, container.image,
+                *with_private_cache(command, container)]  # fmt: skip
 
     def remove(self, names: Sequence[str]) -> list[str]:
         """Returns ``docker rm`` that also removes running containers."""
@@ -31,9 +32,22 @@ def run(container: Container) -> list[str]:
     flags += [f"--workdir={container.workdir}"]
     for mount in container.mounts:
         flags += ["--mount", bind(mount)]
-    flags += [f"--env={name}={value}" for name, value in container.env.items()]
     flags += [f"--device={device}" for device in container.devices]
     return flags + [f"--group-add={group}" for group in container.groups]
+
+
+def with_private_cache(command: Sequence[str], container: Container) -> list[str]:
+    """Returns the command with a cache of its own, which is removed with the container.
+
+    The folder has a random name, because a user may mount the host's /tmp, where others could make
+    one of a fixed name first. It is also the home of a user whom the image may not know.
+    """
+    home = ' HOME="$d"' if container.uid else ""
+    script = (
+        'd=$(mktemp -d "${TMPDIR:-/tmp}/paceline-XXXXXX") && '
+        f'export XDG_CACHE_HOME="$d"{home} && exec "$@"'
+    )
+    return ["/bin/sh", "-c", script, "paceline", *command]
 
 
 def bind(mount: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.schedulers.container import Container, Engine
-from paceline.schedulers.docker import run
+from paceline.schedulers.docker import run, with_private_cache
 
 
 class Podman(Engine):
@@ -19,7 +19,8 @@ class Podman(Engine):
         """Returns ``podman run`` in the host's network; files that it writes are the user's."""
         flags = ["--userns=keep-id"] if container.uid else []
         flags += ["--device=nvidia.com/gpu=all"] if container.nvidia else []
-        return ["podman", *run(container), *flags, *container.arguments, container.image, *command]
+        return ["podman", *run(container), *flags, *container.arguments, container.image,
+                *with_private_cache(command, container)]  # fmt: skip
 
     def remove(self, names: Sequence[str]) -> list[str]:
         """Returns ``podman rm`` that ignores missing containers."""

@@ -244,7 +244,7 @@ def sshd_config(worker: Worker) -> str:
     return f"""Port {worker.port}
 {listen}HostKey {ssh}/{HOST_KEY}
 AuthorizedKeysFile {ssh}/authorized_keys
-PidFile /tmp/paceline-sshd.pid
+PidFile none
 AuthenticationMethods publickey
 PasswordAuthentication no
 KbdInteractiveAuthentication no

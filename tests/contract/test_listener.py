@@ -21,6 +21,7 @@ from paceline.agent import caller
 from paceline.remote import reconnection
 from paceline.remote.channel import Channel
 from paceline.rendezvous import listener as listeners
+from paceline.rendezvous import unproven
 from paceline.rendezvous.listener import (
     Connection,
     Listener,
@@ -176,10 +177,10 @@ def test_limits_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
         async with listening(on_connection) as listener:
             connections = []
-            for _ in range(5 * listeners.MAX_UNPROVEN):
+            for _ in range(5 * unproven.MAX_UNPROVEN):
                 connections.append(await asyncio.open_connection(*listener.addresses[0]))
             await asyncio.sleep(0.1)
-            assert len(listener._unproven) <= listeners.MAX_UNPROVEN
+            assert len(listener._unproven) <= unproven.MAX_UNPROVEN
             connection = await asyncio.to_thread(dial, listener, KEY, stream="frames", index=0)
             assert len(calls) == 1
             await asyncio.sleep(listeners.HANDSHAKE_S + 0.5)
@@ -192,6 +193,7 @@ def test_limits_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
             calls[0].writer.close()
 
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 1.5)
+    monkeypatch.setattr(unproven, "MAX_UNPROVEN", 64)  # this process holds both ends
     asyncio.run(scenario())
 
 

@@ -14,11 +14,11 @@ import functools
 import hashlib
 import hmac
 import json
+import random
 import socket
 import ssl
 import tempfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,10 @@ from typing import Any
 
 from paceline.agent import caller
 from paceline.remote.openssh import FALLBACK_PYTHONS, agent_command
+from paceline.rendezvous import unproven
 from paceline.rendezvous.certificate import make_certificate
 
 HANDSHAKE_S = 5.0
-MAX_UNPROVEN = 64  # connections without a proof yet; more are dropped
 LINE_LIMIT = caller.LINE_LIMIT
 MAX_STRANGERS = 100
 _BACKLOG = 256
@@ -161,7 +161,8 @@ class Listener:
     addresses: list[tuple[str, int]] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
     _listeners: list[tuple[socket.socket, asyncio.Task[None]]] = field(default_factory=list)
-    _unproven: dict[asyncio.Task[None], str] = field(default_factory=dict)  # oldest first
+    _unproven: dict[asyncio.Task[None], unproven.Peer] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=random.SystemRandom)
 
     async def open(self, addresses: Sequence[str], port: int = 0) -> None:
         """Listens on each address, on ``port`` or a free one; raises OSError if all fail."""
@@ -189,15 +190,13 @@ class Listener:
                 continue
             self._drop_excess()
             task = asyncio.create_task(self._handle(connection, str(peer[0])))
-            self._unproven[task] = str(peer[0])
+            self._unproven[task] = unproven.peer_of(str(peer[0]))
             task.add_done_callback(lambda task: self._unproven.pop(task, None))
 
     def _drop_excess(self) -> None:
-        """Drops the oldest unproven connection of the peer with the most of them."""
-        if len(self._unproven) < MAX_UNPROVEN:
+        if len(self._unproven) < unproven.max_unproven():
             return
-        (busiest, _), *_ = Counter(self._unproven.values()).most_common(1)
-        task = next(task for task, peer in self._unproven.items() if peer == busiest)
+        task = list(self._unproven)[unproven.victim([*self._unproven.values()], self._random)]
         del self._unproven[task]
         task.cancel()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,76 @@ def test_verify_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     result = run_cli(["verify", str(tmp_path)])
     assert (result.exit_code, result.output) == (0, f"no checkpoints in {tmp_path}\n")
+
+
+def test_reports_only_newest_signed_checkpoint_as_missing(run: Path, signer: Signer) -> None:
+    write_checkpoint(run, 40)
+    signer.sign_step(40)
+    for name in ("10", "20", "30"):
+        shutil.rmtree(run / CHECKPOINTS / name)
+    assert statuses(run) == ["signed"]  # runs remove older ones
+    shutil.rmtree(run / CHECKPOINTS / "40")
+    result = run_cli(["verify", str(run)])
+    assert (result.exit_code, result.output.split()[:2]) == (1, ["40", "missing"])
+    assert "40, which you signed, is missing" in signatures.forget_removed(run)
+    assert statuses(run) == []
+    assert signatures.forget_removed(run) == ""
+
+
+def test_start_after_removal_of_newest_checkpoint_says_so(run: Path) -> None:
+    shutil.rmtree(run / CHECKPOINTS / "30")
+    assert statuses(run) == ["missing", "signed", "unsigned"]
+    signatures.require_unchanged(run)  # you may go back to an earlier one
+    note = "checkpoint 30, which you signed, is missing or has no manifest;"
+    assert signatures.forget_removed(run) == f"{note} the newest complete one is 20"
+
+
+def remove_manifest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink()
+
+
+def replace_manifest_by_pipe(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink()
+    os.mkfifo(checkpoint / MANIFEST)
+
+
+def replace_folder_by_link(folder: Path) -> None:
+    elsewhere = folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("name", ["20", "30"])
+@pytest.mark.parametrize(
+    "attack", [remove_manifest, replace_manifest_by_pipe, replace_folder_by_link]
+)
+def test_reports_signed_checkpoint_without_its_manifest(
+    run: Path, name: str, attack: Callable[[Path], None]
+) -> None:
+    attack(run / CHECKPOINTS / name)
+    (changed,) = [item for item in signatures.verify(run) if item.name == name]
+    assert changed.status == "changed"
+    assert run_cli(["verify", str(run)]).exit_code == 1
+
+
+def test_reports_link_in_place_of_all_checkpoints(run: Path) -> None:
+    replace_folder_by_link(run / CHECKPOINTS)
+    assert statuses(run) == ["changed"] * 3
+
+
+@pytest.mark.parametrize("content", [b"\n" * (signatures.MAX_BYTES + 1), None])
+def test_rejects_signatures_that_it_cannot_read(
+    run: Path, signer: Signer, content: bytes | None
+) -> None:
+    """They do not look as if nothing had been signed."""
+    file = run / SIGNATURES
+    if content is None:
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        file.write_bytes(file.read_bytes() + content)
+    for check in (statuses, signatures.require_unchanged):
+        with pytest.raises(SettingError, match="cannot be read"):
+            check(run)
+    write_checkpoint(run, 40)
+    signer.sign("40")  # does nothing, and a running job continues
+    assert not signer.may_arrive("40", Manifest(40, {}, {}))

@@ -21,7 +21,7 @@ from paceline.agent.files import safe_paths
 from paceline.rundir import records
 from paceline.rundir.detached_file import LineSeals
 from paceline.spec.errors import SettingError
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import format_size, shell_text
 from paceline.spec.rundir import (
     CHECKPOINTS,
     MANIFEST,
@@ -32,7 +32,7 @@ from paceline.spec.rundir import (
 )
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 
-MAX_BYTES = 16 << 20  # of the signatures of a run; earlier ones do not count
+MAX_BYTES = 16 << 20  # of the signatures of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,19 @@ class VerifiedCheckpoint:
     Attributes:
         problem: How it differs from what was written; empty if it does not.
         is_signed: Whether you signed its manifest as it is.
+        is_missing: Whether its folder is gone.
     """
 
     name: str
     manifest: Manifest | None
     problem: str
     is_signed: bool
+    is_missing: bool = False
 
     @property
     def status(self) -> str:
+        if self.is_missing:
+            return "missing"
         if self.problem:
             return "changed"
         return "signed" if self.is_signed else "unsigned"
@@ -70,12 +74,12 @@ class Signer:
     def sign(self, name: str) -> None:
         """Signs a checkpoint that has just been made, unless it replaces one that may not be.
 
-        Without a key, or on a full disk, it does nothing.
+        Without a key, or on a full disk, it does nothing. Nor if the signatures cannot be read.
 
         ``name``: of the checkpoint's folder.
         """
         seals = LineSeals(self._run)
-        with contextlib.suppress(OSError, DamagedCheckpoint):
+        with contextlib.suppress(OSError, DamagedCheckpoint, SettingError):
             raw = _read_manifest(self._run / CHECKPOINTS / name)
             parse_manifest(raw)
             former = _signatures(self._run, seals).get(name)
@@ -99,7 +103,10 @@ class Signer:
 
     def may_arrive(self, name: str, manifest: Manifest) -> bool:
         """Whether a checkpoint may be fetched: it replaces no other that was signed before."""
-        former = _signatures(self._run, LineSeals(self._run)).get(name)
+        try:
+            former = _signatures(self._run, LineSeals(self._run)).get(name)
+        except SettingError:
+            return False
         digest = hashlib.sha256(manifest.encode()).hexdigest()
         return former in (None, digest) or name == self.newest
 
@@ -109,11 +116,26 @@ def _version(name: str) -> Version:
 
 
 def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
-    """Compares each checkpoint of a run directory with what was written, newest first."""
+    """Compares each checkpoint of a run directory with what was written, newest first.
+
+    Runs remove older checkpoints, but never the newest: only that one can be missing.
+    SettingError if the signatures cannot be read.
+    """
     signed = _signatures(run, LineSeals(run))
-    for path in checkpoints(run):
+    signed_paths = [run / CHECKPOINTS / name for name in signed]
+    paths = {*checkpoints(run), *filter(os.path.lexists, signed_paths)}
+    newest = max((path.name for path in (*paths, *signed_paths)), key=_version, default="")
+    if newest:
+        paths.add(run / CHECKPOINTS / newest)
+    for path in sorted(paths, key=lambda path: _version(path.name), reverse=True):
         manifest, problem, is_signed = None, "", False
         try:
+            if not os.path.lexists(path):
+                problem = "you signed it, and its folder is gone"
+                yield VerifiedCheckpoint(path.name, None, problem, False, is_missing=True)
+                continue
+            if links := [link for link in (path.parent, path) if link.is_symlink()]:
+                raise DamagedCheckpoint(f"{links[0].name} is a link")
             raw = _read_manifest(path)
             is_signed = _is_signed(signed.get(path.name), raw)
             manifest = parse_manifest(raw)
@@ -149,14 +171,22 @@ def require_unchanged(run: Path) -> None:
                 )
 
 
-def forget_removed(run: Path) -> None:
-    """Removes the signatures of checkpoints that are gone: a new one may get such a name."""
+def forget_removed(run: Path) -> str:
+    """Removes the signatures of checkpoints that are gone: a new one may get such a name.
+
+    Returns a note if the newest one is gone: no run removes it, but you may have done so.
+    """
     seals = LineSeals(run)
-    signed, present = _signatures(run, seals), {path.name for path in checkpoints(run)}
-    if not signed.keys() <= present:
+    signed, present = _signatures(run, seals), [path.name for path in checkpoints(run)]
+    if not signed.keys() <= set(present):
         lines = [_encode(seals, name, signed[name]) for name in signed if name in present]
         with contextlib.suppress(OSError):
             safe_paths.write_file(str(run), SIGNATURES, b"".join(lines))
+    newest = max(signed, key=_version, default="")
+    if _version(newest) <= max(map(_version, present), default=_version("")):
+        return ""
+    remaining = f"the newest complete one is {present[0]}" if present else "no other is complete"
+    return f"checkpoint {newest}, which you signed, is missing or has no manifest; {remaining}"
 
 
 def _encode(seals: LineSeals, name: str, digest: str) -> bytes:
@@ -203,16 +233,34 @@ def _chain_problem(run: Path, manifest: Manifest) -> str:
 
 
 def _signatures(run: Path, seals: LineSeals) -> Mapping[str, str]:
-    """SHA-256 of the manifest that was signed last for each checkpoint, by name."""
+    """SHA-256 of the manifest that was signed last for each checkpoint, by name.
+
+    Raises SettingError for a file that cannot be read: it does not mean that nothing was signed.
+    """
+    path = run / SIGNATURES
     try:
-        head, tail = records.head_and_tail(run / SIGNATURES, 0, MAX_BYTES)
-    except OSError:
+        with records.open_regular(path) as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise _unreadable(path, str(error.strerror)) from None
+    if len(content) > MAX_BYTES:
+        raise _unreadable(path, f"it has more than {format_size(MAX_BYTES)}")
     signed: dict[str, str] = {}
-    for text in (head or tail).split(b"\n"):
+    for text in content.split(b"\n"):
         line: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
         if isinstance(line, dict) and seals.is_valid(line):
             signed[str(line.get("checkpoint"))] = str(line.get("manifest"))
     return signed
+
+
+def _unreadable(path: Path, reason: str) -> SettingError:
+    return SettingError(
+        f"the signatures of checkpoints in {path} cannot be read",
+        found=reason,
+        remedy="If you trust the checkpoints, remove the file; they then count as unsigned: "
+        + shell_text(["rm", str(path)]),
+    )

@@ -23,15 +23,15 @@ def command(ctx: click.Context, /, **_: object) -> None:
     Without RUN, use the run in progress below runs/, otherwise the newest.
 
     A checkpoint is "signed", "unsigned" (made by another user, on another machine or by an earlier
-    version, or in a folder that was copied or renamed), or "changed". If any has changed, the exit
-    status is 1.
+    version, or in a folder that was copied or renamed), "changed", or "missing" (the newest that
+    you signed is gone). If any is changed or missing, the exit status is 1.
     """
     from paceline.rundir import signatures
 
-    path, num_changed, num_checkpoints = current_run(ctx), 0, 0
+    path, num_bad, num_checkpoints = current_run(ctx), 0, 0
     for checkpoint in signatures.verify(path):
         num_checkpoints += 1
-        num_changed += checkpoint.status == "changed"
+        num_bad += bool(checkpoint.problem)
         details = checkpoint.problem
         if not details and checkpoint.manifest is not None:
             entries = checkpoint.manifest.files.values()
@@ -41,5 +41,5 @@ def command(ctx: click.Context, /, **_: object) -> None:
         say(format_for(line, sys.stdout))
     if not num_checkpoints:
         say(f"no checkpoints in {path}")
-    if num_changed:
+    if num_bad:
         ctx.exit(1)

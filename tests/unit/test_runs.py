@@ -19,7 +19,7 @@ from paceline.cli import program
 from paceline.cli.runs import attached, run_end, run_lookup
 from paceline.cli.runs import state as run_state
 from paceline.cli.runs.describe import describe_run
-from paceline.cli.runs.rank_logs import seek_lines
+from paceline.cli.runs.rank_logs import MAX_LINE_BYTES, last_lines
 from paceline.cli.verbs import report
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
@@ -146,7 +146,7 @@ def test_logs_show_progress_bar_as_single_line(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_seek_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_reads_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("paceline.cli.runs.rank_logs.READ_BYTES", size)
     path = tmp_path / "log"
     for text in ("", "a", "a\n", "a\nb", "a\nb\n", "\n\n\n", "a\nb\nc\nd\n",
@@ -154,10 +154,24 @@ def test_seek_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) 
         path.write_bytes(text.encode())
         for count in range(5):
             with path.open("rb") as file:
-                seek_lines(file, count)
-                tail = file.read().decode().removesuffix("\n").split("\n")
+                tail = last_lines(file, count).decode().removesuffix("\n").split("\n")
+                assert file.read() == b""
             lines = text.removesuffix("\n").split("\n")
             assert tail == (lines[-count:] if count else [""])
+
+
+def test_logs_show_only_ends_of_long_last_lines() -> None:
+    """A sparse file of zeros would fill the terminal."""
+    log = make_run("one") / "logs" / "n1" / "0.log"
+    with log.open("wb") as file:
+        file.truncate(50 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b"the end\nlast\n")
+    long_line, last_line = run_cli("logs", "--tail", "2").output.splitlines()
+    assert long_line.startswith("[n1/0] [long line] ")
+    assert long_line.endswith("the end")
+    assert len(long_line) < 5 * MAX_LINE_BYTES
+    assert last_line == "[n1/0] last"
 
 
 def test_status_names_current_straggler() -> None:

@@ -16,6 +16,7 @@ from paceline.spec import rundir as names
 from paceline.spec.terminal import clean, has_colours
 
 MAX_TAIL_BYTES = 32 << 20  # bytes from the end in which last lines are looked for
+MAX_LINE_BYTES = 1 << 14  # of each of the last lines; its end is shown
 READ_BYTES = 1 << 20  # bytes read at once
 
 
@@ -27,16 +28,23 @@ def rank_logs(path: Path, rank: int | None = None, host: str | None = None) -> l
             if rank in (None, number) and host in (None, file.parent.name)]  # fmt: skip
 
 
-def seek_lines(file: IO[bytes], count: int) -> None:
-    """Goes to where the last ``count`` lines begin, reading from the end only."""
-    end = file.seek(0, os.SEEK_END)
-    at, seen = end, b""
+def last_lines(file: IO[bytes], count: int) -> bytes:
+    """Returns the last ``count`` lines, of long ones the ends; the file is then at its end."""
+    at = end = file.seek(0, os.SEEK_END)
+    seen = b""
     while at > 0 and seen[:-1].count(b"\n") < count and len(seen) < MAX_TAIL_BYTES:
         step = min(READ_BYTES, at)
         at = file.seek(at - step)
         seen = file.read(step) + seen
+    file.seek(end)
     lines = io.BytesIO(seen).readlines()  # a progress bar returns the carriage within its line
-    file.seek(end - sum(map(len, lines[len(lines) - count :])) if count < len(lines) else at)
+    return b"".join(map(_shortened, lines[max(0, len(lines) - count) :]))
+
+
+def _shortened(line: bytes) -> bytes:
+    if len(line) <= MAX_LINE_BYTES:
+        return line
+    return b"[long line] " + line[-MAX_LINE_BYTES:]
 
 
 class LogReader:
@@ -54,12 +62,12 @@ class LogReader:
         self._label = f"[{path.parent.name}/{path.stem}] "
         self._file = open_regular(path)
         self._lines = LineSplitter(REDRAW_S if follow else math.inf)
-        if tail is not None:
-            seek_lines(self._file, tail)
+        self._tail = b"" if tail is None else last_lines(self._file, tail)
 
     def show(self, *, to_the_end: bool) -> None:
         """Prints what was added since; ``to_the_end`` also a last line that has no end yet."""
-        while data := self._file.read(READ_BYTES):
+        while data := self._tail or self._file.read(READ_BYTES):
+            self._tail = b""
             self._print(self._lines.feed(data, time.monotonic()))
         if to_the_end:
             self._print(self._lines.flush())

@@ -48,7 +48,7 @@ from paceline.spec.job import (
 from paceline.spec.plan import Plan
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Setting, Source
-from paceline.transfer.tree import project_root
+from paceline.transfer.tree import is_no_project, project_root
 
 T = TypeVar("T")
 Hosts: TypeAlias = str | Sequence[str] | Cluster
@@ -233,7 +233,9 @@ def launch(
     )
     cluster, ssh = _resolve_hosts(hosts, ssh_config)
     remote = any(not host.local for host in cluster.hosts)
-    modules = call.unshipped_modules(project_root(job) if ship else None) if remote else []
+    root = project_root(job)
+    sent = root if ship and not is_no_project(root) else None
+    modules = call.unshipped_modules(sent) if remote else []
     with call.temporary_call_folder(_optional_path(run_dir), job.name) as path:
         file = path / names.CALL
         sha256, pickled = call.write_call(file, function, args, kwargs or {}, modules)

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -69,6 +70,54 @@ def test_home_folder_is_no_project_of_script_below(
 
     assert root(folder, "pack/b.py") == root(folder / "pack", "b.py") == folder / "pack"
     assert root(folder, "a.py") == folder
+
+
+@pytest.mark.parametrize("is_repository", [False, True])
+@pytest.mark.parametrize(
+    ("entry", "sent"),
+    [
+        (Entry("script", "a.py", ("--rows", "data/d.bin", ".netrc")), {"data/d.bin"}),
+        (Entry("script", "start", ("-c=1",)), {"start"}),
+        (Entry("module", "a"), set()),
+        (Entry("binary", "bash", ("start",)), {"start"}),
+        (Entry("function", "f()", ("{home}",)), set()),
+    ],
+)
+def test_home_folder_is_sent_only_in_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_repository: bool, entry: Entry, sent: set[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    for name in ("start", "passwords.txt", ".netrc", ".hidden.py", "other.py"):
+        (folder / name).write_text("")
+    if is_repository:
+        git(folder, "init", "-q")
+    if entry.kind == "function":
+        entry = replace(entry, args=(str(folder),))
+    job = Job("a", entry, str(folder), "python3")
+    tree = code.read_code(job)
+    assert {str(row[0]) for row in tree.manifest} == {"a.py", "other.py", *sent}
+    (note,) = code_notes(job, Supplies(tree))
+    assert f"{folder} holds more than one project: only its *.py files" in note
+    monkeypatch.setattr(code, "MAX_BYTES", 3)
+    with pytest.raises(SettingError, match="too large"):
+        code.read_code(job)
+
+
+def test_project_of_a_function_below_the_home_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    entry = Entry("function", "f()", (str(folder / "pack"),))
+    assert code.project_root(Job("a", entry, str(folder), "python3")) == folder / "pack"
+
+
+def test_folders_that_are_no_projects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("/", "/home", "/tmp", "~"):
+        assert code.is_no_project(Path(path).expanduser())
+    assert not code.is_no_project(folder)
+    owner = SimpleNamespace(pw_dir=str(folder))
+    monkeypatch.setattr("pwd.getpwuid", lambda _uid: owner)  # started with sudo
+    assert code.is_no_project(folder)
 
 
 @pytest.mark.parametrize("repository", [False, True])

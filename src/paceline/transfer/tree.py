@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import pwd
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 MAX_LISTED_FILES = 4 * MAX_FILES  # to name the largest folder; then listing ends
 ENV_FILE = ".env"  # often holds passwords
+_NO_PROJECTS = {"/", "/home", "/tmp", "/var/tmp"}  # noqa: S108 - beside home folders
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
 
 # For thousands of files: creating a Path takes longer than hashing a small file.
@@ -49,6 +51,8 @@ class Tree:
         unsent_env: A file ``.env`` that is not sent; empty if there is none.
         repository_problem: Why git does not read the repository of the folder, so that files which
             it ignores are here; empty if it does.
+        is_partial: The folder is no project, so that only its Python files, and files that the
+            command names, are here.
     """
 
     root: Path
@@ -60,6 +64,7 @@ class Tree:
     linked_folders: Sequence[str] = ()
     unsent_env: str = ""
     repository_problem: str = ""
+    is_partial: bool = False
 
     def file(self, path: str) -> Path:
         """The local path of a file."""
@@ -126,17 +131,17 @@ def project_root(job: Job) -> Path:
     """The root of the job's code.
 
     This is the git work tree of the work folder, else the work folder; or the same for the folder
-    of a script or function outside it. The home folder is no project of a script in a folder below.
+    of a script or function outside it. A folder that is no project is none for code in its folders.
     """
     root = folder_root(Path(job.workdir))
     if job.entry.kind == "function" and job.entry.args:
         folder = Path(job.entry.args[0])
-        return root if folder.is_relative_to(root) else folder_root(folder)
-    if job.entry.kind == "script":
-        script = script_path(job.entry, job.workdir)
-        if not script.is_relative_to(root) or (is_home(root) and script.parent != root):
-            return folder_root(script.parent)
-    return root
+    elif job.entry.kind == "script":
+        folder = script_path(job.entry, job.workdir).parent
+    else:
+        return root
+    is_inside = folder == root or (folder.is_relative_to(root) and not is_no_project(root))
+    return root if is_inside else folder_root(folder)
 
 
 def names_code(job: Job) -> bool:
@@ -144,11 +149,17 @@ def names_code(job: Job) -> bool:
 
     An argument may be a command for a shell: ``sh -c 'python main.py'``.
     """
-    root, entry = project_root(job), job.entry
-    program = [entry.target] if "/" in entry.target else []
+    return bool(_named_files(job, project_root(job)))
+
+
+def _named_files(job: Job, root: Path) -> set[str]:
+    """Relative paths of files of the project that are the program, or words of its arguments."""
+    entry = job.entry
+    program = [entry.target] if "/" in entry.target or entry.kind == "script" else []
     words = [*program, *entry.args, *(word for arg in entry.args for word in arg.split())]
     paths = (script_path(replace(entry, target=word), job.workdir) for word in words if word)
-    return any(path.is_relative_to(root) and _may_be_file(path) for path in paths)
+    return {path.relative_to(root).as_posix() for path in paths
+            if path.is_relative_to(root) and _may_be_file(path)}  # fmt: skip
 
 
 def _may_be_file(path: Path) -> bool:
@@ -164,14 +175,44 @@ def script_path(entry: Entry, workdir: str) -> Path:
 
 
 def folder_root(folder: Path) -> Path:
-    """The git work tree that contains a folder, unless that is the home folder; else the folder."""
+    """The git work tree that contains a folder, unless that is no project; else the folder."""
     root = work_tree_root(folder)
-    return folder if root is None or is_home(root) else root
+    return folder if root is None or is_no_project(root) else root
+
+
+def is_no_project(folder: Path) -> bool:
+    """Whether a folder holds too much that is no code, even if it is a git work tree."""
+    return is_home(folder) or str(folder.resolve()) in _NO_PROJECTS
 
 
 def is_home(folder: Path) -> bool:
-    """Whether a folder is the user's home folder, which holds too much that is no code."""
-    return folder.resolve() == Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - may fail
+    """Whether a folder is the home folder of the user, or of its owner, as with ``sudo``."""
+    homes = [os.path.expanduser("~")]  # noqa: PTH111 - may fail
+    with contextlib.suppress(KeyError, OSError):
+        homes.append(pwd.getpwuid(folder.stat().st_uid).pw_dir)
+    return folder.resolve() in [Path(home).resolve() for home in homes]
+
+
+def read_code(job: Job, outputs: Collection[str] = ()) -> Tree:
+    """Hashes the job's code; ``outputs`` are excluded.
+
+    If its folder is no project, this is only what the script may import from this folder itself,
+    and what the command names.
+
+    Raises:
+        CodeTooLarge: The code is too large to be shipped at every start.
+    """
+    root, data = project_root(job), Path(job.data.path) if job.data else None
+    if not is_no_project(root):
+        return read_tree(root, data=data, outputs=outputs)
+    modules = {path.name for path in root.glob("*.py") if _may_be_file(path)}
+    named = {path for path in _named_files(job, root) - {*outputs}
+             if data is None or not (root / path).is_relative_to(data)}  # fmt: skip
+    visible = sorted(path for path in modules | named if "/." not in f"/{path}")
+    sizes = {path: _stat(f"{root}/{path}").st_size for path in visible}
+    if len(sizes) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
+        raise _too_large(root, sizes, is_complete=True)
+    return replace(_hashed(root, visible), is_partial=True)
 
 
 def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
@@ -371,7 +412,7 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
         f" .gitignore{f'; if ranks need it, {data} sends it once' if is_folder else ''}. Or"
         f" {elsewhere}, or put the code at the same path on every host and add --ship never"
     )
-    is_project = root != Path("/") and not is_home(root)
+    is_project = not is_no_project(root)
     most = f"most of it is {largest}: {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB"
     return CodeTooLarge(
         f"the code in {root} is too large to ship at every start",

@@ -37,6 +37,7 @@ from paceline.transfer.tree import (
     is_home,
     names_code,
     project_root,
+    read_code,
     read_parts,
     read_tree,
 )
@@ -232,13 +233,12 @@ def scripts_project(request: Request) -> Path | None:
 
 def _read_code(job: Job, outputs: Collection[str]) -> Tree:
     """Reads the job's code; with ``--ship never``, code that is too large is not compared."""
-    root = project_root(job)
     try:
-        return read_tree(root, data=Path(job.data.path) if job.data else None, outputs=outputs)
+        return read_code(job, outputs)
     except CodeTooLarge:
         if job.ship.value != "never":
             raise
-        return Tree(root, [])
+        return Tree(project_root(job), [])
 
 
 def _no_code(job: Job) -> Tree | None:

@@ -157,7 +157,7 @@ def _check_workdir(job: Job, host: Host, tree: Tree) -> None:
         remedies.append(f"Or {start_in(common)}, which is sent as a whole")
     problem = "the script is outside the current folder"
     if root.is_relative_to(workdir):
-        problem = "the current folder is the home folder, which is not sent to hosts"
+        problem = "the current folder holds more than one project, and is not sent to hosts"
     raise NodeError(
         f"{problem}, so the script's relative paths would lead to other files on {host.name} than"
         " here",
@@ -174,8 +174,14 @@ def _check_links(job: Job, tree: Tree) -> None:
 
 
 def code_notes(job: Job, supplies: Supplies) -> list[str]:
-    """Returns notes on submodules, a repository that git refuses, and code that is not compared."""
+    """Returns notes on code that is not all of its folder, or more, or is not compared."""
     code, notes = supplies.code, list[str]()
+    if code is not None and code.is_partial:
+        notes.append(
+            f"{code.root} holds more than one project: only its *.py files, and files that the"
+            " command names, are compared and sent. To send more, put the script in a folder of"
+            " its own"
+        )
     if code is not None and code.repository_problem:
         notes.append(f"{code.repository_problem}. The code is all visible files in {code.root}")
     if code is not None and code.empty_submodules:

@@ -313,6 +313,23 @@ def watched(found: dict[str, Any]) -> None:
     found["reports"] = rows
 
 
+def joined(found: dict[str, Any]) -> None:
+    """Returns reports about a model in ``Join``, of which rank 0 has no data at first."""
+    reports: list[dict[str, Any]] = []
+    replica_watch.ReplicaWatch(reports.append, measure=False).install()
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(3):
+        with Join([model]):
+            for inputs, targets in batches((8 + epoch) * dist.get_rank() + 16 * epoch):
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+    rows: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows, reports)
+    found["reports"], found["alike"] = rows, alike(flat(model.parameters()))
+
+
 def in_world(body: Callable[[dict[str, Any]], None], file: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -330,6 +347,7 @@ def main() -> None:
         forked_worlds.run_ok(size, lambda f=file: in_world(world, f))  # type: ignore[misc]
     forked_worlds.run_ok(2, lambda: in_world(installed, folder / "installed.json"))
     forked_worlds.run_ok(3, lambda: in_world(watched, folder / "watched.json"))
+    forked_worlds.run_ok(3, lambda: in_world(joined, folder / "joined.json"))
 
 
 if __name__ == "__main__":

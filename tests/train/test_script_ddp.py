@@ -103,6 +103,16 @@ def test_replicas_are_compared_by_checksum(folder: Path) -> None:
     ]
 
 
+def test_replicas_in_join_are_compared_only_before_the_first_step(folder: Path) -> None:
+    """In ``Join``, ranks count different steps."""
+    joined = json.loads((folder / "joined.json").read_text())
+    assert joined["alike"]
+    sums = [[(entry["step"], entry["sums"]) for entry in rank if entry["event"] == replicas.REPORT]
+            for rank in joined["reports"]]  # fmt: skip
+    assert [step for step, _ in sums[0]] == [0]
+    assert sums == [sums[0]] * 3
+
+
 def test_replicas_report_timings(folder: Path) -> None:
     messages = json.loads((folder / "watched.json").read_text())["reports"]
     for rank in messages:

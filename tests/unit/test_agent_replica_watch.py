@@ -25,9 +25,9 @@ def test_compares_replicas_early_unless_checksums_are_slow(
     model: Any = SimpleNamespace(process_group=None, parameters=list)
     replica = replica_watch._Replica(0, model, lambda event: None)
 
-    def send(torch: Any, model: Any) -> None:
+    def send(torch: Any, model: Any, step: int) -> None:
         now_s[0] += cost_s or 0.05 / (1 + 100 * len(sent))  # the first is the slowest
-        sent.append(replica._step)
+        sent.append(step)
 
     monkeypatch.setattr(replica, "_send", send)
     for step in range(300):

@@ -101,3 +101,11 @@ def test_ddp_has_hook_attributes() -> None:
     source = inspect.getsource(parallel)
     for name in ("_comm_hooks", "_join_config", "_lazy_init_ran"):
         assert f"self.{name}" in source, name
+
+
+def test_join_has_attributes() -> None:
+    """Used by agent/ranks/replica_watch.py, which ends its comparisons in ``Join``."""
+    join = require("torch.distributed.algorithms.join", "Join", "agent/ranks/replica_watch.py")
+    assert callable(join.__enter__)
+    for name in ("_enable", "_joinables"):
+        assert f"self.{name}" in inspect.getsource(join), name

@@ -6,6 +6,7 @@ sent between ranks, so that a script whose ranks do different things is never he
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -50,6 +51,7 @@ class ReplicaWatch:
         }
         if self._verify:
             callbacks["torch.utils.data.distributed"] = self._samplers.install
+            callbacks["torch.distributed.algorithms.join"] = self._watch_joins
         on_import(callbacks)
 
     def _watch_models(self, module: Any) -> None:
@@ -69,6 +71,18 @@ class ReplicaWatch:
         module.DistributedDataParallel.__init__ = construct
         getstate = module.DistributedDataParallel.__getstate__
         module.DistributedDataParallel.__getstate__ = hide_in_copies(getstate)
+
+    def _watch_joins(self, module: Any) -> None:
+        original = module.Join.__enter__
+
+        @functools.wraps(original)
+        def enter(context: Any) -> Any:
+            with contextlib.suppress(AttributeError):  # not in this torch
+                for replica in self._replicas if context._enable else ():
+                    replica.before_join(sys.modules["torch"], context._joinables)
+            return original(context)
+
+        module.Join.__enter__ = enter
 
     def _watch_optimizers(self, module: Any) -> None:
         torch: Any = sys.modules["torch"]  # which may be being imported
@@ -145,6 +159,19 @@ class _Replica:
         if self.verifies:
             self._verify(torch, model)
 
+    def before_join(self, torch: Any, joinables: List[Any]) -> None:
+        """Makes the comparison before the first step, and ends the comparisons, as on all ranks.
+
+        In torch's ``Join``, a rank without data does not count the steps of the others.
+        """
+        model = self._model()
+        if model is None or not self.verifies or all(item is not model for item in joinables):
+            return
+        if self._step < 0:
+            with contextlib.suppress(Exception):  # as in a step
+                self._send(torch, model, 0)
+        self.verifies = False
+
     def _report_timings(self, model: Any) -> None:
         """Reports the timings that DDP takes of some steps, and the mean time of all steps."""
         current_s = time.monotonic()
@@ -186,7 +213,7 @@ class _Replica:
         if self._step == 0 or is_early or (self._interval and self._step % self._interval == 0):
             start_s = time.monotonic()
             try:
-                self._send(torch, model)
+                self._send(torch, model, self._step)
             except Exception:  # no memory for it, or a tensor without bits of its own
                 self.verifies = False
                 return
@@ -209,7 +236,7 @@ class _Replica:
             self._interval = 1 << (int(wanted) - 1).bit_length()
         self._start_s, self._start_step = current_s, self._step
 
-    def _send(self, torch: Any, model: Any) -> None:
+    def _send(self, torch: Any, model: Any, step: int) -> None:
         ignored = getattr(model, "parameters_to_ignore", ())
         named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
         with torch.no_grad():
@@ -223,7 +250,7 @@ class _Replica:
             self._report(
                 {
                     "kind": "event", "event": CHECKSUMS, "replica": self.number,
-                    "step": self._step, "members": self.members, "first": start,
+                    "step": step, "members": self.members, "first": start,
                     "sums": rows[start : start + MAX_TENSORS],
                 }
             )  # fmt: skip

@@ -82,6 +82,7 @@ def test_evidence_is_of_last_attempt(tmp_path: Path) -> None:
     output = "\n".join(lines(conclusion, from_run(tmp_path)))
     assert "last lines of rank 0 on n1:\n    quota used up\n" in output
     assert "a consequence of it (rank 1 on n3):\n    Traceback" in output
+    assert "to look at: The last lines of logs/n1/0.log, and what ends the process with" in output
 
 
 def test_evidence_of_rank_replaced_in_place_is_of_its_last_process() -> None:

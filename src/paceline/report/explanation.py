@@ -20,6 +20,11 @@ TO_COLLECT = (
     "`paceline run --debug SCRIPT` help. `paceline explain RUN --bundle FILE.tar.gz` packs them."
 )
 
+EXITED = (
+    "The last lines of {log}, and what ends the process with status {code}:\n"
+    "`sys.exit` or `os._exit` in the script or a library, or a shell script around it."
+)
+
 
 def summary_lines(conclusion: Conclusion) -> list[str]:
     """Cause and remedy, for the end of a failed run."""
@@ -47,10 +52,10 @@ def _describe_unknown(evidence: Evidence) -> list[str]:
     if evidence.launcher is not None and evidence.launcher.alive:
         return ["", "`paceline status` says where its ranks are.", *_log_tail(evidence)]
     first, context = evidence.outcome.first, evidence.outcome.context
+    failure = evidence.first_failure
     if first is None:
         quoted = _log_tail(evidence)
     else:
-        failure = evidence.first_failure
         is_other = failure is not None and failure.where not in first.label
         heading, quoted = "first error in the logs" if is_other else "first failure", list[str]()
         if failure is not None and is_other and is_consequence(first):
@@ -58,6 +63,9 @@ def _describe_unknown(evidence: Evidence) -> list[str]:
         quoted += ["", f"{heading} ({first.label}):", *_indented(first.lines[-MAX_QUOTED:])]
         words = [unit.lines[0] for unit in context if unit is not first][-MAX_QUOTED:]
         quoted += ["", "before it:", *_indented(words)] if words else []
+    if failure is not None and failure.kind == "exit" and failure.code and failure.rank is not None:
+        log = f"logs/{failure.host}/{failure.rank}.log"
+        quoted += ["", *_labeled("to look at: ", EXITED.format(code=failure.code, log=log))]
     return [*quoted, "", *_labeled("to collect: ", TO_COLLECT)]
 
 

@@ -55,6 +55,20 @@ def test_omits_environments_runs_and_caches(folder: Path) -> None:
     assert code.read_tree(folder).unsent_env == ".env"
 
 
+def test_omits_secrets_that_git_does_not_track(folder: Path) -> None:
+    git(folder, "init", "-q")
+    for name in (".env", ".ssh/id", "pack/.netrc", ".flake8"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    tree = code.read_tree(folder)
+    assert {".env", ".ssh/id", "pack/.netrc"}.isdisjoint(str(row[0]) for row in tree.manifest)
+    assert ".flake8" in listed_files(folder)
+    assert tree.unsent_env == ".env"
+    git(folder, "add", ".env", "pack/.netrc")
+    assert listed_files(folder) >= {".env", "pack/.netrc"}
+    assert ".ssh/id" not in listed_files(folder)
+
+
 @pytest.mark.parametrize("is_repository", [False, True])
 def test_home_folder_is_no_project_of_script_below(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_repository: bool

@@ -8,7 +8,7 @@ import hashlib
 import os
 import pwd
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ MAX_BYTES = 256 * 1024 * 1024
 MAX_LISTED_FILES = 4 * MAX_FILES  # to name the largest folder; then listing ends
 ENV_FILE = ".env"  # often holds passwords
 _NO_PROJECTS = {"/", "/home", "/tmp", "/var/tmp"}  # noqa: S108 - beside home folders
+_SECRETS = {ENV_FILE, ".aws", ".git-credentials", ".kube", ".netrc", ".pgpass", ".pypirc", ".ssh"}
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
 
 # For thousands of files: creating a Path takes longer than hashing a small file.
@@ -219,8 +220,9 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
               outputs: Collection[str] = ()) -> Tree:  # fmt: skip
     """Hashes the code in ``root``: files that git does not ignore, else all visible files.
 
-    Files of run directories, those in the folder ``data``, and ``outputs`` are excluded. With
-    ``parts`` only paths that begin with one of them.
+    Files of run directories, those in the folder ``data``, ``outputs``, and files that often hold
+    passwords, unless git tracks them, are excluded. With ``parts`` only paths that begin with one
+    of them.
 
     Raises:
         CodeTooLarge: The code is too large to be shipped at every start.
@@ -333,7 +335,8 @@ def _list_files(root: Path, data: Path | None, empty_submodules: list[str],
         seen.add(real)
         listed = run_git(root / prefix, "ls-files", "-z", "--cached", "--others",
                          "--exclude-standard")  # fmt: skip
-        names = _visible(root, prefix, excluded) if listed is None else listed.split("\0")
+        names = (_visible(root, prefix, excluded) if listed is None
+                 else _without_secrets(root / prefix, listed.split("\0")))  # fmt: skip
         for name in dict.fromkeys(filter(None, names)):
             path = prefix + name
             if excluded is not None and f"{path}/".startswith(f"{excluded}/"):
@@ -346,6 +349,14 @@ def _list_files(root: Path, data: Path | None, empty_submodules: list[str],
                 empty_submodules.append(path)
             elif _allowed(_is_folder_link, root / path) and not _skip(root / path):
                 linked_folders.append(path)
+
+
+def _without_secrets(repository: Path, names: Sequence[str]) -> Iterable[str]:
+    """Leaves out files that often hold passwords, unless git tracks them."""
+    secrets = {name for name in names if not _SECRETS.isdisjoint(name.split("/"))}
+    if secrets:
+        secrets -= {*(run_git(repository, "ls-files", "-z") or "").split("\0")}
+    return (name for name in names if name not in secrets)
 
 
 def _is_repository(folder: Path) -> bool:

@@ -26,14 +26,17 @@ FIRST = 130  # int4 sends the first tenth in 8 bits: more steps than precede the
 
 
 class Net(nn.Module):
-    """Large enough for compressed gradients in several buckets; has batch statistics."""
+    """Large enough for compressed gradients in several buckets; has batch statistics.
+
+    Gradients do not come in the reverse order of the parameters: the last layer is defined first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.rarely, self.last = nn.Linear(96, 96), nn.Linear(96, 4)
         self.layers = nn.Sequential(
             nn.Linear(16, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU()
         )
-        self.rarely, self.last = nn.Linear(96, 96), nn.Linear(96, 4)
 
     def forward(self, inputs: torch.Tensor, rarely: bool) -> torch.Tensor:
         found = self.layers(inputs)

@@ -65,6 +65,16 @@ def test_gradient_exchange_is_bit_identical_to_ddp(worlds: Any) -> None:
             assert size > 2 or results["laid out"] == results["unused"] == results["by ddp"]
 
 
+def test_gradients_lie_in_the_same_places_in_each_step(worlds: Any) -> None:
+    """Rounding depends on the place. Gradients arrive in the order of the parameters."""
+    for size in (2, 3):
+        for method, places in worlds[size][0]["places"].items():
+            assert places[:3] == [places[0]] * 3, (size, method)
+            assert places[3:] == [places[3]] * 3, (size, method)
+            assert [len(places[0]), len(places[3])] == [8, 12]
+            assert places[0] == sorted(places[0], reverse=True)
+
+
 def test_small_model_gradients_are_averaged_in_any_layout(worlds: Any) -> None:
     """Three ranks average the gradients directly, in the order of the ranks."""
     for entry in worlds[3]:

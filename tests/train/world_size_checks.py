@@ -54,6 +54,7 @@ def world(folder: Path) -> None:
             "held up before": held_up(session, buffers=True) if session.world.size > 1 else [],
             "exchanged": exchanged(session, 0) if session.world.size > 1 else {},
             "exchanged directly": exchanged(session, 1 << 18) if session.world.size > 1 else {},
+            "places": gradient_places(session) if session.world.size > 1 else {},
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
@@ -142,6 +143,30 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
         GradientExchange._is_pair = of_two  # type: ignore[method-assign]
     small_messages.MAX_BYTES = usual
     return found
+
+
+def gradient_places(session: train.Session) -> dict[str, list[list[int]]]:
+    """Returns where gradients lie in their buckets, after each step, by method.
+
+    Two layers are trained from the fourth step on, so that the buckets change there.
+    """
+    places = {}
+    for method in ("exact", "fp16", "bf16", "int8", "int4"):
+        torch.manual_seed(7)
+        network = Backwards(*(nn.Linear(9, 9) for _ in range(6))).to(torch.float32)
+        network[:2].requires_grad_(False)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        model = session.prepare(network, optimizer, communication=method)
+        updater, places[method] = session.models.first, []
+        for step in range(6):
+            if step == 3:
+                network.requires_grad_(True)
+                assert session.models.include_thawed()
+            updater.backward(model(torch.randn(5, 9)).square().mean())
+            gradients = [p.grad for p in network.parameters() if p.grad is not None]
+            places[method].append([gradient.storage_offset() for gradient in gradients])
+            updater.update()
+    return places
 
 
 def partly_used(session: train.Session) -> list[float]:

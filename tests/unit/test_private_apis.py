@@ -93,6 +93,13 @@ def test_ddp_has_logging_data() -> None:
     assert hasattr(parallel, "_get_ddp_logging_data")
 
 
+def test_ddp_reducer_takes_an_order_of_gradients() -> None:
+    """Used by train/reduce/buckets.py, so that DDP does not order them as they arrive."""
+    from torch.distributed import Reducer
+
+    assert hasattr(Reducer, "_push_all_rebuilt_params")
+
+
 def test_ddp_has_hook_attributes() -> None:
     """Used by train/ddp, which wraps them to notice the hooks of scripts."""
     parallel = require(*TORCH_NAMES[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,12 @@ class BucketExchange:
 
     Attributes:
         model: DDP model whose gradients are averaged.
+        keeps_order: Gradients lie in the reverse order of the parameters in every step. Otherwise
+            they lie, after the first pass with new buckets, in the order in which they came in it.
         former_reducer: That of a former group of ranks, until another one has adopted its state.
     """
+
+    keeps_order: ClassVar[bool] = False
 
     def __init__(self, model: DistributedDataParallel, comms: Comms) -> None:
         self.model, self._comms = model, comms
@@ -127,9 +131,11 @@ class BucketExchange:
         model = self.model
         with only_trained(model, self.exchanged):
             parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
-            names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
             for parameter in parameters:
                 parameter.grad = None
+            if not as_initial:  # buckets are divided, and kept, in the order of parameters here
+                parameters, sparse = parameters[::-1], sparse[::-1]
+            names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
             model.bucket_bytes_cap, model.bucket_bytes_cap_default = size, True
             torch_dist: Any = dist  # what is replaced here for a moment is not public
             assign, default = torch_dist._compute_bucket_assignment_by_size, default_first_bytes()
@@ -137,12 +143,8 @@ class BucketExchange:
             def assign_reversed(
                 tensors: list[Tensor], limits: list[int], *lists: Any
             ) -> tuple[list[list[int]], list[int]]:
-                # Gradients come in reverse order, and the first bucket is counted from there.
-                order = range(len(tensors) - 1, -1, -1)
-                buckets, sizes = assign(
-                    tensors[::-1], [first, size], *[each[::-1] for each in lists]
-                )
-                return [[order[i] for i in bucket] for bucket in reversed(buckets)], sizes[::-1]
+                buckets, sizes = assign(tensors, [first, size], *lists)
+                return buckets[::-1], sizes[::-1]  # DDP takes the last one first
 
             model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
             if not as_initial:
@@ -167,6 +169,8 @@ class BucketExchange:
             self._hook()
             if as_initial:
                 build_buckets(model)
+            elif self.keeps_order:
+                model.reducer._push_all_rebuilt_params()  # as if gradients had come in this order
 
     def _hook(self) -> None:
         """Registers the hook with DDP's reducer, if one is needed."""

@@ -31,6 +31,7 @@ class GradientExchange(BucketExchange):
     """Averages one replica's gradients."""
 
     model: Replica
+    keeps_order = True  # rounding depends on it: a resumed run begins in any step
 
     def __init__(self, model: Replica, comms: Comms) -> None:
         super().__init__(model, comms)

@@ -98,7 +98,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "discard_run_folder": ({}, {}, b""),
     "keep_folder": ({}, {}, b""),
     "set_outputs_aside": ({}, {}, b""),
-    "discard_uncollected": ({"parts": False}, {}, b""),
+    "discard_uncollected": ({"shards": False}, {}, b""),
     "forget_outputs": ({}, {}, b""),
     "put_output": ({}, {}, b""),
     "list_outputs": ({}, {"latest_us": 9, "files": [

@@ -17,6 +17,7 @@ from test_outputs import Workspace, torch_zip
 
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
+from paceline.rundir.arrivals import Arrivals
 from paceline.spec.detached import DETACHED
 from paceline.transfer import output_folders
 from paceline.transfer.detached_outputs import DetachedOutputs
@@ -129,21 +130,61 @@ def test_replaced_files_return_to_their_run(in_runs: Run) -> None:
     in_runs(work)
 
 
+def test_resumed_run_does_not_get_files_of_later_run(in_runs: Run) -> None:
+    """Also if the directory of the later run was removed, or it still runs."""
+
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/last.pt": "first", "out/log.csv": "first"})
+        first, store = runs.run, runs.store
+        kept = first / "files/n1/out/last.pt"
+        kept.parent.mkdir(parents=True)
+        kept.write_bytes(b"of another rank")
+        (first / ".paceline-brought").write_text(
+            '{"own": true, "start": "1"}\n"files/n1/out/last.pt"\n'
+        )
+        runs.begin("second")
+        await runs.write_and_fetch({"out/last.pt": "second"}, age_s=30.0)
+        assert kept.read_bytes() == torch_zip("first")
+        (before,) = first.glob("files-before-*/files/n1/out/last.pt")
+        assert before.read_bytes() == b"of another rank"
+        runs.run = first
+        for is_removed in (False, True):
+            if is_removed:
+                shutil.rmtree(first.parent / "second")
+            store = runs.fresh_store()
+            assert store.sendable("")[1]["out/last.pt"][0] == kept
+
+    in_runs(work)
+
+
+def test_file_on_its_way_to_its_run_is_found(in_runs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the later run is killed after it has moved the file."""
+
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/last.pt": "first"})
+        first = runs.run
+        runs.begin("second")
+        monkeypatch.setattr(Arrivals, "record", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            await runs.write_and_fetch({"out/last.pt": "second"}, age_s=30.0)
+        runs.run = first
+        _, files = runs.fresh_store().sendable("")
+        assert files["out/last.pt"][0] == first / "files/n1/out/last.pt"
+
+    in_runs(work)
+
+
 @pytest.mark.parametrize("is_changed_later", [False, True])
 def test_checkpoint_that_user_put_back_is_sent(in_runs: Run, is_changed_later: bool) -> None:
     async def work(runs: Runs) -> None:
         last = runs.project / "out/last.pt"
         await runs.write_and_fetch({"out/last.pt": "first", "out/log.csv": ""})
         last.write_bytes(b"of the user")
-        await asyncio.sleep(0.01)
+        os.utime(last, (time.time() - 45.0,) * 2)
         await runs.write_and_fetch({"out/last.pt": "second"}, age_s=30.0)
         assert last.read_bytes() == b"of the user"
         if is_changed_later:
-            old = runs.project / "old.pt"
-            old.write_bytes(b"an old one")
-            os.utime(old, (time.time() - 1000,) * 2)
-            await asyncio.sleep(0.01)
-            old.replace(last)
+            last.write_bytes(b"of the user")
         runs.store = runs.fresh_store()
         _, files = runs.store.sendable("")
         expected = last if is_changed_later else runs.run / "files/n1/out/last.pt"

@@ -401,7 +401,7 @@ class Launcher:
         self.driver.set_plan(plan)
         self._results.set_first_node(fleet.first)
         await self._provisioner.send(plan, fleet)
-        await self._outputs.start(fleet)
+        await self._outputs.start(fleet, plan.world_size)
         return plan
 
     def _inspect(self, hosts: Sequence[Host], facts: Mapping[str, Any],

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ class _Journal:
 class EarlierOutputs:
     """The unchanged files of other runs in a project. Reads their journals at the first question.
 
-    Not thread-safe, and blocking.
+    Blocking.
 
     Args:
         run: The run directory of the present run, whose own files are not meant.
@@ -58,6 +59,7 @@ class EarlierOutputs:
         # now: one that ends meanwhile has replaced some files of the present run, but not all
         self._running = {other for other in _runs_beside(run, project) if _may_run(other)}
         self._journals: dict[Path, _Journal] | None = None
+        self._loading = threading.Lock()
 
     def may_replace(self, path: str, *, before: float = math.inf,
                     is_adopted: bool = False) -> bool:  # fmt: skip
@@ -78,8 +80,12 @@ class EarlierOutputs:
         return any(output.time <= latest and not (output.is_local and self._is_of_user(path))
                    for _, output in lines)  # fmt: skip
 
-    def writer(self, path: str) -> tuple[Path, Output] | None:
-        """The run that wrote the file at a path of the project last, and its line about it."""
+    def writer(self, path: str, *, refresh: bool = False) -> tuple[Path, Output] | None:
+        """The run that wrote the file at a path of the project last, and its line about it.
+
+        ``refresh``: Reads what other runs have written since the first question.
+        """
+        self._load(refresh=refresh)
         written = [(run, output) for run, output in self._current(path) if not output.is_adopted]
         return max(written, key=lambda line: line[1].time, default=None)
 
@@ -122,18 +128,19 @@ class EarlierOutputs:
 
     def _load(self, *, refresh: bool = False) -> Mapping[Path, _Journal]:
         """Reads the journals of other runs, or those that have changed since they were read."""
-        if self._journals is not None and not refresh:
-            return self._journals
-        known, self._journals = self._journals or {}, {}
-        present, budget = _PresentFiles(self._project), MAX_READ_BYTES
-        for other, version in _newest_journals(self._run, self._project):
-            budget -= min(version[0], MAX_JOURNAL_BYTES)
-            if budget < 0:
-                break
-            is_known = other in known and known[other].version == version
-            self._journals[other] = (known[other] if is_known
-                                     else _read(other, version, present))  # fmt: skip
-        return self._journals
+        with self._loading:
+            if self._journals is not None and not refresh:
+                return self._journals
+            known, journals = self._journals or {}, dict[Path, _Journal]()
+            present, budget = _PresentFiles(self._project), MAX_READ_BYTES
+            for other, version in _newest_journals(self._run, self._project):
+                budget -= min(version[0], MAX_JOURNAL_BYTES)
+                if budget < 0:
+                    break
+                is_known = other in known and known[other].version == version
+                journals[other] = known[other] if is_known else _read(other, version, present)
+            self._journals = journals
+            return journals
 
 
 class _PresentFiles:

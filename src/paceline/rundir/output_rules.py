@@ -6,10 +6,10 @@ Pure. A host may be hostile. What it sends must not become code in the user's pr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.agent.files.outputs import RANK_NUMBER, SHARD_SUFFIX
+from paceline.agent.files.outputs import SHARD_SUFFIX
 from paceline.agent.files.safe_paths import fold_name, refusal_reason
 from paceline.spec import rundir
 
@@ -76,6 +76,12 @@ _CHECKPOINT_WITHOUT_SUFFIX = re.compile(
 )
 _LOG_SUFFIXES = _words("csv err jsonl log ndjson out tsv txt")  # programs append lines to them
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..+")  # of TensorBoard
+# state_rank1.pt, rank_3/model.pt, rng_1.pt, and of the Trainer and Accelerate: rng_state_1.pth,
+# random_states_1.pkl
+_RANK_NUMBER = re.compile(
+    r"(?:^|(?<=[^a-z]))(?:rank|rng(?:_state)?|random_states?|process)[_.=-]?([0-9]+)",
+    re.IGNORECASE,
+)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
@@ -231,12 +237,38 @@ def is_of_other_rank(group: Sequence[WrittenFile], paths: Container[str]) -> boo
 
 def rank_0_twin(path: str, paths: Container[str]) -> str:
     """The path among others that differs from a path only in rank 0 for another rank, or ""."""
-    for match in RANK_NUMBER.finditer(path):
+    for match in _RANK_NUMBER.finditer(path):
         twins = [path[: match.start(1)] + zero + path[match.end(1) :]
                  for zero in ("0", "0" * len(match[1]))]  # fmt: skip
         if int(match[1]) and (twin := next((twin for twin in twins if twin in paths), "")):
             return twin
     return ""
+
+
+def rank_in(path: str) -> int | None:
+    """The number of the rank in a path, if it has one."""
+    match = _RANK_NUMBER.search(path)
+    return None if match is None else int(match[1])
+
+
+def lacking_parts(times: Mapping[str, int], num_ranks: int) -> list[str]:
+    """Rank 0's newest file of each series that lacks files which other ranks had of earlier ones.
+
+    Args:
+        times: When each file was written last, by path.
+        num_ranks: Of the job: higher numbers are not missed.
+    """
+    ranks: dict[str, set[int]] = {}
+    newest: dict[str, str] = {}
+    for path in sorted(times, key=times.__getitem__):
+        rank = rank_in(path)
+        if rank == 0:
+            newest[series_of(path)] = path
+        elif rank is not None and rank < num_ranks and rank_0_twin(path, times):
+            ranks.setdefault(series_of(path), set()).add(rank)
+    twins = {(rank_0_twin(path, times), rank_in(path)) for path in times if rank_in(path)}
+    return sorted(path for series, path in newest.items()
+                  if any((path, rank) not in twins for rank in ranks.get(series, ())))  # fmt: skip
 
 
 def head_of(path: str, paths: Container[str]) -> str:
@@ -281,6 +313,30 @@ def _unit(path: str, folders: Collection[str]) -> str:
         if folder in folders or _STEP_FOLDER.fullmatch(parts[depth - 1]):
             return folder
     return path
+
+
+def withheld_root(path: str, folders: Container[str]) -> str:
+    """The folder or file that is left out with incomplete checkpoints, if a path is in it, or "".
+
+    Args:
+        folders: Of the indexes of incomplete checkpoints, and those above that are named like one.
+    """
+    parts = path.split("/")
+    for depth in range(len(parts) - 1, -1, -1):
+        folder = "/".join(parts[:depth])
+        if folder in folders and depth and _STEP_FOLDER.fullmatch(parts[depth - 1]):
+            return folder
+        if folder in folders and depth == len(parts) - 1 and is_of_save(path):
+            return path
+    return ""
+
+
+def checkpoint_folders(index: str) -> set[str]:
+    """The folder of an index, and the innermost one at or above it that is named like a step."""
+    parts = _parent(index).split("/")
+    named = ["/".join(parts[: depth + 1]) for depth, name in enumerate(parts)
+             if _STEP_FOLDER.fullmatch(name)]  # fmt: skip
+    return {_parent(index), *named[-1:]}
 
 
 def _parent(path: str) -> str:

@@ -21,12 +21,13 @@ from paceline.rundir import records
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.directory import short
 from paceline.rundir.output_rules import (
-    index_of,
+    DCP_INDEX,
+    checkpoint_folders,
     is_checkpoint,
-    is_index,
     is_of_save,
     rank_0_twin,
     unit_of,
+    withheld_root,
 )
 from paceline.spec.rundir import OUTPUTS, PLAN
 
@@ -56,7 +57,7 @@ class Output:
             content.
         is_adopted: Another run wrote it.
         is_local: It was found in the project itself, where the user may have written it.
-        num_shards: Of the index of a distributed checkpoint: how many shards it names.
+        shards: Of the index of a distributed checkpoint: the names of its shards, in one line.
     """
 
     path: str
@@ -70,7 +71,7 @@ class Output:
     has_state: bool = True
     is_adopted: bool = False
     is_local: bool = False
-    num_shards: int = 0
+    shards: str = ""
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> Output | None:
@@ -78,10 +79,9 @@ class Output:
         kinds = {"path": str, "size": int, "sha256": str, "host": str, "place": str,
                  "mtime_us": int, "time": float, "local_mtime_us": int,
                  "has_state": bool, "is_adopted": bool, "is_local": bool,
-                 "num_shards": int}  # fmt: skip
+                 "shards": str}  # fmt: skip
         # the last four are not in lines of earlier versions
-        given = {"has_state": True, "is_adopted": False, "is_local": False, "num_shards": 0,
-                 **value}  # fmt: skip
+        given = {"has_state": True, "is_adopted": False, "is_local": False, "shards": "", **value}
         entry: dict[str, Any] = {field.name: given.get(field.name) for field in fields(cls)}
         if any(type(entry[name]) is not kind for name, kind in kinds.items()):
             return None
@@ -338,7 +338,7 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
     incomplete = incomplete_checkpoints(outputs)
     units: dict[str, list[Output]] = {}
     for output in outputs:
-        if not is_below(output.path, incomplete):
+        if not withheld_root(output.path, incomplete):
             units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
     checkpoints = {unit: files for unit, files in units.items()
                    if unit.rpartition("/")[2] != "training_args.bin"
@@ -354,23 +354,15 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
     return newest, checkpoints[newest]
 
 
-def incomplete_checkpoints(outputs: Iterable[Output]) -> dict[str, int]:
-    """How many shards of distributed checkpoints are not among some outputs, by folder.
-
-    This is the folder of the whole checkpoint, if its name shows that.
-    """
-    num_missing: dict[str, int] = {}
-    for output in filter(lambda output: is_of_save(output.path), outputs):
-        change = output.num_shards if is_index(output.path) else -1
-        index = index_of(output.path)
-        num_missing[index] = num_missing.get(index, 0) + change
-    return {unit_of(index) if unit_of(index) != index else _dcp_folder(index): number
-            for index, number in num_missing.items() if number > 0}  # fmt: skip
-
-
-def is_below(path: str, folders: Iterable[str]) -> bool:
-    """Whether a path is in one of some folders, or below it."""
-    return any(path.startswith(f"{folder}/" if folder else "") for folder in folders)
+def incomplete_checkpoints(outputs: Iterable[Output]) -> set[str]:
+    """The folders of distributed checkpoints of which some shards are not among the outputs."""
+    paths = {output.path: output.shards for output in outputs}
+    incomplete = set[str]()
+    for path, shards in paths.items():
+        beside = path[: len(path) - len(DCP_INDEX)]
+        if any(beside + name not in paths for name in shards.split()):
+            incomplete |= checkpoint_folders(path)
+    return incomplete
 
 
 def script_checkpoint(run: Path) -> str:

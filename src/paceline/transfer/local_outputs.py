@@ -30,18 +30,21 @@ from paceline.rundir.output_rules import (
     index_of,
     is_checkpoint,
     is_index,
+    is_of_save,
     is_shard,
     kept_out_reason,
+    lacking_parts,
     name_refusal,
     rank_0_twin,
+    rank_in,
     unit_of,
+    withheld_root,
 )
 from paceline.rundir.outputs import (
     Output,
     OutputJournal,
     earlier_checkpoint,
     incomplete_checkpoints,
-    is_below,
     local_version,
     newest_checkpoint,
 )
@@ -58,7 +61,7 @@ from paceline.spec.rundir import (
 )
 from paceline.transfer.moves import move_file, set_mtime
 from paceline.transfer.output_folders import RUN_PREFIX, shards_beside
-from paceline.transfer.torch_files import count_shards, has_state
+from paceline.transfer.torch_files import has_state, shards_in
 from paceline.transfer.tree import Manifest
 
 UNPLACED = f"{INCOMING}/outputs"  # in the run directory: complete files that have no place yet
@@ -76,15 +79,12 @@ class LocalOutputs:
         project: The project on this machine; ``None`` if it is on another one.
         kept_out: Files that did not arrive in the project: where they are, by path.
         handed_back: Files of other runs that gave way to this run's: where they are.
-        incomplete: How many shards of distributed checkpoints are not here, by folder: hosts do not
-            get these checkpoints.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         self.project: Path | None = None
         self.kept_out: dict[str, str] = {}
         self.handed_back: list[Path] = []
-        self.incomplete: dict[str, int] = {}
         self.journal = OutputJournal(run, LineSeals(run))
         if num_foreign := self.journal.num_foreign:
             note(f"paceline: {short(run / OUTPUTS)} has {pluralize(num_foreign, 'line')} that you"
@@ -183,7 +183,7 @@ class LocalOutputs:
             outputs.append(Output(file.path, file.size, hashes[file.path], host, place,
                                   file.mtime_us, round(time.time(), 3), file.mtime_us,
                                   has_state(self._run / UNPLACED / file.path),
-                                  num_shards=count_shards(self._run / UNPLACED / file.path)
+                                  shards=shards_in(self._run / UNPLACED / file.path)
                                   ))  # fmt: skip
         # Before they are there, they must not count as arrived; then not as files of the user.
         self.journal.add_pending(outputs)
@@ -222,35 +222,86 @@ class LocalOutputs:
         for output in recorded:
             is_beside = bool(output.place) == is_outside
             if is_beside and output.is_unchanged(self._run, self.project):
-                if output.is_adopted and self._hand_back(output.path):
-                    continue
+                with contextlib.suppress(OSError):  # torch would load it with new ones
+                    if output.is_adopted and self._hand_back(output.path):
+                        continue
                 root = self._run if output.place or self.project is None else self.project
                 with safe_paths.FolderCache(str(root)) as folders:
                     folders.remove(output.place or output.path)
         self.journal.remove([output.path for output in recorded])
 
-    def forget_parts(self, saved: Collection[str]) -> None:
-        """Forgets files of other ranks that are older than new ones of rank 0 beside them."""
-        self.journal.remove([path for path in self.journal.outputs
-                             if path not in self._fresh and rank_0_twin(path, saved)])  # fmt: skip
+    def twin_times(self, paths: Iterable[str]) -> dict[str, int]:
+        """When rank 0's files among some paths were written last, in µs; of those with a rank."""
+        outputs = self.journal.outputs
+        return {path: outputs[path].mtime_us for path in paths
+                if path in outputs and rank_in(path) == 0}  # fmt: skip
+
+    def forget_parts(self, former: Mapping[str, int]) -> None:
+        """Forgets files of other ranks beside which rank 0's are new: ranks would load two saves.
+
+        Those of other hosts arrive when the ranks have ended. On rank 0's host, a file is of the
+        save that is closer in time.
+
+        Args:
+            former: When rank 0's files had been written before, as :meth:`twin_times` returns it.
+        """
+        outputs = self.journal.outputs
+        middle = {path: (outputs[path].mtime_us + mtime_us) // 2
+                  for path, mtime_us in former.items()
+                  if outputs[path].mtime_us != mtime_us}  # fmt: skip
+        if not middle:
+            return
+        twins = {path: rank_0_twin(path, middle) for path in outputs if rank_in(path)}
+        self.journal.remove([
+            path for path, twin in twins.items() if twin
+            and (outputs[path].host != outputs[twin].host
+                 or outputs[path].mtime_us < middle[twin])
+        ])  # fmt: skip
 
     def outdated_parts(self) -> list[str]:
-        """Files of other ranks that are older than rank 0's, so that hosts do not get them."""
+        """Files of other ranks that hosts do not get, because rank 0's is newer."""
         outputs = self.journal.outputs
         return sorted(path for path in self.journal.removed
                       if not is_shard(path) and head_of(path, outputs))  # fmt: skip
+
+    def missing_parts(self, num_ranks: int) -> list[str]:
+        """Checkpoints of which hosts do not get all parts, because these are not here. Blocking.
+
+        Args:
+            num_ranks: Of the job: files of higher ranks are not missed.
+        """
+        outputs = self.journal.outputs
+        outdated = [path for path in self.outdated_parts() if (rank_in(path) or 0) < num_ranks]
+        times = {path: output.mtime_us for path, output in outputs.items()
+                 if head_of(path, outputs) or rank_in(path) == 0}  # fmt: skip
+        folders = {folder or "." for folder in self.incomplete()}
+        return sorted({*folders, *outdated, *lacking_parts(times, num_ranks)})
+
+    def incomplete(self) -> set[str]:
+        """Folders of distributed checkpoints of which shards are not here. Blocking."""
+        saves = [output for output in list(self.journal.outputs.values())
+                 if is_of_save(output.path)]  # fmt: skip
+        paths = {output.path: output.local_path(self._run, self.project) for output in saves}
+        present = {path for path, local in paths.items() if local and local_version(local)}
+        return incomplete_checkpoints(output for output in saves if output.path in present)
 
     def unsent_of_other_ranks(self) -> list[str]:
         """Checkpoints that other ranks wrote, in the run directory, and hosts do not get. Blocking.
 
         Their names do not say which rank wrote them.
         """
-        known = {output.place for output in self.journal.outputs.values()}
+        journal = self.journal
+        first = {f"{FETCHED}/{safe_name(output.host)}" for output in journal.outputs.values()
+                 if not rank_in(output.path) and not is_shard(output.path)}  # fmt: skip
+        known = {*journal.outputs, *journal.removed}
         paths = [str(file.relative_to(self._run)) for file in (self._run / FETCHED).rglob("*")]
-        return sorted(path for path in paths
-                      if path not in known and is_checkpoint(path, [path]) and self.travels(path)
-                      and OUTSIDE not in path.split("/")
-                      and (self._run / path).is_file())  # fmt: skip
+        return sorted(
+            path for path in paths
+            if path.count("/") > 1 and "/".join(path.split("/")[:2]) not in first
+            and path.split("/", 2)[2] not in known
+            and is_checkpoint(path, [path]) and self.travels(path)
+            and OUTSIDE not in path.split("/") and (self._run / path).is_file()
+        )  # fmt: skip
 
     def _state(self, path: str, before: float = math.inf) -> PathState:
         """What this machine has at a path of the project.
@@ -307,12 +358,16 @@ class LocalOutputs:
         run, output = writer
         if run not in self._others:
             self._others[run] = Arrivals(run), OutputJournal(run, LineSeals(run))
+            self._others[run][0].mark_start()  # what is there is kept, under another name
         arrivals, journal = self._others[run]
         place = arrivals.place(f"{FETCHED}/{safe_name(output.host)}/{path}", output.host)
         os.close(safe_paths.open_folder(str(run), place.rpartition("/")[0], make=True))
+        arrivals.set_aside(place, str(self.project / path))
+        moved = replace(output, place=place)
+        journal.add_pending([moved])
         move_file(self.project, path, run, place, replace=True)
         arrivals.record(place)
-        journal.add([replace(output, place=place)])
+        journal.add([moved])
         self.handed_back.append(run / place)
         return True
 
@@ -401,17 +456,13 @@ class LocalOutputs:
             local = self._newest_copy(output)
             versions[output.path] = local, None if local is None else local_version(local)
         cut_off = {unit_of(path) for path, (_, version) in versions.items() if version is None}
-        others = {folder: number for folder, number in self.incomplete.items()
-                  if folder.startswith(RUN_PREFIX) != bool(prefix)}  # fmt: skip
-        self.incomplete = others | incomplete_checkpoints(
-            self.journal.outputs[path] for path, (_, version) in versions.items() if version
-        )
+        incomplete = self.incomplete()
         manifest: Manifest = []
         paths: dict[str, tuple[Path, int]] = {}
         for path, (local, version) in versions.items():
             if local is None or version is None or unit_of(path) in cut_off:
                 continue
-            if is_below(path, self.incomplete):
+            if withheld_root(path, incomplete):
                 continue
             output = self.journal.outputs[path]
             is_same = version == (output.size, output.local_mtime_us)
@@ -433,14 +484,15 @@ class LocalOutputs:
             return local
         own = self.project / output.path
         version = local_version(own)
-        if version is None or self._earlier is None:
+        if version is None or version[1] <= output.mtime_us:
             return local
         if self._was_sent(output.path):
-            return own if version[1] > output.mtime_us else local
-        was_here = output.path in self.journal.versions
-        is_of_user = was_here and self._earlier.writer(output.path) is None
-        # an old file that was moved there has its old time of modification
-        return own if is_of_user and own.lstat().st_ctime > output.time else local
+            return own
+        # not if this version itself was there, and gave way to a file of another run
+        was_here = self.journal.versions.get(output.path, ("", output.sha256))[1] != output.sha256
+        if was_here and self._earlier is not None:
+            return local if self._earlier.writer(output.path, refresh=True) else own
+        return local
 
 
 def format_paths(paths: Sequence[str]) -> str:

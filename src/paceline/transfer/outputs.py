@@ -33,8 +33,9 @@ from paceline.rundir.output_rules import (
     split_growing_logs,
     superseded_units,
     unit_of,
+    withheld_root,
 )
-from paceline.rundir.outputs import Output, is_below
+from paceline.rundir.outputs import Output
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import format_size
 from paceline.transfer.files import send_blocks
@@ -56,10 +57,11 @@ from paceline.transfer.output_folders import (
     shards_beside,
 )
 from paceline.transfer.results import RESULT_LIMIT, room_problem
-from paceline.transfer.torch_files import count_shards, has_state, is_intact
+from paceline.transfer.torch_files import has_state, is_intact, shards_in
 
 CLOCK_SLACK_S = 2.0  # between the clocks of a disk and of this process
 MAX_SKEW_US = 2_000_000  # between the clocks of two hosts
+MAX_SAVE_US = 30_000_000  # between the ends of two ranks' shards of a save
 MIN_GROWTH_S = 10.0  # for which the beginning of a log must not change before it is fetched
 MIN_NOTED_BYTES = 64 << 20  # to send, of which a line tells
 
@@ -159,7 +161,8 @@ class OutputStore(LocalOutputs):
             files = await self.list_files(folder)
             for file in files:
                 record = self.journal.outputs.get(file.path)
-                if record is not None and file.mtime_us <= record.mtime_us:
+                is_known = record is not None and file.mtime_us <= record.mtime_us
+                if is_known or self._is_outdated(file):
                     folder.fetched[file.path] = file.version
             self._note_earlier_saves(folder, files)
             old = dict(folder.fetched)
@@ -312,8 +315,9 @@ class OutputStore(LocalOutputs):
         """
 
         def place() -> None:
+            former = self.twin_times(map(_path, group))
             self.place_unit(folder.host, group, hashes, index, folder.is_uncollected)
-            self.forget_parts({*map(_path, group)})
+            self.forget_parts(former)
 
         placing = asyncio.ensure_future(asyncio.to_thread(place))
         try:
@@ -325,46 +329,62 @@ class OutputStore(LocalOutputs):
             if placing.done() and not placing.cancelled() and placing.exception() is None:
                 folder.fetched |= {file.path: file.version for file in group}
 
-    async def fetch_parts(self, folder: OutputFolder) -> list[str]:
+    async def fetch_parts(self, folder: OutputFolder, *, only_shards: bool = False
+                          ) -> list[str]:  # fmt: skip
         """Fetches what a node's ranks have written of checkpoints whose file of rank 0 is here.
 
-        Returns the paths.
+        Args:
+            only_shards: Rank 0's newest files may be missing: files that each rank wrote for itself
+                could be of another save.
+
+        Returns:
+            The paths.
         """
         outputs, fetched = self.journal.outputs, list[str]()
         if not outputs:
             return fetched
-
-        def is_missing(file: WrittenFile) -> bool:
-            head = outputs.get(head_of(file.path, outputs))
-            if head is None or not file.is_whole:
-                return False
-            if not is_shard(file.path):
-                known = outputs.get(file.path)
-                is_newer = known is None or known.mtime_us < file.mtime_us
-                return is_newer and is_new(folder, [file])
-            # a later save may have begun when the launcher was lost
-            if folder.is_uncollected and file.mtime_us > head.mtime_us + MAX_SKEW_US:
-                return False
-            is_written = folder.earlier.get(file.path) != file.version
-            is_known = file.path in self._fresh or (
-                file.path in outputs and head.path not in self._fresh
-            )
-            return is_written and not is_known
-
         async with self._receiving():
-            for file in filter(is_missing, await self.list_files(folder)):
-                if self.has_room(folder.host, file.path, [file]):
+            files = await self.list_files(folder)
+            for file in sorted(files, key=lambda file: is_shard(file.path)):  # indexes first
+                head = outputs.get(head_of(file.path, outputs))
+                is_missing = self._lacks_shard if is_shard(file.path) else self._lacks_rank_file
+                if head is None or (only_shards and not is_shard(file.path)) or not file.is_whole:
+                    continue
+                if is_missing(folder, file) and self.has_room(folder.host, file.path, [file]):
                     hashes = await self.receive(folder, [file], 1.0)
-                    head = outputs[head_of(file.path, outputs)]
                     await self._place_received(folder, [file], hashes, index=head)
                     fetched.append(file.path)
         return fetched
 
-    async def has_parts(self, folder: OutputFolder) -> bool:
+    def _lacks_rank_file(self, folder: OutputFolder, file: WrittenFile) -> bool:
+        """Whether what a node's rank wrote for itself is newer than what was here."""
+        journal = self.journal
+        known = journal.outputs.get(file.path) or journal.removed.get(file.path)
+        return is_new(folder, [file]) and (known is None or known.mtime_us < file.mtime_us)
+
+    def _lacks_shard(self, folder: OutputFolder, file: WrittenFile) -> bool:
+        """Whether a node's shard belongs to the index that is here, and is not here yet."""
+        outputs, index = self.journal.outputs, index_of(file.path)
+        is_written = folder.earlier.get(file.path) != file.version
+        is_known = file.path in self._fresh or (file.path in outputs and index not in self._fresh)
+        if is_known or not is_written:
+            return False
+        if not folder.is_uncollected:
+            return True
+        # on a node that was lost, it may be of a later save, or of one long ago
+        beside = [output.mtime_us for output in outputs.values()
+                  if is_shard(output.path) and index_of(output.path) == index]  # fmt: skip
+        end_us = outputs[index].mtime_us
+        earliest_us = min([*beside, end_us]) - MAX_SAVE_US
+        return earliest_us <= file.mtime_us <= end_us + MAX_SKEW_US
+
+    async def has_shards(self, folder: OutputFolder) -> bool:
         """Whether all files in a node's folder are here, in this version or a later one."""
+        answer = await folder.channel.request("list_outputs", root=folder.root, since_us=0)
         outputs = self.journal.outputs
-        return all(file.path in outputs and outputs[file.path].mtime_us >= file.mtime_us
-                   for file in await self.list_files(folder))  # fmt: skip
+        return all(file["path"] in outputs
+                   and outputs[file["path"]].mtime_us >= file["mtime_us"]
+                   for file in answer["files"])  # fmt: skip
 
     def start_attempt(self) -> None:
         """Notes that ranks start: what arrives from now on is theirs."""
@@ -415,7 +435,8 @@ class OutputStore(LocalOutputs):
         if not folder.prefix:
             adopted = self._adopt(files.keys(), refresh=True)
             files = {path: file for path, file in files.items() if path not in adopted}
-        files = {path: file for path, file in files.items() if not self._is_recorded(folder, file)}
+        files = {path: file for path, file in files.items()
+                 if not (self._is_recorded(folder, file) or self._is_outdated(file))}  # fmt: skip
         self._remove_shards_of_others(folder, files.keys())
         self._fresh |= files.keys()
         outputs = []
@@ -425,10 +446,17 @@ class OutputStore(LocalOutputs):
             outputs.append(Output(
                 file.path, file.size, hash_file(local), folder.host, name if folder.prefix else "",
                 file.mtime_us, round(time.time(), 3), file.mtime_us, has_state(local),
-                is_local=not folder.prefix, num_shards=count_shards(local),
+                is_local=not folder.prefix, shards=shards_in(local),
             ))  # fmt: skip
+        former = self.twin_times(files)
         self.journal.add(outputs)
-        self.forget_parts(files.keys())
+        self.forget_parts(former)
+
+    def _is_outdated(self, file: WrittenFile) -> bool:
+        """Whether a file of another rank is one that rank 0's newer file has made useless."""
+        known = self.journal.removed.get(file.path)
+        return (known is not None and file.mtime_us <= known.mtime_us
+                and bool(rank_0_twin(file.path, self.journal.outputs)))  # fmt: skip
 
     def _is_recorded(self, folder: OutputFolder, file: WrittenFile) -> bool:
         place = folder.on_node(file.path) if folder.prefix else ""
@@ -487,7 +515,6 @@ class OutputStore(LocalOutputs):
                   if (is_checkpoint(unit, map(_path, group)) or group[0].path != unit)
                   and not any(file.path in paths or self._was_sent(file.path) for file in group)
                   and not (all(file.is_whole for file in group)
-                           and not is_below(group[0].path, self.incomplete)
                            and (is_source or is_of_other_rank(group, paths)))]  # fmt: skip
         missing: list[str] = []
         # another host's shard, which is here, may differ from one that the source had before
@@ -504,6 +531,10 @@ class OutputStore(LocalOutputs):
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
         hidden += old_shards(folder, files) - paths.keys()
+        incomplete = await asyncio.to_thread(self.incomplete)
+        hidden += {withheld_root(file.path, incomplete) for file in files} - {""}
+        hidden += {file.path for file in files if file.path in self.outdated_parts()
+                   and folder.fetched.get(file.path) == file.version}  # fmt: skip
         if hidden:
             await folder.channel.request("set_outputs_aside", root=folder.root,
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip

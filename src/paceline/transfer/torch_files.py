@@ -12,8 +12,8 @@ from paceline.rundir.output_rules import is_index
 
 MAX_ZIP_INDEX_BYTES = 4 << 20  # of a file of torch.save: about 40,000 tensors
 MAX_PICKLE_BYTES = 4 << 20  # of a checkpoint, without its tensors
-MAX_INDEX_BYTES = 64 << 20  # of a distributed checkpoint
-_SHARD_NAME = re.compile(rb"__[0-9]+_[0-9]+\.distcp")
+MAX_INDEX_BYTES, MAX_SHARDS = 64 << 20, 10_000  # of a distributed checkpoint
+_SHARD_NAME = re.compile(rb"__[0-9]{1,6}_[0-9]{1,6}\.distcp")
 # Names in pickled states of modules and optimizers, and in what scripts save with them
 _STATE = re.compile(
     rb"_metadata|param_groups|_parameters|optimi[sz]er|state_dict|weight|epoch|step", re.IGNORECASE
@@ -68,15 +68,23 @@ def has_state(path: Path) -> bool:
         return False
 
 
-def count_shards(path: Path) -> int:
-    """How many shards the index of a distributed checkpoint names; 0 for any other file."""
+def shards_in(path: Path) -> str:
+    """Names of the shards in the index of a distributed checkpoint, in one line.
+
+    Empty for any other file, and for more names than any job has ranks.
+    """
     if not is_index(str(path)):
-        return 0
+        return ""
+    names = set[str]()
     try:
         with path.open("rb") as file:
-            return len({*_SHARD_NAME.findall(file.read(MAX_INDEX_BYTES))})
+            for match in _SHARD_NAME.finditer(file.read(MAX_INDEX_BYTES)):
+                names.add(match[0].decode())
+                if len(names) > MAX_SHARDS:
+                    return ""
     except OSError:
-        return 0
+        return ""
+    return " ".join(sorted(names))
 
 
 class _BoundedReads(io.FileIO):

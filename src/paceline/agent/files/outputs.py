@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 INDEX = ".metadata"  # of torch.distributed.checkpoint: the only hidden file that is listed
 SHARD_SUFFIX = ".distcp"  # of each rank's files beside it
-# state_rank1.pt, rank_3/model.pt, rng_1.pt, and of the Trainer and Accelerate: rng_state_1.pth,
-# random_states_1.pkl
-RANK_NUMBER = re.compile(
-    r"(?:^|(?<=[^a-z]))(?:rank|rng(?:_state)?|random_states?|process)[_.=-]?([0-9]+)",
-    re.IGNORECASE,
-)
 SUPERSEDED = ".superseded"  # end of the name of a file that was set aside
 _SUPERSEDED_NAME = re.compile(r"\..+%s(-[0-9]+)?" % re.escape(SUPERSEDED))
 _MAX_SOURCES_BYTES = 64 << 10
@@ -37,7 +31,7 @@ RUN_MARKS = (".paceline-key", ".paceline-probe", snapshot.MARK_FILE, "pyvenv.cfg
 MAX_HEADER_BYTES = 64 << 20
 MAX_JSON_BYTES = 256 << 10  # of a file that is parsed
 MAX_VERDICTS = 10_000
-_CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp")
+_CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # shards may be empty
 _END_OF_ZIP, _END_OF_ZIP_BYTES, _ZIP_TAIL_BYTES = b"PK\5\6", 22, 1 << 10
 _verdicts: Dict[str, Tuple[int, int, str]] = {}  # by path: size, time of change, result
 
@@ -212,9 +206,9 @@ def hash_beginning(agent: Agent, request: Message, _: bytes) -> None:
 def keep_uncollected(agent: Agent) -> None:
     """Puts outputs into the run's own folder, as the job's folders are removed.
 
-    These are all outputs of rank 0, and parts of checkpoints that other ranks wrote. The next start
-    of the run fetches them. Unless the launcher has said that it has fetched them, they may be the
-    only ones: it was lost, or had no room.
+    These are all outputs of rank 0, and shards of checkpoints that other ranks wrote. The next
+    start of the run fetches them. Unless the launcher has said that it has fetched them, they may
+    be the only ones: it was lost, or had no room.
     """
     for key in agent.run_keys:
         folder = snapshot.run_folder(key)
@@ -227,14 +221,14 @@ def keep_uncollected(agent: Agent) -> None:
 
 _SOURCES = {
     snapshot.UNCOLLECTED: snapshot.SOURCES_FILE,
-    snapshot.UNCOLLECTED_PARTS: snapshot.PART_SOURCES_FILE,
+    snapshot.UNCOLLECTED_SHARDS: snapshot.SHARD_SOURCES_FILE,
 }
 
 
 def _kept_in(agent: Agent) -> str:
     """Returns the folder, in a run's own, in which outputs of an agent's ranks are kept."""
     has_first = any(rank.rank == 0 for rank in agent.job.ranks)
-    return snapshot.UNCOLLECTED if has_first else snapshot.UNCOLLECTED_PARTS
+    return snapshot.UNCOLLECTED if has_first else snapshot.UNCOLLECTED_SHARDS
 
 
 def _record_sources(agent: Agent) -> None:
@@ -266,16 +260,12 @@ def keep_abandoned(folder: Path) -> None:
             (folder / name).unlink()
 
 
-def is_part(path: str) -> bool:
-    """Whether a file may be what one rank wrote of a checkpoint of all ranks, by its path."""
-    return path.endswith(SHARD_SUFFIX) or RANK_NUMBER.search(path) is not None
-
-
 def _keep_written(folder: Path, roots: Dict[str, int], kept_in: str) -> None:
     target = folder / kept_in
     for root, since_us in roots.items():
         for file in list_written(root, since_us + 1)[0]:
-            if kept_in == snapshot.UNCOLLECTED_PARTS and not is_part(file["path"]):
+            is_shard = file["path"].endswith(SHARD_SUFFIX)
+            if kept_in == snapshot.UNCOLLECTED_SHARDS and not is_shard:
                 continue
             with contextlib.suppress(OSError):
                 safe_paths.make_folder(str((target / file["path"]).parent))
@@ -300,8 +290,8 @@ def forget_outputs(agent: Agent, request: Message, _: bytes) -> None:
 
 @in_queue(RECEIVING)
 def discard_uncollected(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes what an earlier agent kept in the run folder ``root``: rank 0's files, or parts."""
-    kept_in = snapshot.UNCOLLECTED_PARTS if request["parts"] else snapshot.UNCOLLECTED
+    """Removes what an earlier agent kept in the run folder ``root``: rank 0's files, or shards."""
+    kept_in = snapshot.UNCOLLECTED_SHARDS if request["shards"] else snapshot.UNCOLLECTED
     safe_paths.remove_tree(os.path.join(_job_root(agent, request), kept_in))
     agent.reply(request)
 

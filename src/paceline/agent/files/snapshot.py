@@ -27,12 +27,12 @@ MAX_RESULTS = 100_000  # files of a node that are fetched at once
 MAX_AGE_S = 30 * 24 * 3600.0
 MARK_FILE = ".paceline-run"  # in a run's folder: holds its key, and shows that it may be removed
 UNCOLLECTED = ".uncollected"  # in a run's folder: files that had not been fetched at the end
-UNCOLLECTED_PARTS = ".uncollected-parts"  # the same of other ranks than 0: parts of checkpoints
+UNCOLLECTED_SHARDS = ".uncollected-shards"  # the same of other ranks than 0: shards of checkpoints
 SIGN_PREFIX = ".paceline-seen-"  # of a file by which an agent shows that it uses a folder
 OWNER_FILE = ".paceline-agent"  # in a job's folder: names the agent that removes it
 SOURCES_FILE = ".paceline-sources"  # in a run's folder: where rank 0's outputs are for now
-PART_SOURCES_FILE = ".paceline-part-sources"  # the same of other ranks
-OWN_NAMES = (MARK_FILE, SOURCES_FILE, PART_SOURCES_FILE, safe_paths.INCOMING)
+SHARD_SOURCES_FILE = ".paceline-shard-sources"  # the same of other ranks
+OWN_NAMES = (MARK_FILE, SOURCES_FILE, SHARD_SOURCES_FILE, safe_paths.INCOMING)
 _KEY = re.compile("[0-9a-f]{24}")
 _HASH = re.compile("[0-9a-f]{64}")
 _JOB = re.compile("[0-9A-Za-z_-]{1,64}")
@@ -199,7 +199,7 @@ def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user:
             A folder with files that had not been fetched at the end of a start is always kept.
     """
     folder = run_folder(key)
-    if only is None and any((folder / name).exists() for name in (UNCOLLECTED, UNCOLLECTED_PARTS)):
+    if only is None and any((folder / name).exists() for name in (UNCOLLECTED, UNCOLLECTED_SHARDS)):
         only = ()  # so it holds other files
     if not _is_marked(folder, key):
         return False

@@ -289,7 +289,7 @@ class ElasticDriver:
         if self._results.first is not first:
             await self._provisioner.send_checkpoints(first)
             self._results.set_first_node(first)
-        await self._outputs.align(fleet)
+        await self._outputs.align(fleet, plan.world_size)
         number = plan.attempt + 1
         return self.set_plan(planner.next_attempt(plan, number, port, self.policy.num_restarts))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files.safe_paths import MAX_PATH_LENGTH
-from paceline.agent.files.snapshot import UNCOLLECTED, UNCOLLECTED_PARTS
+from paceline.agent.files.snapshot import UNCOLLECTED, UNCOLLECTED_SHARDS
 from paceline.launch.nodes.fleet import Fleet, Node, try_request
 from paceline.launch.planning.placement import Supplies
 from paceline.remote.fanout import gather_all
@@ -64,7 +64,7 @@ class OutputSync:
         self._local_checkpoints: OutputFolder | None = None  # for later starts with other hosts
         self._folders: dict[Node, list[OutputFolder]] = {}
         self._discarding = asyncio.Lock()  # hosts may share the folder
-        self._left_out = set[str]()  # checkpoints and parts that hosts do not get
+        self._missing = set[str]()  # checkpoints and parts of which a line has told
         self._source: Node | None = None  # has rank 0, or had it last
         self._problem = ""
 
@@ -102,7 +102,7 @@ class OutputSync:
         if self._source is not None:  # it comes late
             await self._send(node, is_fresh=True)
 
-    async def start(self, fleet: Fleet) -> None:
+    async def start(self, fleet: Fleet, num_ranks: int) -> None:
         """Gives all nodes of the first start the files that earlier starts wrote.
 
         Rank 0's node may still have newer ones, if the launcher was killed.
@@ -118,11 +118,11 @@ class OutputSync:
         await self._sync(first, kept, has_ended=True)
         await gather_all([self._fetch_uncollected(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
-        await gather_all([self._fetch_uncollected_parts(node) for node in fleet.everyone
+        await gather_all([self._fetch_uncollected_shards(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
         self.store.start_attempt()
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
-        self._note_left_out()
+        await self._note_missing_parts(num_ranks)
         if others := await asyncio.to_thread(self.store.unsent_of_other_ranks):
             self._note(f"paceline: note: ranks other than 0 wrote {format_paths(others)} in"
                        f" {short(self._run)}, which hosts do not get. If they resume from these"
@@ -131,14 +131,15 @@ class OutputSync:
         await self._note_unsent_checkpoint(fleet)
         self._note_own_projects(fleet)
 
-    def _note_left_out(self) -> None:
-        """Says which checkpoints hosts do not get, because parts of them have not arrived here."""
-        left_out = {*self.store.incomplete, *self.store.outdated_parts()} - self._left_out
-        self._left_out |= left_out
-        if left_out:
-            self._note(f"paceline: warning: hosts do not get {format_paths(sorted(left_out))}: not"
-                       " all ranks' parts have arrived. The next start in this run directory"
-                       " fetches parts from hosts that are back")  # fmt: skip
+    async def _note_missing_parts(self, num_ranks: int) -> None:
+        """Says of which checkpoints hosts do not get all parts, because these are not here."""
+        missing = {*await asyncio.to_thread(self.store.missing_parts, num_ranks)} - self._missing
+        self._missing |= missing
+        if missing:
+            self._note("paceline: warning: ranks may resume from different steps, for parts of"
+                       f" checkpoints have not arrived: {format_paths(sorted(missing))}. Hosts do"
+                       " not get distributed checkpoints without all shards, and no files of other"
+                       " ranks that are older than rank 0's")  # fmt: skip
 
     async def _existing_outside(self, node: Node, *, exists: bool) -> list[str]:
         """Returns absolute paths in the script's arguments that are not on this machine.
@@ -237,23 +238,23 @@ class OutputSync:
             async with self._discarding:
                 if await self._fetch_superseded(folder) and folder.seen:
                     await node.channel.request("discard_uncollected", root=node.run_folder,
-                                               parts=False)  # fmt: skip
+                                               shards=False)  # fmt: skip
 
-    async def _fetch_uncollected_parts(self, node: Node) -> None:
-        """Fetches parts of checkpoints that a node kept, as ranks other than 0 had written them.
+    async def _fetch_uncollected_shards(self, node: Node) -> None:
+        """Fetches shards that a node kept, as ranks other than 0 had written them.
 
-        Those whose file of rank 0 is not here stay on the node, as its host may be back later.
+        Those whose index is not here stay on the node: rank 0's host may be back later.
         """
-        folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED_PARTS}",
+        folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED_SHARDS}",
                               is_uncollected=True)  # fmt: skip
         with self._reporting(node):
-            fetched = await self.store.fetch_parts(folder)
+            fetched = await self.store.fetch_parts(folder, only_shards=True)
             if fetched:
-                self._note(f"paceline: {pluralize(len(fetched), 'part')} of checkpoints had not"
-                           f" arrived from {node.name}: {format_paths(fetched)}")  # fmt: skip
-            if not folder.is_empty and await self.store.has_parts(folder):
+                self._note(f"paceline: {pluralize(len(fetched), 'shard')} of {node.name} had not"
+                           f" arrived before: {format_paths(fetched)}")  # fmt: skip
+            if not folder.is_empty and await self.store.has_shards(folder):
                 await node.channel.request("discard_uncollected", root=node.run_folder,
-                                               parts=True)  # fmt: skip
+                                           shards=True)  # fmt: skip
 
     async def _fetch_superseded(self, folder: OutputFolder) -> bool:
         """Fetches files that stay out of the project; returns whether all have arrived."""
@@ -290,22 +291,23 @@ class OutputSync:
                 await self.store.open_folder(folder)
         return folders
 
-    async def align(self, fleet: Fleet) -> None:
+    async def align(self, fleet: Fleet, num_ranks: int) -> None:
         """Gives all nodes of the next start the newest complete files of rank 0, and only those."""
         source = self._source
-        if source is not None and not source.lost:
+        is_lost = source is None or source.lost
+        if source is not None and not is_lost:
             await self._sync(source, self._folders.get(source, ()), has_ended=True)
         for node in list(self._folders):  # others may connect meanwhile
             if node is not source and not node.lost:
                 with self._reporting(node):
-                    await self.fetch_parts(node)
+                    await self.fetch_parts(node, only_shards=is_lost)
         self.store.start_attempt()
         self._source = fleet.first
         if fleet.nodes == [source]:
             await self._send(fleet.first, is_source=True)
         else:
             await gather_all([self._send(node) for node in fleet.nodes])
-        self._note_left_out()
+        await self._note_missing_parts(num_ranks)
 
     async def _send(self, node: Node, *, is_source: bool = False, is_fresh: bool = False) -> None:
         """Gives a node what is here; a fresh copy of the code has nothing to be set aside."""
@@ -355,11 +357,11 @@ class OutputSync:
                 await self.store.sync(self._local_checkpoints, has_ended=True,
                                       has_succeeded=has_succeeded)  # fmt: skip
 
-    async def fetch_parts(self, node: Node) -> None:
+    async def fetch_parts(self, node: Node, *, only_shards: bool) -> None:
         """Fetches a node's parts of checkpoints whose files of rank 0 are here."""
         for folder in self._folders.get(node, ()):
             if not folder.is_local:
-                await self.store.fetch_parts(folder)
+                await self.store.fetch_parts(folder, only_shards=only_shards)
 
     async def known_paths(self, node: Node, root: str) -> set[str]:
         """Paths in a node's folder whose present version it got from here, or that are here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import time
@@ -47,7 +48,8 @@ class RankFiles:
 
     async def end(self, *, is_second_lost: bool = False) -> None:
         first, second = self.folders
-        await self._workspace.store.sync(first, has_ended=True, has_succeeded=True)
+        await self._workspace.store.sync(first, has_ended=True)
+        await self._workspace.store.note_behind([first])
         if not is_second_lost:
             await self._workspace.store.fetch_parts(second)
 
@@ -95,7 +97,9 @@ def test_older_file_of_lost_rank_is_not_sent(workspace: Workspace) -> None:
     run(work)
 
 
-def test_later_file_of_rank_on_its_host_stays(workspace: Workspace) -> None:
+def test_later_file_than_that_of_rank_0_is_set_aside(workspace: Workspace) -> None:
+    """Rank 0's save was cut off, or its host was lost: the one before is complete."""
+
     async def work(served: Served) -> None:
         script = RankFiles(workspace, served)
         await script.start()
@@ -103,8 +107,44 @@ def test_later_file_of_rank_on_its_host_stays(workspace: Workspace) -> None:
         await script.end()
         await script.start()
         script.save(2)
+        workspace.write("n1", "out/rank0.pt", torch_zip("step 2")[:-1], age_s=1)
+        await script.end()
+        for folder in script.folders:
+            await workspace.store.send(folder)
+        assert script.steps("n1") == script.steps("n2") == ["1", "1"]
+
+    run(work)
+
+
+def test_file_of_rank_without_counterpart_is_noted(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        script = RankFiles(workspace, served)
+        await script.start()
+        script.save(1)
+        await workspace.store.sync(script.folders[0])
+        workspace.store.behind = None  # the host of rank 0 is lost
+        await workspace.store.fetch_parts(script.folders[1])
         await workspace.store.send(script.folders[1])
-        assert script.steps("n2") == ["1", "2"]
+        assert workspace.store.missing_parts(2) == ["out/rank1.pt"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_shard_of_save_without_index_is_not_fetched(workspace: Workspace, is_lost: bool) -> None:
+    async def work(served: Served) -> None:
+        first, second = [await workspace.folder(served, name) for name in ("n1", "n2")]
+        workspace.write("n1", "ckpt/.metadata", b"__0_0.distcp __1_0.distcp", age_s=60)
+        workspace.write("n1", "ckpt/__0_0.distcp", b"0", age_s=61)
+        await workspace.store.sync(first, has_ended=True)
+        workspace.write("n1", "ckpt/__0_0.distcp", b"0 of a later save", age_s=20)
+        workspace.write("n2", "ckpt/__1_0.distcp", b"1 of a later save", age_s=20)
+        await workspace.store.sync(first, has_ended=True)
+        await workspace.store.note_behind([first])
+        if is_lost:
+            workspace.store.behind = None
+        assert await workspace.store.fetch_parts(second) == []
+        assert workspace.store.incomplete() == {"ckpt"}
 
     run(work)
 
@@ -199,19 +239,30 @@ def test_older_file_of_lost_rank_stays_out(workspace: Workspace) -> None:
 
 
 def test_ranks_of_one_host_have_files_of_one_save(workspace: Workspace) -> None:
+    """Those of other ranks than 0 arrive when the ranks have ended."""
+
     async def work(served: Served) -> None:
-        folder = await workspace.folder(served, "n1")
+        store, folder = workspace.store, await workspace.folder(served, "n1")
         for rank, age_s in ((0, 60.0), (1, 59.0)):
             workspace.write("n1", f"out/rank{rank}.pt", torch_zip("1"), age_s)
-        await workspace.store.sync(folder)
-        workspace.write("n1", "out/rank0.pt", torch_zip("2"), age_s=20)
-        await workspace.store.sync(folder)
-        assert {*workspace.store.journal.outputs} == {"out/rank0.pt"}
+        await store.sync(folder)
+        assert {*store.journal.outputs} == {"out/rank0.pt"}
+        await store.sync(folder, has_ended=True)
+        assert {*store.journal.outputs} == {"out/rank0.pt", "out/rank1.pt"}
         workspace.write("n1", "out/rank1.pt", torch_zip("2"), age_s=19)
-        await workspace.store.sync(folder)
-        assert workspace.store.missing_parts(2) == []
+        await store.sync(folder)
+        assert store.journal.outputs["out/rank1.pt"].sha256 == hash_of(torch_zip("1"))
+        workspace.write("n1", "out/rank0.pt", torch_zip("2"), age_s=20)
+        await store.sync(folder)
+        assert {*store.journal.outputs} == {"out/rank0.pt"}
+        await store.sync(folder, has_ended=True)
+        assert store.missing_parts(2) == []
 
     run(work)
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -220,8 +271,8 @@ def test_ranks_of_one_host_have_files_of_one_save(workspace: Workspace) -> None:
         (["s_rank0_step1", "s_rank1_step1", "s_rank0_step2"], 2, ["s_rank0_step2"]),
         (["s_rank0_step1", "s_rank1_step1", "s_rank0_step2"], 1, []),
         (["s_rank0_step1", "s_rank1_step1", "s_rank0_step2", "s_rank1_step2"], 2, []),
-        (["c-1/rng_state_0.pth", "c-1/rng_state_3.pth", "c-2/rng_state_0.pth"], 4,
-         ["c-2/rng_state_0.pth"]),
+        (["c-1/rank_0.pt", "c-1/rank_3.pt", "c-2/rank_0.pt"], 4, ["c-2/rank_0.pt"]),
+        (["c-1/rng_state_0.pth", "c-1/rng_state_3.pth", "c-2/rng_state_0.pth"], 4, []),
         (["rank0.pt", "step1.pt", "step2.pt"], 2, []),
     ],
 )  # fmt: skip

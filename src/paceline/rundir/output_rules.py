@@ -82,6 +82,7 @@ _RANK_NUMBER = re.compile(
     r"(?:^|(?<=[^a-z]))(?:rank|rng(?:_state)?|random_states?|process)[_.=-]?([0-9]+)",
     re.IGNORECASE,
 )
+_RANDOM_STATE = re.compile(r"(?:rng|random_states?)[^/]*$", re.IGNORECASE)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
 _STEP_FOLDER = re.compile(
@@ -246,14 +247,14 @@ def rank_0_twin(path: str, paths: Container[str]) -> str:
 
 
 def rank_in(path: str) -> int | None:
-    """The number of the rank in a path, if it has one."""
-    match = _RANK_NUMBER.search(path)
-    return None if match is None else int(match[1])
+    """The number of the rank in a path, if it has one; of several, the highest."""
+    return max(map(int, _RANK_NUMBER.findall(path)), default=None)
 
 
 def lacking_parts(times: Mapping[str, int], num_ranks: int) -> list[str]:
     """Rank 0's newest file of each series that lacks files which other ranks had of earlier ones.
 
+    Without states of random generators, which do not say at which step a rank resumes.
     Args:
         times: When each file was written last, by path.
         num_ranks: Of the job: higher numbers are not missed.
@@ -261,7 +262,7 @@ def lacking_parts(times: Mapping[str, int], num_ranks: int) -> list[str]:
     ranks: dict[str, set[int]] = {}
     newest: dict[str, str] = {}
     for path in sorted(times, key=times.__getitem__):
-        rank = rank_in(path)
+        rank = None if _RANDOM_STATE.search(path) else rank_in(path)
         if rank == 0:
             newest[series_of(path)] = path
         elif rank is not None and rank < num_ranks and rank_0_twin(path, times):

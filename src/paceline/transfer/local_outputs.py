@@ -79,12 +79,14 @@ class LocalOutputs:
         project: The project on this machine; ``None`` if it is on another one.
         kept_out: Files that did not arrive in the project: where they are, by path.
         handed_back: Files of other runs that gave way to this run's: where they are.
+        unmatched: Files that hosts keep of their own ranks, after rank 0's host was lost.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         self.project: Path | None = None
         self.kept_out: dict[str, str] = {}
         self.handed_back: list[Path] = []
+        self.unmatched = set[str]()
         self.journal = OutputJournal(run, LineSeals(run))
         if num_foreign := self.journal.num_foreign:
             note(f"paceline: {short(run / OUTPUTS)} has {pluralize(num_foreign, 'line')} that you"
@@ -232,9 +234,10 @@ class LocalOutputs:
 
     def twin_times(self, paths: Iterable[str]) -> dict[str, int]:
         """When rank 0's files among some paths were written last, in µs; of those with a rank."""
-        outputs = self.journal.outputs
-        return {path: outputs[path].mtime_us for path in paths
-                if path in outputs and rank_in(path) == 0}  # fmt: skip
+        journal = self.journal
+        known = {path: journal.outputs.get(path) or journal.removed.get(path) for path in paths
+                 if rank_in(path) == 0}  # fmt: skip
+        return {path: output.mtime_us for path, output in known.items() if output is not None}
 
     def forget_parts(self, former: Mapping[str, int]) -> None:
         """Forgets files of other ranks beside which rank 0's are new: ranks would load two saves.
@@ -261,7 +264,7 @@ class LocalOutputs:
     def outdated_parts(self) -> list[str]:
         """Files of other ranks that hosts do not get, because rank 0's is newer."""
         outputs = self.journal.outputs
-        return sorted(path for path in self.journal.removed
+        return sorted(path for path in list(self.journal.removed)
                       if not is_shard(path) and head_of(path, outputs))  # fmt: skip
 
     def missing_parts(self, num_ranks: int) -> list[str]:
@@ -272,10 +275,10 @@ class LocalOutputs:
         """
         outputs = self.journal.outputs
         outdated = [path for path in self.outdated_parts() if (rank_in(path) or 0) < num_ranks]
-        times = {path: output.mtime_us for path, output in outputs.items()
+        times = {path: output.mtime_us for path, output in list(outputs.items())
                  if head_of(path, outputs) or rank_in(path) == 0}  # fmt: skip
         folders = {folder or "." for folder in self.incomplete()}
-        return sorted({*folders, *outdated, *lacking_parts(times, num_ranks)})
+        return sorted({*folders, *outdated, *lacking_parts(times, num_ranks), *self.unmatched})
 
     def incomplete(self) -> set[str]:
         """Folders of distributed checkpoints of which shards are not here. Blocking."""
@@ -291,7 +294,7 @@ class LocalOutputs:
         Their names do not say which rank wrote them.
         """
         journal = self.journal
-        first = {f"{FETCHED}/{safe_name(output.host)}" for output in journal.outputs.values()
+        first = {f"{FETCHED}/{safe_name(output.host)}" for output in list(journal.outputs.values())
                  if not rank_in(output.path) and not is_shard(output.path)}  # fmt: skip
         known = {*journal.outputs, *journal.removed}
         paths = [str(file.relative_to(self._run)) for file in (self._run / FETCHED).rglob("*")]
@@ -300,6 +303,7 @@ class LocalOutputs:
             if path.count("/") > 1 and "/".join(path.split("/")[:2]) not in first
             and path.split("/", 2)[2] not in known
             and is_checkpoint(path, [path]) and self.travels(path)
+            and rank_in(path) is None and not is_shard(path)
             and OUTSIDE not in path.split("/") and (self._run / path).is_file()
         )  # fmt: skip
 
@@ -450,7 +454,7 @@ class LocalOutputs:
             prefix: ``RUN_PREFIX`` for files of the run, empty for those of the project.
         """
         versions = {}
-        for output in self.journal.outputs.values():
+        for output in list(self.journal.outputs.values()):
             if output.path.startswith(RUN_PREFIX) != bool(prefix) or self._is_code(output.path):
                 continue
             local = self._newest_copy(output)

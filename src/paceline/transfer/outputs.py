@@ -71,11 +71,14 @@ class OutputStore(LocalOutputs):
 
     Attributes:
         noted: Files and folders of which a line has said that there is no room for them.
+        behind: Paths on rank 0's node whose present version is not here though its ranks have
+            ended; ``None`` if that is unknown, as when its host was lost.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         super().__init__(run, note)
         self.noted = set[str]()
+        self.behind: set[str] | None = set()
         self._is_receiving = asyncio.Lock()
 
     # --- from rank 0's node ------------------------------------------------------------------
@@ -215,6 +218,7 @@ class OutputStore(LocalOutputs):
                 unit for unit in order_of_arrival(groups)
                 if unit not in done and is_new(folder, groups[unit])
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
+                and not self._waits_for_rank_0(folder, groups[unit], files, has_ended)
                 and (has_succeeded or not is_being_saved(folder, groups[unit]))
                 and (is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
                      else is_due(folder, unit, groups[unit], unit in superseded))
@@ -240,6 +244,15 @@ class OutputStore(LocalOutputs):
             files = await self.list_files(folder)
         if not (has_ended or folder.is_local):
             await self._fetch_growing(folder, files, share)
+
+    def _waits_for_rank_0(self, folder: OutputFolder, group: Sequence[WrittenFile],
+                          files: Sequence[WrittenFile], has_ended: bool) -> bool:  # fmt: skip
+        """Whether another rank on rank 0's host wrote a checkpoint file before rank 0's is here."""
+        on_node = {file.path: file for file in files}
+        heads = {head_of(file.path, {**self.journal.outputs, **on_node}) for file in group}
+        if is_shard(group[0].path) or "" in heads:
+            return False
+        return not has_ended or is_new(folder, [on_node[head] for head in heads if head in on_node])
 
     async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile], share: float,
                              accompanying: Set[str] = frozenset()) -> None:  # fmt: skip
@@ -329,16 +342,20 @@ class OutputStore(LocalOutputs):
             if placing.done() and not placing.cancelled() and placing.exception() is None:
                 folder.fetched |= {file.path: file.version for file in group}
 
-    async def fetch_parts(self, folder: OutputFolder, *, only_shards: bool = False
-                          ) -> list[str]:  # fmt: skip
+    async def note_behind(self, folders: Iterable[OutputFolder]) -> None:
+        """Notes which files of rank 0's node have not arrived, after its ranks have ended."""
+        self.behind = None
+        behind = set[str]()
+        for folder in folders:
+            behind |= {file.path for file in await self.list_files(folder)
+                       if is_new(folder, [file])}  # fmt: skip
+        self.behind = behind
+
+    async def fetch_parts(self, folder: OutputFolder) -> list[str]:
         """Fetches what a node's ranks have written of checkpoints whose file of rank 0 is here.
 
-        Args:
-            only_shards: Rank 0's newest files may be missing: files that each rank wrote for itself
-                could be of another save.
-
-        Returns:
-            The paths.
+        Not if it could be of another save, because rank 0's newest files are not here. Returns the
+        paths.
         """
         outputs, fetched = self.journal.outputs, list[str]()
         if not outputs:
@@ -348,7 +365,7 @@ class OutputStore(LocalOutputs):
             for file in sorted(files, key=lambda file: is_shard(file.path)):  # indexes first
                 head = outputs.get(head_of(file.path, outputs))
                 is_missing = self._lacks_shard if is_shard(file.path) else self._lacks_rank_file
-                if head is None or (only_shards and not is_shard(file.path)) or not file.is_whole:
+                if head is None or not file.is_whole:
                     continue
                 if is_missing(folder, file) and self.has_room(folder.host, file.path, [file]):
                     hashes = await self.receive(folder, [file], 1.0)
@@ -359,6 +376,9 @@ class OutputStore(LocalOutputs):
     def _lacks_rank_file(self, folder: OutputFolder, file: WrittenFile) -> bool:
         """Whether what a node's rank wrote for itself is newer than what was here."""
         journal = self.journal
+        head = head_of(file.path, journal.outputs)
+        if self.behind is None or head in self.behind or folder.is_uncollected:
+            return False
         known = journal.outputs.get(file.path) or journal.removed.get(file.path)
         return is_new(folder, [file]) and (known is None or known.mtime_us < file.mtime_us)
 
@@ -369,9 +389,9 @@ class OutputStore(LocalOutputs):
         is_known = file.path in self._fresh or (file.path in outputs and index not in self._fresh)
         if is_known or not is_written:
             return False
-        if not folder.is_uncollected:
-            return True
-        # on a node that was lost, it may be of a later save, or of one long ago
+        if self.behind is not None and not folder.is_uncollected:
+            return not any(index_of(path) == index for path in self.behind if is_of_save(path))
+        # it may be of a later save, or of one long ago
         beside = [output.mtime_us for output in outputs.values()
                   if is_shard(output.path) and index_of(output.path) == index]  # fmt: skip
         end_us = outputs[index].mtime_us
@@ -523,18 +543,20 @@ class OutputStore(LocalOutputs):
             entries = [[folder.on_node(str(path)), *entry] for path, *entry in compared]
             difference = await folder.channel.request("compare_tree", root=folder.root,
                                                       manifest=entries)  # fmt: skip
-            later = {file.path for file in files if file.path in paths
-                     and rank_0_twin(file.path, paths)
-                     and file.mtime_us > paths[file.path][1]}  # fmt: skip
-            different = [folder.prefix + path for path in difference["different"]
-                         if folder.prefix + path not in later]  # fmt: skip
+            different = [folder.prefix + path for path in difference["different"]]
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
         hidden += old_shards(folder, files) - paths.keys()
         incomplete = await asyncio.to_thread(self.incomplete)
-        hidden += {withheld_root(file.path, incomplete) for file in files} - {""}
-        hidden += {file.path for file in files if file.path in self.outdated_parts()
+        roots = {file.path: withheld_root(file.path, incomplete) for file in files}
+        sent_roots = {root for path, root in roots.items() if self._was_sent(path)}
+        hidden += {*roots.values()} - {"", *sent_roots}
+        outdated = {*self.outdated_parts()}
+        hidden += {file.path for file in files if file.path in outdated
                    and folder.fetched.get(file.path) == file.version}  # fmt: skip
+        if self.behind is None and not is_source:
+            self.unmatched |= {file.path for file in files if head_of(file.path, paths)
+                               and file.path not in (*paths, *hidden)}  # fmt: skip
         if hidden:
             await folder.channel.request("set_outputs_aside", root=folder.root,
                                          paths=list(map(folder.on_node, hidden)))  # fmt: skip

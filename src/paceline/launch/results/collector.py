@@ -125,14 +125,13 @@ class ResultCollector:
         if newest := self._signer.newest:  # written again, and its rank ended before it said so
             await asyncio.to_thread(self._signer.sign, newest)
         silent: list[Node] = []
-        has_first = False
+        self._outputs.store.behind = None  # until rank 0's files are here
         self._unfetched.clear()
         for node in sorted(fleet.nodes, key=lambda node: node is not self.first):
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer
                 continue
             try:
-                await self._fetch_from(node, rank_zero=node is self.first, has_first=has_first)
-                has_first = has_first or node is self.first
+                await self._fetch_from(node, rank_zero=node is self.first)
             except HostSilent as error:
                 silent.append(node)
                 self._note(f"paceline: could not fetch the results of {node.name}: {error}")
@@ -234,8 +233,7 @@ class ResultCollector:
             only = None if is_complete else [names.CHECKPOINTS, names.CALL, names.RETURN_VALUES]
             await try_request(node, "discard_run_folder", key=self._directory.key, only=only)
 
-    async def _fetch_from(self, node: Node, rank_zero: bool, has_first: bool) -> None:
-        """Fetches a node's results; ``has_first``: those of rank 0's node have arrived."""
+    async def _fetch_from(self, node: Node, rank_zero: bool) -> None:
         target = self._directory.path
         if not node.shared_run_dir:
             sizes = {str(rank): size for rank, (owner, size) in self._return_files.items()
@@ -260,7 +258,7 @@ class ResultCollector:
             self._unfetched_model = None  # a file that the script removed is not missing
         if "code" in node.copies and not self._is_measured:
             root, manifest = node.copies["code"]
-            await self._outputs.fetch_parts(node, only_shards=not has_first)
+            await self._outputs.fetch_parts(node)
             known = await self._outputs.known_paths(node, root)
             place = target / names.FETCHED / names.safe_name(node.name)
             fetched = await self._fetcher.fetch(node.channel, root, manifest, place,

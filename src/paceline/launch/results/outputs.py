@@ -248,7 +248,7 @@ class OutputSync:
         folder = OutputFolder(node.name, node.channel, f"{node.run_folder}/{UNCOLLECTED_SHARDS}",
                               is_uncollected=True)  # fmt: skip
         with self._reporting(node):
-            fetched = await self.store.fetch_parts(folder, only_shards=True)
+            fetched = await self.store.fetch_parts(folder)
             if fetched:
                 self._note(f"paceline: {pluralize(len(fetched), 'shard')} of {node.name} had not"
                            f" arrived before: {format_paths(fetched)}")  # fmt: skip
@@ -294,13 +294,13 @@ class OutputSync:
     async def align(self, fleet: Fleet, num_ranks: int) -> None:
         """Gives all nodes of the next start the newest complete files of rank 0, and only those."""
         source = self._source
-        is_lost = source is None or source.lost
-        if source is not None and not is_lost:
-            await self._sync(source, self._folders.get(source, ()), has_ended=True)
+        self.store.behind = None
+        if source is not None and not source.lost:
+            await self._sync_last(source, has_succeeded=False)
         for node in list(self._folders):  # others may connect meanwhile
             if node is not source and not node.lost:
                 with self._reporting(node):
-                    await self.fetch_parts(node, only_shards=is_lost)
+                    await self.fetch_parts(node)
         self.store.start_attempt()
         self._source = fleet.first
         if fleet.nodes == [source]:
@@ -320,6 +320,13 @@ class OutputSync:
         with self._reporting(node):
             for folder in folders:
                 await self.store.sync(folder, **options)
+
+    async def _sync_last(self, node: Node, *, has_succeeded: bool) -> None:
+        """Fetches the last files of rank 0's node, and notes which do not arrive."""
+        folders = self._folders.get(node, ())
+        await self._sync(node, folders, has_ended=True, has_succeeded=has_succeeded)
+        with self._reporting(node):
+            await self.store.note_behind(folders)
 
     # --- while they run ----------------------------------------------------------------------
 
@@ -349,19 +356,18 @@ class OutputSync:
 
     async def finish(self, node: Node, *, has_succeeded: bool) -> None:
         """Fetches the last files of rank 0's node after its ranks have ended, perhaps well."""
-        await self._sync(node, self._folders.get(node, ()), has_ended=True,
-                         has_succeeded=has_succeeded)  # fmt: skip
+        await self._sync_last(node, has_succeeded=has_succeeded)
         await self._note_outside(node)
         if self._local_checkpoints is not None:
             with contextlib.suppress(PacelineError, OSError, ValueError):  # they are in place
                 await self.store.sync(self._local_checkpoints, has_ended=True,
                                       has_succeeded=has_succeeded)  # fmt: skip
 
-    async def fetch_parts(self, node: Node, *, only_shards: bool) -> None:
+    async def fetch_parts(self, node: Node) -> None:
         """Fetches a node's parts of checkpoints whose files of rank 0 are here."""
         for folder in self._folders.get(node, ()):
             if not folder.is_local:
-                await self.store.fetch_parts(folder, only_shards=only_shards)
+                await self.store.fetch_parts(folder)
 
     async def known_paths(self, node: Node, root: str) -> set[str]:
         """Paths in a node's folder whose present version it got from here, or that are here."""

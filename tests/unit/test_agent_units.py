@@ -28,6 +28,7 @@ from paceline.agent.lease import Lease
 from paceline.agent.ranks import forkserver, process, process_title
 from paceline.agent.supervision import activation, processes
 from paceline.agent.surveys import checks, facts, host_load, netlink, probe
+from paceline.spec.schema import MAX_INTEGER
 
 # --- frames
 
@@ -241,6 +242,14 @@ def test_failing_fact_does_not_affect_other_facts(monkeypatch: pytest.MonkeyPatc
     assert result["memory"] is None
     assert "gone" in result["errors"]["memory"]
     assert result["cpu"]
+
+
+def test_facts_of_huge_disk_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network disks report 8 EiB, which is more than an answer may say."""
+    usage = SimpleNamespace(total=1 << 63, free=1 << 63)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    found = facts.disk_facts("/")
+    assert max(found["total"], found["free"], facts.limit_facts()["shm"]) < MAX_INTEGER
 
 
 def test_disk_facts_of_missing_folder(tmp_path: Path) -> None:

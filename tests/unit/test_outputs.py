@@ -567,6 +567,21 @@ def test_list_written_skips_links_hidden_files_and_runs(tmp_path: Path) -> None:
     assert sorted(file["path"] for file in files) == ["a.pt", "x/.metadata"]
 
 
+def test_time_in_the_future_hides_no_file(workspace: Workspace) -> None:
+    """Neither one that a file had before the start, nor one that a script sets."""
+
+    async def work(served: Served) -> None:
+        os.utime(workspace.copy("n1") / "table.csv", (1e10, 1e10))
+        folder = await workspace.folder(served, "n1")
+        for name in ("a.pt", "b.pt"):
+            workspace.write("n1", f"out/{name}", torch_zip(name))
+        os.utime(workspace.copy("n1") / "out/a.pt", (1e10, 1e10))
+        await workspace.store.sync(folder, has_ended=True)
+        assert {path.name for path in (workspace.project / "out").iterdir()} == {"a.pt", "b.pt"}
+
+    run(work)
+
+
 def test_list_written_reports_changed_link(tmp_path: Path) -> None:
     for path in ("a.pt", "b.pt"):
         (tmp_path / path).write_bytes(b"x")

@@ -90,7 +90,8 @@ def walk(root: str) -> Iterator[Item]:
                 folders.append(("%s%s/" % (parent, entry.name), (*ancestors, identity), linked))
             elif entry.is_file():
                 status = entry.stat()
-                yield [parent + entry.name, status.st_size, status.st_mtime_ns // 1000]
+                mtime_us = min(status.st_mtime_ns // 1000, snapshot.MAX_TIME_US)
+                yield [parent + entry.name, min(status.st_size, snapshot.MAX_BYTES), mtime_us]
         waiting += reversed(folders)
 
 

@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Any, Callable, Dict
 
 from ..operations import in_queue, in_thread
-from . import data
+from . import data, snapshot
 from .blocks import RECEIVING
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def data_folder(agent: Agent, request: Message, _: bytes) -> None:
         marks=data.fingerprints(request["path"]),
         folder=str(folder),
         sign=str(place / (data.SIGN_PREFIX + agent.identity.hex())),
-        free=shutil.disk_usage(str(place)).free,
+        free=min(shutil.disk_usage(str(place)).free, snapshot.MAX_BYTES),
     )
 
 

@@ -65,15 +65,14 @@ def list_written(root: str, since_us: int) -> Tuple[List[Message], int]:
                     status = os.lstat(file)
                 if not stat.S_ISREG(status.st_mode):
                     continue
-                changed_us = max(
-                    status.st_mtime_ns, status.st_ctime_ns, link_status.st_ctime_ns
-                ) // 1000  # fmt: skip
+                # not st_mtime, which programs set to any time, also in the future
+                changed_us = max(status.st_ctime_ns, link_status.st_ctime_ns) // 1000
                 latest_us = max(latest_us, changed_us)
                 if changed_us < since_us:
                     continue
                 written.append({
-                    "path": relative, "size": status.st_size,
-                    "mtime_us": max(0, status.st_mtime_ns // 1000),
+                    "path": relative, "size": min(status.st_size, snapshot.MAX_BYTES),
+                    "mtime_us": min(max(0, status.st_mtime_ns // 1000), snapshot.MAX_TIME_US),
                     "age_s": max(0.0, now - changed_us / 1e6), "state": _state(file, status),
                 })  # fmt: skip
         if len(written) > snapshot.MAX_RESULTS:

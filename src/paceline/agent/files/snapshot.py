@@ -23,6 +23,7 @@ from . import safe_paths
 Entry = List[Any]
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 20
+MAX_BYTES, MAX_TIME_US = 1 << 52, 1 << 52  # in answers: 4 PiB, and a time in the year 2112
 MAX_RESULTS = 100_000  # files of a node that are fetched at once
 MAX_AGE_S = 30 * 24 * 3600.0
 MARK_FILE = ".paceline-run"  # in a run's folder: holds its key, and shows that it may be removed

@@ -294,7 +294,7 @@ def limit_facts() -> Facts:
 
     def limit(which: int, hard: bool = False) -> int:
         value = resource.getrlimit(which)[hard]
-        return -1 if value == resource.RLIM_INFINITY else value
+        return -1 if value == resource.RLIM_INFINITY or value > snapshot.MAX_BYTES else value
 
     return {
         "nofile": limit(resource.RLIMIT_NOFILE),
@@ -315,8 +315,8 @@ def disk_facts(path: str) -> Facts:
         return {"path": str(folder)}
     return {
         "path": str(folder),
-        "total": usage.total,
-        "free": usage.free,
+        "total": min(usage.total, snapshot.MAX_BYTES),  # network disks report 8 EiB
+        "free": min(usage.free, snapshot.MAX_BYTES),
         "writable": os.access(str(folder), os.W_OK),
         "noexec": bool(os.statvfs(str(folder)).f_flag & os.ST_NOEXEC),
     }

@@ -123,9 +123,12 @@ def test_replaced_files_return_to_their_run(in_runs: Run) -> None:
         assert {path: file for path, (file, _) in files.items()} == {
             "out/last.pt": kept / "last.pt", "out/log.csv": kept / "log.csv"
         }  # fmt: skip
+        runs.store.restore()
+        assert runs.read("out/last.pt") == runs.read("out/log.csv") == "first"
+        assert (second / "files/n1/out/last.pt").read_bytes() == torch_zip("second")
+        assert not (kept / "last.pt").exists()
         await runs.write_and_fetch({"out/last.pt": "third"}, age_s=10.0)
         assert (runs.project / "out/last.pt").read_bytes() == torch_zip("third")
-        assert (second / "files/n1/out/last.pt").read_bytes() == torch_zip("second")
 
     in_runs(work)
 
@@ -153,6 +156,20 @@ def test_resumed_run_does_not_get_files_of_later_run(in_runs: Run) -> None:
                 shutil.rmtree(first.parent / "second")
             store = runs.fresh_store()
             assert store.sendable("")[1]["out/last.pt"][0] == kept
+
+    in_runs(work)
+
+
+def test_checkpoint_of_other_run_is_noted_at_resume(in_runs: Run) -> None:
+    """Git does not ignore it, so hosts get it as code."""
+
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/a.pt": "first"})
+        runs.begin("second")
+        runs.store.set_code(runs.project, [["train.py", "", 0, 4], ["out/a.pt", "", 0, 4]])
+        assert runs.store.foreign_checkpoints() == []  # it may be what the new run begins with
+        await runs.write_and_fetch({"out/b.pt": "second"})
+        assert runs.store.foreign_checkpoints() == ["out/a.pt"]
 
     in_runs(work)
 

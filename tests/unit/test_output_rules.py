@@ -13,6 +13,7 @@ from paceline.rundir.output_rules import (
     is_checkpoint,
     is_complete,
     kept_out_reason,
+    matches_earlier,
     order_of_arrival,
     split_growing_logs,
     superseded_units,
@@ -181,3 +182,15 @@ def test_arrival_order_and_checkpoint_names() -> None:
     assert order_of_arrival(groups) == ["b.pt", "a.pt"]
     assert is_checkpoint("a", ["a/model.SAFETENSORS"])
     assert not is_checkpoint("log.txt", ["log.txt"])
+
+
+def test_checkpoint_folder_with_files_of_the_one_before_is_complete() -> None:
+    times = {"c/step_1/a.pt": 1, "c/step_2/a.pt": 2, "c/step_2/rng_0.pkl": 2, "d/step_3/a.pt": 3}
+    files = [WrittenFile("c/step_3/a.pt", 1, 4), WrittenFile("c/step_3/rng_0.pkl", 1, 4)]
+    assert matches_earlier("c/step_3", files, times)
+    assert not matches_earlier("c/step_3", files[:1], times)
+    assert not matches_earlier("e/step_3", files, times)
+    times |= {"c/step_2/part-2.pt": 2, "c/step_2/part-1.pt": 2}
+    parts = [WrittenFile(f"c/step_3/part-{number}.pt", 1, 4) for number in (1, 2)]
+    assert matches_earlier("c/step_3", [*files, *parts], times)
+    assert not matches_earlier("c/step_3", [*files, *parts[:1]], times)

@@ -259,6 +259,22 @@ def test_measurement_sends_files_of_earlier_runs_with_the_code(workspace: Worksp
     assert sync.set_code(supplies) is supplies
 
 
+def test_last_checkpoint_folder_arrives_after_interrupt(workspace: Workspace) -> None:
+    """It has been written just now. The one before shows which files it has."""
+
+    async def work(served: Served) -> None:
+        folder = await workspace.folder(served, "n1")
+        for step, names in ((1, "ab"), (2, "ab"), (3, "a")):
+            for name in names:
+                workspace.write("n1", f"out/step_{step}/{name}.pt", torch_zip("0"), age_s=3 - step)
+            if step == 1:
+                await workspace.store.sync(folder, has_ended=True, has_succeeded=True)
+        await workspace.store.sync(folder, has_ended=True)
+        assert {path.name for path in (workspace.project / "out").iterdir()} == {"step_1", "step_2"}
+
+    run(work)
+
+
 def test_send_sets_divergent_files_aside(workspace: Workspace) -> None:
     """Sent files keep rank 0's times; other files of the node are moved aside, not deleted."""
 

@@ -6,6 +6,7 @@ Pure. A host may be hostile. What it sends must not become code in the user's pr
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -381,6 +382,21 @@ def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = Fa
     if has_ended and is_left:
         return True
     return age_s >= (SETTLE_S if is_file or is_left else FOLDER_SETTLE_S)
+
+
+def matches_earlier(unit: str, files: Iterable[WrittenFile], times: Mapping[str, int]) -> bool:
+    """Whether a checkpoint folder has all files that the one before had, by their names.
+
+    Args:
+        times: When the files of complete checkpoints were written, by path.
+    """
+    earlier: dict[str, Counter[str]] = {}
+    for path in sorted(times, key=times.__getitem__):
+        other = unit_of(path)
+        if other not in (path, unit) and series_of(other) == series_of(unit):
+            earlier.setdefault(other, Counter())[series_of(path.removeprefix(other))] += 1
+    names = Counter(series_of(file.path.removeprefix(unit)) for file in files if file.is_whole)
+    return bool(earlier) and [*earlier.values()][-1] <= names
 
 
 def is_log(path: str) -> bool:

@@ -339,7 +339,7 @@ class LocalOutputs:
         return PathState(self._was_sent(path), exists, is_own, own)
 
     def _place(self, path: str, unplaced: str, state: PathState) -> bool:
-        """Moves a received file into the project; returns whether that was possible."""
+        """Moves a file of the run directory into the project; whether that was possible."""
         assert self.project is not None
         try:
             self._make_folders(path)
@@ -374,6 +374,30 @@ class LocalOutputs:
         journal.add([moved])
         self.handed_back.append(run / place)
         return True
+
+    def restore(self) -> None:
+        """Moves files that gave way to other runs back to the project: this run goes on. Blocking.
+
+        The others' files move to their run directories.
+        """
+        for output in list(self.journal.outputs.values()) if self.project is not None else ():
+            was_here = self.journal.versions.get(output.path) == (output.path, output.sha256)
+            if not (output.place and was_here and output.is_unchanged(self._run, self.project)):
+                continue
+            state = self._state(output.path)
+            if not kept_out_reason(output.path, state) and self._place(
+                output.path, output.place, state
+            ):
+                self.journal.add([replace(output, place="")])
+
+    def foreign_checkpoints(self) -> list[str]:
+        """Checkpoints of other runs that hosts get, if this run has its own. Blocking."""
+        outputs = list(self.journal.outputs.values())
+        if newest_checkpoint(outputs) is None:
+            return []
+        return sorted(output.path for output in outputs
+                      if output.is_adopted and is_checkpoint(output.path, [output.path])
+                      and output.is_unchanged(self._run, self.project))  # fmt: skip
 
     def _make_folders(self, path: str) -> None:
         """Makes the folders of a path in the project, as the user's umask says."""

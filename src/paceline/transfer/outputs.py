@@ -27,6 +27,7 @@ from paceline.rundir.output_rules import (
     is_of_other_rank,
     is_of_save,
     is_shard,
+    matches_earlier,
     order_of_arrival,
     rank_0_twin,
     series_of,
@@ -173,7 +174,7 @@ class OutputStore(LocalOutputs):
         groups = group_files(files)
         superseded = superseded_units(groups)
         left = [unit for unit, group in groups.items() if is_new(folder, group)
-                and is_final(unit, group, False, unit in superseded)]  # fmt: skip
+                and self._is_final(unit, group, False, unit in superseded)]  # fmt: skip
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
@@ -220,8 +221,8 @@ class OutputStore(LocalOutputs):
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
                 and not self._waits_for_rank_0(folder, groups[unit], files, has_ended)
                 and (has_succeeded or not is_being_saved(folder, groups[unit]))
-                and (is_final(unit, groups[unit], has_succeeded, unit in superseded) if has_ended
-                     else is_due(folder, unit, groups[unit], unit in superseded))
+                and (self._is_final(unit, groups[unit], has_succeeded, unit in superseded)
+                     if has_ended else is_due(folder, unit, groups[unit], unit in superseded))
             ]  # fmt: skip
             if not units:
                 break
@@ -244,6 +245,16 @@ class OutputStore(LocalOutputs):
             files = await self.list_files(folder)
         if not (has_ended or folder.is_local):
             await self._fetch_growing(folder, files, share)
+
+    def _is_final(self, unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
+                  is_superseded: bool) -> bool:  # fmt: skip
+        """Whether a group is complete after the ranks have ended, perhaps while they saved."""
+        if is_final(unit, group, has_succeeded, is_superseded):
+            return True
+        if unit == group[0].path or any(is_shard(file.path) for file in group):
+            return False
+        times = {path: output.mtime_us for path, output in self.journal.outputs.items()}
+        return all(file.is_whole for file in group) and matches_earlier(unit, group, times)
 
     def _waits_for_rank_0(self, folder: OutputFolder, group: Sequence[WrittenFile],
                           files: Sequence[WrittenFile], has_ended: bool) -> bool:  # fmt: skip

@@ -120,6 +120,11 @@ class OutputSync:
                           if not node.shared_run_dir])  # fmt: skip
         await gather_all([self._fetch_uncollected_shards(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
+        await asyncio.to_thread(self.store.restore)
+        if foreign := await asyncio.to_thread(self.store.foreign_checkpoints):
+            self._note(f"paceline: warning: hosts also get {format_paths(foreign)}, which other"
+                       " runs wrote. A script that loads the newest checkpoint may go on from"
+                       " there")  # fmt: skip
         self.store.start_attempt()
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
         await self._note_missing_parts(num_ranks)

@@ -336,9 +336,9 @@ def withheld_root(path: str, folders: Container[str]) -> str:
 def checkpoint_folders(index: str) -> set[str]:
     """The folder of an index, and the innermost one at or above it that is named like a step."""
     parts = _parent(index).split("/")
-    named = ["/".join(parts[: depth + 1]) for depth, name in enumerate(parts)
+    steps = ["/".join(parts[: depth + 1]) for depth, name in enumerate(parts)
              if _STEP_FOLDER.fullmatch(name)]  # fmt: skip
-    return {_parent(index), *named[-1:]}
+    return {_parent(index), *steps[-1:]}
 
 
 def _parent(path: str) -> str:

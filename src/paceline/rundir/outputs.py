@@ -359,8 +359,8 @@ def incomplete_checkpoints(outputs: Iterable[Output]) -> set[str]:
     paths = {output.path: output.shards for output in outputs}
     incomplete = set[str]()
     for path, shards in paths.items():
-        beside = path[: len(path) - len(DCP_INDEX)]
-        if any(beside + name not in paths for name in shards.split()):
+        prefix = path[: len(path) - len(DCP_INDEX)]
+        if any(prefix + name not in paths for name in shards.split()):
             incomplete |= checkpoint_folders(path)
     return incomplete
 

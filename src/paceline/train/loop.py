@@ -127,7 +127,7 @@ class TrainingLoop:
         progress, membership = self._training.progress, self._membership
         self.steps.loader = loader
         membership.start_training(loader)
-        self._member.write_held_files()
+        self._member.write_deferred_files()
         self._allow_losses(loader)
         loader.on_arrival = self.pace.mark_batch
         self._loaders.divide(loader)

@@ -55,8 +55,8 @@ class Member:
         self._journal = Journal(reporter, self.meter(), self.progress, self.comms, folder)
         self._file_writers: dict[str, Callable[[Path], None]] = {}
         # until the training begins: a start that is refused leaves the run as it is
-        self._holds_files = bool(rundir.checkpoints(folder))
-        self._writes_files = place.rank == 0 and not self._holds_files
+        self._is_writing_deferred = bool(rundir.checkpoints(folder))
+        self._writes_files = place.rank == 0 and not self._is_writing_deferred
         self.leaves_group = True
 
     @property
@@ -151,7 +151,7 @@ class Member:
             write: Called with the run directory.
         """
         self._file_writers[name] = write
-        if self._holds_files:
+        if self._is_writing_deferred:
             return
         self._take_over_files()
         if self.world.rank == 0:
@@ -173,11 +173,11 @@ class Member:
     def follow(self) -> None:
         """Makes this rank report and write files for the job if it has become rank 0."""
         self._journal.update_roles()
-        self.write_held_files()
+        self.write_deferred_files()
 
-    def write_held_files(self) -> None:
+    def write_deferred_files(self) -> None:
         """Writes the files that were held back, now that the training is that of this folder."""
-        self._holds_files = False
+        self._is_writing_deferred = False
         self._take_over_files()
 
     # -- operations of all ranks ---------------------------------------------------------

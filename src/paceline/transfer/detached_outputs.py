@@ -67,7 +67,7 @@ class DetachedOutputs:
         self._offset, self._partial = 0, b""
         self._arrived = dict[str, str]()  # SHA-256 of the version that is here, by path
         self._removed, self._noted = set[str](), set[str]()
-        self._handed_back = list[Path]()  # to earlier runs, until a line names them
+        self._returned = list[Path]()  # to earlier runs, until a line names them
         self._since = since
         self._earlier: EarlierOutputs | None = None
 
@@ -94,7 +94,7 @@ class DetachedOutputs:
             await asyncio.sleep(LOCK_RETRY_S)
         try:
             store = OutputStore(self._run, note)
-            store.noted, store.handed_back = self._noted, self._handed_back
+            store.noted, store.returned = self._noted, self._returned
             await asyncio.to_thread(self._set_project, store)
             replaced = {path for path in removed
                         if is_shard(path) and index_of(path) in self._remote.outputs}  # fmt: skip

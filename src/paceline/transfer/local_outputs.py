@@ -78,14 +78,14 @@ class LocalOutputs:
     Attributes:
         project: The project on this machine; ``None`` if it is on another one.
         kept_out: Files that did not arrive in the project: where they are, by path.
-        handed_back: Files of other runs that gave way to this run's: where they are.
+        returned: Files of other runs that gave way to this run's: where they are.
         unmatched: Files that hosts keep of their own ranks, after rank 0's host was lost.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         self.project: Path | None = None
         self.kept_out: dict[str, str] = {}
-        self.handed_back: list[Path] = []
+        self.returned: list[Path] = []
         self.unmatched = set[str]()
         self.journal = OutputJournal(run, LineSeals(run))
         if num_foreign := self.journal.num_foreign:
@@ -94,7 +94,7 @@ class LocalOutputs:
         self.journal.compact()
         self._run, self._note = run, note
         self._earlier: EarlierOutputs | None = None
-        self._others: dict[Path, tuple[Arrivals, OutputJournal]] = {}
+        self._run_records: dict[Path, tuple[Arrivals, OutputJournal]] = {}
         self._code = frozenset[str]()  # paths of the sent code, as file systems may compare them
         self._arrivals: Arrivals | None = None
         self._fresh = set[str]()  # paths of what arrived since the ranks started
@@ -225,7 +225,7 @@ class LocalOutputs:
             is_beside = bool(output.place) == is_outside
             if is_beside and output.is_unchanged(self._run, self.project):
                 with contextlib.suppress(OSError):  # torch would load it with new ones
-                    if output.is_adopted and self._hand_back(output.path):
+                    if output.is_adopted and self._return_to_run(output.path):
                         continue
                 root = self._run if output.place or self.project is None else self.project
                 with safe_paths.FolderCache(str(root)) as folders:
@@ -343,7 +343,7 @@ class LocalOutputs:
         assert self.project is not None
         try:
             self._make_folders(path)
-            self._hand_back(path)
+            self._return_to_run(path)
             move_file(self._run, unplaced, self.project, path, replace=state.exists)
         except OSError as problem:
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -351,7 +351,7 @@ class LocalOutputs:
             return False
         return True
 
-    def _hand_back(self, path: str) -> bool:
+    def _return_to_run(self, path: str) -> bool:
         """Moves another run's file from the project to its run directory; whether it did.
 
         A later start of that run finds it there.
@@ -360,10 +360,10 @@ class LocalOutputs:
         if writer is None or self.project is None:
             return False
         run, output = writer
-        if run not in self._others:
-            self._others[run] = Arrivals(run), OutputJournal(run, LineSeals(run))
-            self._others[run][0].mark_start()  # what is there is kept, under another name
-        arrivals, journal = self._others[run]
+        if run not in self._run_records:
+            self._run_records[run] = Arrivals(run), OutputJournal(run, LineSeals(run))
+            self._run_records[run][0].mark_start()  # what is there is kept, under another name
+        arrivals, journal = self._run_records[run]
         place = arrivals.place(f"{FETCHED}/{safe_name(output.host)}/{path}", output.host)
         os.close(safe_paths.open_folder(str(run), place.rpartition("/")[0], make=True))
         arrivals.set_aside(place, str(self.project / path))
@@ -372,7 +372,7 @@ class LocalOutputs:
         move_file(self.project, path, run, place, replace=True)
         arrivals.record(place)
         journal.add([moved])
-        self.handed_back.append(run / place)
+        self.returned.append(run / place)
         return True
 
     def restore(self) -> None:
@@ -381,8 +381,8 @@ class LocalOutputs:
         The others' files move to their run directories.
         """
         for output in list(self.journal.outputs.values()) if self.project is not None else ():
-            was_here = self.journal.versions.get(output.path) == (output.path, output.sha256)
-            if not (output.place and was_here and output.is_unchanged(self._run, self.project)):
+            was_placed = self.journal.versions.get(output.path) == (output.path, output.sha256)
+            if not (output.place and was_placed and output.is_unchanged(self._run, self.project)):
                 continue
             state = self._state(output.path)
             if not kept_out_reason(output.path, state) and self._place(
@@ -452,11 +452,11 @@ class LocalOutputs:
 
     def note_kept_out(self) -> None:
         """Names the files that did not arrive in the project, and those that gave way there."""
-        if self.handed_back:
-            files = pluralize(len(self.handed_back), "file")
+        if self.returned:
+            files = pluralize(len(self.returned), "file")
             self._note(f"paceline: {files} of earlier runs gave way to files of this run, and moved"
-                       f" to: {format_paths([*map(short, self.handed_back)])}")  # fmt: skip
-            self.handed_back.clear()
+                       f" to: {format_paths([*map(short, self.returned)])}")  # fmt: skip
+            self.returned.clear()
         places: dict[bool, list[str]] = {True: [], False: []}
         for path, place in self.kept_out.items():
             is_taken = self.project is not None and os.path.lexists(self.project / path)
@@ -517,8 +517,8 @@ class LocalOutputs:
         if self._was_sent(output.path):
             return own
         # not if this version itself was there, and gave way to a file of another run
-        was_here = self.journal.versions.get(output.path, ("", output.sha256))[1] != output.sha256
-        if was_here and self._earlier is not None:
+        was_placed = self.journal.versions.get(output.path, ("", output.sha256))[1] != output.sha256
+        if was_placed and self._earlier is not None:
             return local if self._earlier.writer(output.path, refresh=True) else own
         return local
 

@@ -403,10 +403,10 @@ class OutputStore(LocalOutputs):
         if self.behind is not None and not folder.is_uncollected:
             return not any(index_of(path) == index for path in self.behind if is_of_save(path))
         # it may be of a later save, or of one long ago
-        beside = [output.mtime_us for output in outputs.values()
+        times_us = [output.mtime_us for output in outputs.values()
                   if is_shard(output.path) and index_of(output.path) == index]  # fmt: skip
         end_us = outputs[index].mtime_us
-        earliest_us = min([*beside, end_us]) - MAX_SAVE_US
+        earliest_us = min([*times_us, end_us]) - MAX_SAVE_US
         return earliest_us <= file.mtime_us <= end_us + MAX_SKEW_US
 
     async def has_shards(self, folder: OutputFolder) -> bool:

@@ -212,7 +212,7 @@ def keep_uncollected(agent: Agent) -> None:
     for key in agent.run_keys:
         folder = snapshot.run_folder(key)
         if agent.job.ranks:
-            _keep_written(folder, agent.output_roots, _kept_in(agent))
+            _keep_written(folder, agent.output_roots, _uncollected_name(agent))
         for name in _SOURCES.values():
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
@@ -224,7 +224,7 @@ _SOURCES = {
 }
 
 
-def _kept_in(agent: Agent) -> str:
+def _uncollected_name(agent: Agent) -> str:
     """Returns the folder, in a run's own, in which outputs of an agent's ranks are kept."""
     has_first = any(rank.rank == 0 for rank in agent.job.ranks)
     return snapshot.UNCOLLECTED if has_first else snapshot.UNCOLLECTED_SHARDS
@@ -234,7 +234,7 @@ def _record_sources(agent: Agent) -> None:
     """Writes where the outputs are, in case the host is switched off before its agent ends."""
     if not agent.job.ranks:
         return
-    sources, name = json.dumps(agent.output_roots).encode(), _SOURCES[_kept_in(agent)]
+    sources, name = json.dumps(agent.output_roots).encode(), _SOURCES[_uncollected_name(agent)]
     for key in agent.run_keys:
         folder = snapshot.run_folder(key)
         with contextlib.suppress(OSError):
@@ -246,7 +246,7 @@ def _record_sources(agent: Agent) -> None:
 def keep_abandoned(folder: Path) -> None:
     """Does what :func:`keep_uncollected` would have done in an agent that could not end itself."""
     jobs = snapshot.cache_folder() / "jobs"
-    for kept_in, name in _SOURCES.items():
+    for folder_name, name in _SOURCES.items():
         with contextlib.suppress(OSError, ValueError):
             fd = safe_paths.open_file(str(folder), name, os.O_RDONLY)
             with os.fdopen(fd, "rb") as file:
@@ -255,16 +255,16 @@ def keep_abandoned(folder: Path) -> None:
                 roots = {root: since_us for root, since_us in sources.items()
                          if Path(root).parent.parent == jobs
                          and isinstance(since_us, int)}  # fmt: skip
-                _keep_written(folder, roots, kept_in)
+                _keep_written(folder, roots, folder_name)
             (folder / name).unlink()
 
 
-def _keep_written(folder: Path, roots: Dict[str, int], kept_in: str) -> None:
-    target = folder / kept_in
+def _keep_written(folder: Path, roots: Dict[str, int], folder_name: str) -> None:
+    target = folder / folder_name
     for root, since_us in roots.items():
         for file in list_written(root, since_us + 1)[0]:
             is_shard = file["path"].endswith(SHARD_SUFFIX)
-            if kept_in == snapshot.UNCOLLECTED_SHARDS and not is_shard:
+            if folder_name == snapshot.UNCOLLECTED_SHARDS and not is_shard:
                 continue
             with contextlib.suppress(OSError):
                 safe_paths.make_folder(str((target / file["path"]).parent))
@@ -290,8 +290,8 @@ def forget_outputs(agent: Agent, request: Message, _: bytes) -> None:
 @in_queue(RECEIVING)
 def discard_uncollected(agent: Agent, request: Message, _: bytes) -> None:
     """Removes what an earlier agent kept in the run folder ``root``: rank 0's files, or shards."""
-    kept_in = snapshot.UNCOLLECTED_SHARDS if request["shards"] else snapshot.UNCOLLECTED
-    safe_paths.remove_tree(os.path.join(_job_root(agent, request), kept_in))
+    folder_name = snapshot.UNCOLLECTED_SHARDS if request["shards"] else snapshot.UNCOLLECTED
+    safe_paths.remove_tree(os.path.join(_job_root(agent, request), folder_name))
     agent.reply(request)
 
 

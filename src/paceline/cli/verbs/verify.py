@@ -28,10 +28,10 @@ def command(ctx: click.Context, /, **_: object) -> None:
     """
     from paceline.rundir import signatures
 
-    path, num_bad, num_checkpoints = current_run(ctx), 0, 0
+    path, num_problems, num_checkpoints = current_run(ctx), 0, 0
     for checkpoint in signatures.verify(path):
         num_checkpoints += 1
-        num_bad += bool(checkpoint.problem)
+        num_problems += bool(checkpoint.problem)
         details = checkpoint.problem
         if not details and checkpoint.manifest is not None:
             entries = checkpoint.manifest.files.values()
@@ -41,5 +41,5 @@ def command(ctx: click.Context, /, **_: object) -> None:
         say(format_for(line, sys.stdout))
     if not num_checkpoints:
         say(f"no checkpoints in {path}")
-    if num_bad:
+    if num_problems:
         ctx.exit(1)

@@ -128,8 +128,8 @@ class OutputSync:
         self.store.start_attempt()
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
         await self._note_missing_parts(num_ranks)
-        if others := await asyncio.to_thread(self.store.unsent_of_other_ranks):
-            self._note(f"paceline: note: ranks other than 0 wrote {format_paths(others)} in"
+        if unsent := await asyncio.to_thread(self.store.unsent_of_other_ranks):
+            self._note(f"paceline: note: ranks other than 0 wrote {format_paths(unsent)} in"
                        f" {short(self._run)}, which hosts do not get. If they resume from these"
                        " files, name each by its rank: state_rank1.pt")  # fmt: skip
         self._outside = first, await self._existing_outside(first, exists=False)
@@ -301,7 +301,7 @@ class OutputSync:
         source = self._source
         self.store.behind = None
         if source is not None and not source.lost:
-            await self._sync_last(source, has_succeeded=False)
+            await self._sync_final(source, has_succeeded=False)
         for node in list(self._folders):  # others may connect meanwhile
             if node is not source and not node.lost:
                 with self._reporting(node):
@@ -326,7 +326,7 @@ class OutputSync:
             for folder in folders:
                 await self.store.sync(folder, **options)
 
-    async def _sync_last(self, node: Node, *, has_succeeded: bool) -> None:
+    async def _sync_final(self, node: Node, *, has_succeeded: bool) -> None:
         """Fetches the last files of rank 0's node, and notes which do not arrive."""
         folders = self._folders.get(node, ())
         await self._sync(node, folders, has_ended=True, has_succeeded=has_succeeded)
@@ -361,7 +361,7 @@ class OutputSync:
 
     async def finish(self, node: Node, *, has_succeeded: bool) -> None:
         """Fetches the last files of rank 0's node after its ranks have ended, perhaps well."""
-        await self._sync_last(node, has_succeeded=has_succeeded)
+        await self._sync_final(node, has_succeeded=has_succeeded)
         await self._note_outside(node)
         if self._local_checkpoints is not None:
             with contextlib.suppress(PacelineError, OSError, ValueError):  # they are in place

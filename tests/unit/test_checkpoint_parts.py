@@ -228,6 +228,7 @@ def test_older_file_of_lost_rank_stays_out(workspace: Workspace) -> None:
         await sync._fetch_uncollected(node)
         await sync._note_missing_parts(2)
         assert "out/rank1.pt" in workspace.notes[-1]
+        assert "out/rank1.pt" in sync.store.paths()  # so it is not sent as code
         assert {*sync.store.sendable("")[1]} == {"out/rank0.pt"}
         assert sync.store.missing_parts(1) == []
         local = OutputFolder("n1", node.channel, str(workspace.project), is_local=True)
@@ -257,6 +258,38 @@ def test_ranks_of_one_host_have_files_of_one_save(workspace: Workspace) -> None:
         assert {*store.journal.outputs} == {"out/rank0.pt"}
         await store.sync(folder, has_ended=True)
         assert store.missing_parts(2) == []
+
+    run(work)
+
+
+def test_logs_of_ranks_belong_to_no_save(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        store, folder = workspace.store, await workspace.folder(served, "n1")
+        for name in ("log_rank0.txt", "log_rank1.txt"):
+            workspace.write("n1", name, b"1\n")
+        await store.sync(folder, has_ended=True)
+        workspace.write("n1", "log_rank0.txt", b"1\n2\n", age_s=20)
+        await store.sync(folder, has_ended=True)
+        assert {*store.journal.outputs} == {"log_rank0.txt", "log_rank1.txt"}
+
+    run(work)
+
+
+def test_part_long_after_file_of_rank_0_is_not_fetched(workspace: Workspace) -> None:
+    """Rank 0 had not begun the save when the job ended."""
+
+    async def work(served: Served) -> None:
+        store = workspace.store
+        first, second = [await workspace.folder(served, name) for name in ("n1", "n2")]
+        for age_s in (90.0, 60.0):
+            workspace.write("n1", "out/rank0.pt", torch_zip(f"{age_s}"), age_s)
+            await store.sync(first)
+        workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=30)
+        await store.note_behind([first])
+        assert await store.fetch_parts(second) == []
+        assert store.missing_parts(2) == ["out/rank1.pt"]
+        workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=58)
+        assert await store.fetch_parts(second) == ["out/rank1.pt"]
 
     run(work)
 

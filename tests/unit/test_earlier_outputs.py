@@ -174,6 +174,20 @@ def test_checkpoint_of_other_run_is_noted_at_resume(in_runs: Run) -> None:
     in_runs(work)
 
 
+def test_keeps_files_of_run_that_was_resumed_meanwhile(in_runs: Run) -> None:
+    async def work(runs: Runs) -> None:
+        await runs.write_and_fetch({"out/last.pt": "first"})
+        first = runs.run
+        runs.begin("second")
+        second, runs.run = runs.run, first
+        runs.pretend_to_run()
+        runs.run = second
+        await runs.write_and_fetch({"out/last.pt": "second"}, age_s=30.0)
+        assert runs.read("out/last.pt") == "first"
+
+    in_runs(work)
+
+
 def test_file_on_its_way_to_its_run_is_found(in_runs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of the later run is killed after it has moved the file."""
 

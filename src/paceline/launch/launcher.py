@@ -373,7 +373,7 @@ class Launcher:
             supplies = await asyncio.to_thread(
                 survey.read_and_cache_supplies,
                 self._request,
-                frozenset(self._outputs.store.journal.outputs),
+                frozenset(self._outputs.store.paths()),
             )
             loop = asyncio.get_running_loop()
             loop.run_in_executor(None, importlib.import_module, ATTEMPT_MODULE)

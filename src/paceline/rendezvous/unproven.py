@@ -16,7 +16,8 @@ Peer = tuple[bytes, str]
 
 def peer_of(address: str) -> Peer:
     """Returns the peer of an address; its network is the /24 of IPv4 or the /64 of IPv6."""
-    packed = ipaddress.ip_address(address.partition("%")[0]).packed
+    found = ipaddress.ip_address(address.partition("%")[0])
+    packed = (getattr(found, "ipv4_mapped", None) or found).packed
     return packed[:3] if len(packed) == 4 else packed[:8], address
 
 

@@ -277,8 +277,12 @@ def head_of(path: str, paths: Container[str]) -> str:
     """The file of rank 0 among others that belongs to a rank's part of a checkpoint, or ""."""
     if is_shard(path):
         return index_of(path) if index_of(path) in paths else ""
-    is_saved = unit_of(path) != path or is_checkpoint(path, [path])
-    return rank_0_twin(path, paths) if is_saved else ""
+    return rank_0_twin(path, paths) if is_of_checkpoint(path) else ""
+
+
+def is_of_checkpoint(path: str) -> bool:
+    """Whether a file is a checkpoint, or in a folder of one, by its name."""
+    return unit_of(path) != path or is_checkpoint(path, [path])
 
 
 def is_of_save(path: str) -> bool:
@@ -384,19 +388,30 @@ def is_complete(unit: str, files: Sequence[WrittenFile], *, has_ended: bool = Fa
     return age_s >= (SETTLE_S if is_file or is_left else FOLDER_SETTLE_S)
 
 
-def matches_earlier(unit: str, files: Iterable[WrittenFile], times: Mapping[str, int]) -> bool:
-    """Whether a checkpoint folder has all files that the one before had, by their names.
+CheckpointNames = dict[str, list[tuple[str, Counter[str]]]]
+
+
+def checkpoint_names(times: Mapping[str, int]) -> CheckpointNames:
+    """Names of the files of complete checkpoint folders by series, each with its folder, in order.
 
     Args:
-        times: When the files of complete checkpoints were written, by path.
+        times: When the files were written, by path.
     """
-    earlier: dict[str, Counter[str]] = {}
+    folders: dict[str, Counter[str]] = {}
     for path in sorted(times, key=times.__getitem__):
-        other = unit_of(path)
-        if other not in (path, unit) and series_of(other) == series_of(unit):
-            earlier.setdefault(other, Counter())[series_of(path.removeprefix(other))] += 1
-    names = Counter(series_of(file.path.removeprefix(unit)) for file in files if file.is_whole)
-    return bool(earlier) and [*earlier.values()][-1] <= names
+        if (unit := unit_of(path)) != path:
+            folders.setdefault(unit, Counter())[series_of(path.removeprefix(unit))] += 1
+    names: CheckpointNames = {}
+    for unit, counts in folders.items():
+        names.setdefault(series_of(unit), []).append((unit, counts))
+    return names
+
+
+def matches_earlier(unit: str, files: Iterable[WrittenFile], names: CheckpointNames) -> bool:
+    """Whether a checkpoint folder has all files that the one before had, by their names."""
+    earlier = [counts for other, counts in names.get(series_of(unit), ()) if other != unit]
+    present = Counter(series_of(file.path.removeprefix(unit)) for file in files if file.is_whole)
+    return bool(earlier) and earlier[-1] <= present
 
 
 def is_log(path: str) -> bool:

@@ -30,12 +30,12 @@ from paceline.rundir.output_rules import (
     index_of,
     is_checkpoint,
     is_index,
+    is_of_checkpoint,
     is_of_save,
     is_shard,
     kept_out_reason,
     lacking_parts,
     name_refusal,
-    rank_0_twin,
     rank_in,
     unit_of,
     withheld_root,
@@ -236,7 +236,7 @@ class LocalOutputs:
         """When rank 0's files among some paths were written last, in µs; of those with a rank."""
         journal = self.journal
         known = {path: journal.outputs.get(path) or journal.removed.get(path) for path in paths
-                 if rank_in(path) == 0}  # fmt: skip
+                 if rank_in(path) == 0 and is_of_checkpoint(path)}  # fmt: skip
         return {path: output.mtime_us for path, output in known.items() if output is not None}
 
     def forget_parts(self, former: Mapping[str, int]) -> None:
@@ -254,7 +254,7 @@ class LocalOutputs:
                   if outputs[path].mtime_us != mtime_us}  # fmt: skip
         if not middle:
             return
-        twins = {path: rank_0_twin(path, middle) for path in outputs if rank_in(path)}
+        twins = {path: head_of(path, middle) for path in outputs if rank_in(path)}
         self.journal.remove([
             path for path, twin in twins.items() if twin
             and (outputs[path].host != outputs[twin].host
@@ -280,6 +280,10 @@ class LocalOutputs:
         folders = {folder or "." for folder in self.incomplete()}
         return sorted({*folders, *outdated, *lacking_parts(times, num_ranks), *self.unmatched})
 
+    def paths(self) -> set[str]:
+        """Files of the project that are no code: hosts get them as outputs, or not at all."""
+        return {*self.journal.outputs, *self.outdated_parts()}
+
     def incomplete(self) -> set[str]:
         """Folders of distributed checkpoints of which shards are not here. Blocking."""
         saves = [output for output in list(self.journal.outputs.values())
@@ -294,6 +298,7 @@ class LocalOutputs:
         Their names do not say which rank wrote them.
         """
         journal = self.journal
+        outputs = journal.outputs
         first = {f"{FETCHED}/{safe_name(output.host)}" for output in list(journal.outputs.values())
                  if not rank_in(output.path) and not is_shard(output.path)}  # fmt: skip
         known = {*journal.outputs, *journal.removed}
@@ -303,7 +308,8 @@ class LocalOutputs:
             if path.count("/") > 1 and "/".join(path.split("/")[:2]) not in first
             and path.split("/", 2)[2] not in known
             and is_checkpoint(path, [path]) and self.travels(path)
-            and rank_in(path) is None and not is_shard(path)
+            and not is_shard(path)
+            and (rank_in(path) is None or head_of(path.split("/", 2)[2], outputs))
             and OUTSIDE not in path.split("/") and (self._run / path).is_file()
         )  # fmt: skip
 
@@ -380,15 +386,19 @@ class LocalOutputs:
 
         The others' files move to their run directories.
         """
-        for output in list(self.journal.outputs.values()) if self.project is not None else ():
-            was_placed = self.journal.versions.get(output.path) == (output.path, output.sha256)
+        journal = self.journal
+        for output in list(journal.outputs.values()) if self.project is not None else ():
+            was_placed = journal.versions.get(output.path) == (output.path, output.sha256)
             if not (output.place and was_placed and output.is_unchanged(self._run, self.project)):
                 continue
             state = self._state(output.path)
-            if not kept_out_reason(output.path, state) and self._place(
-                output.path, output.place, state
-            ):
-                self.journal.add([replace(output, place="")])
+            if kept_out_reason(output.path, state):
+                continue
+            restored = replace(output, place="", time=round(time.time(), 3))
+            with contextlib.suppress(OSError):  # hosts get it from where it is
+                journal.add_pending([restored])
+                if self._place(output.path, output.place, state):
+                    journal.add([restored])
 
     def foreign_checkpoints(self) -> list[str]:
         """Checkpoints of other runs that hosts get, if this run has its own. Blocking."""

@@ -17,7 +17,9 @@ from paceline.agent.files.safe_paths import IncomingFile
 from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.output_rules import (
+    CheckpointNames,
     WrittenFile,
+    checkpoint_names,
     group_files,
     head_of,
     index_of,
@@ -29,7 +31,7 @@ from paceline.rundir.output_rules import (
     is_shard,
     matches_earlier,
     order_of_arrival,
-    rank_0_twin,
+    rank_in,
     series_of,
     split_growing_logs,
     superseded_units,
@@ -173,8 +175,9 @@ class OutputStore(LocalOutputs):
             await self._sync(folder, 1.0, has_ended=True, has_succeeded=False)
         groups = group_files(files)
         superseded = superseded_units(groups)
+        names = self._names_after_failure()
         left = [unit for unit, group in groups.items() if is_new(folder, group)
-                and self._is_final(unit, group, False, unit in superseded)]  # fmt: skip
+                and _is_final(unit, group, False, unit in superseded, names)]  # fmt: skip
         return sorted(path for path, version in folder.fetched.items()
                       if old.get(path) != version), not left  # fmt: skip
 
@@ -215,14 +218,17 @@ class OutputStore(LocalOutputs):
             self._record_removed(folder, files)
             groups = split_growing_logs(group_files(files))
             superseded = superseded_units(groups)
+            rank_0 = {file.path: file for file in files if not rank_in(file.path)}
+            known = {*self.journal.outputs, *rank_0}
+            names = self._names_after_failure() if has_ended and not has_succeeded else {}
             units = [
                 unit for unit in order_of_arrival(groups)
                 if unit not in done and is_new(folder, groups[unit])
                 and (unit in first or not has_ended)  # a hostile node may always have a new one
-                and not self._waits_for_rank_0(folder, groups[unit], files, has_ended)
                 and (has_succeeded or not is_being_saved(folder, groups[unit]))
-                and (self._is_final(unit, groups[unit], has_succeeded, unit in superseded)
+                and (_is_final(unit, groups[unit], has_succeeded, unit in superseded, names)
                      if has_ended else is_due(folder, unit, groups[unit], unit in superseded))
+                and not _waits_for_rank_0(folder, groups[unit], known, rank_0, has_ended)
             ]  # fmt: skip
             if not units:
                 break
@@ -246,24 +252,10 @@ class OutputStore(LocalOutputs):
         if not (has_ended or folder.is_local):
             await self._fetch_growing(folder, files, share)
 
-    def _is_final(self, unit: str, group: Sequence[WrittenFile], has_succeeded: bool,
-                  is_superseded: bool) -> bool:  # fmt: skip
-        """Whether a group is complete after the ranks have ended, perhaps while they saved."""
-        if is_final(unit, group, has_succeeded, is_superseded):
-            return True
-        if unit == group[0].path or any(is_shard(file.path) for file in group):
-            return False
-        times = {path: output.mtime_us for path, output in self.journal.outputs.items()}
-        return all(file.is_whole for file in group) and matches_earlier(unit, group, times)
-
-    def _waits_for_rank_0(self, folder: OutputFolder, group: Sequence[WrittenFile],
-                          files: Sequence[WrittenFile], has_ended: bool) -> bool:  # fmt: skip
-        """Whether another rank on rank 0's host wrote a checkpoint file before rank 0's is here."""
-        on_node = {file.path: file for file in files}
-        heads = {head_of(file.path, {**self.journal.outputs, **on_node}) for file in group}
-        if is_shard(group[0].path) or "" in heads:
-            return False
-        return not has_ended or is_new(folder, [on_node[head] for head in heads if head in on_node])
+    def _names_after_failure(self) -> CheckpointNames:
+        """The names of files in the checkpoint folders that are here."""
+        outputs = self.journal.outputs
+        return checkpoint_names({path: output.mtime_us for path, output in outputs.items()})
 
     async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile], share: float,
                              accompanying: Set[str] = frozenset()) -> None:  # fmt: skip
@@ -379,9 +371,11 @@ class OutputStore(LocalOutputs):
                 if head is None or not file.is_whole:
                     continue
                 if is_missing(folder, file) and self.has_room(folder.host, file.path, [file]):
-                    hashes = await self.receive(folder, [file], 1.0)
-                    await self._place_received(folder, [file], hashes, index=head)
-                    fetched.append(file.path)
+                    with contextlib.suppress(AgentRefusal):  # it has changed or gone
+                        hashes = await self.receive(folder, [file], 1.0)
+                        await self._place_received(folder, [file], hashes, index=head)
+                        fetched.append(file.path)
+                        self.unmatched.discard(file.path)
         return fetched
 
     def _lacks_rank_file(self, folder: OutputFolder, file: WrittenFile) -> bool:
@@ -391,7 +385,17 @@ class OutputStore(LocalOutputs):
         if self.behind is None or head in self.behind or folder.is_uncollected:
             return False
         known = journal.outputs.get(file.path) or journal.removed.get(file.path)
-        return is_new(folder, [file]) and (known is None or known.mtime_us < file.mtime_us)
+        if not is_new(folder, [file]) or (known is not None and known.mtime_us >= file.mtime_us):
+            return False
+        # rank 0 may have ended before it began the same save
+        end_us = journal.outputs[head].mtime_us
+        earlier = [mtime_us for path, _, mtime_us in list(journal.arrived)
+                   if path == head and mtime_us < end_us]  # fmt: skip
+        limit_us = (end_us - max(earlier)) // 2 if earlier else MAX_SAVE_US
+        if file.mtime_us > end_us + max(limit_us, MAX_SKEW_US):
+            self.unmatched.add(file.path)
+            return False
+        return True
 
     def _lacks_shard(self, folder: OutputFolder, file: WrittenFile) -> bool:
         """Whether a node's shard belongs to the index that is here, and is not here yet."""
@@ -400,7 +404,7 @@ class OutputStore(LocalOutputs):
         is_known = file.path in self._fresh or (file.path in outputs and index not in self._fresh)
         if is_known or not is_written:
             return False
-        if self.behind is not None and not folder.is_uncollected:
+        if self.behind is not None and index in self._fresh and not folder.is_uncollected:
             return not any(index_of(path) == index for path in self.behind if is_of_save(path))
         # it may be of a later save, or of one long ago
         times_us = [output.mtime_us for output in outputs.values()
@@ -487,7 +491,7 @@ class OutputStore(LocalOutputs):
         """Whether a file of another rank is one that rank 0's newer file has made useless."""
         known = self.journal.removed.get(file.path)
         return (known is not None and file.mtime_us <= known.mtime_us
-                and bool(rank_0_twin(file.path, self.journal.outputs)))  # fmt: skip
+                and bool(head_of(file.path, self.journal.outputs)))  # fmt: skip
 
     def _is_recorded(self, folder: OutputFolder, file: WrittenFile) -> bool:
         place = folder.on_node(file.path) if folder.prefix else ""
@@ -608,3 +612,24 @@ def _path(file: WrittenFile) -> str:
 
 def _parent(path: str) -> str:
     return path.rpartition("/")[0]
+
+
+def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool, is_superseded: bool,
+              names: CheckpointNames) -> bool:  # fmt: skip
+    """Whether a group is complete after the ranks have ended, perhaps while they saved."""
+    if is_final(unit, group, has_succeeded, is_superseded):
+        return True
+    is_folder = unit != group[0].path and not any(is_shard(file.path) for file in group)
+    is_whole = all(file.is_whole for file in group)
+    return is_folder and is_whole and matches_earlier(unit, group, names)
+
+
+def _waits_for_rank_0(folder: OutputFolder, group: Sequence[WrittenFile], known: Set[str],
+                      rank_0: Mapping[str, WrittenFile], has_ended: bool) -> bool:  # fmt: skip
+    """Whether another rank on rank 0's host wrote a checkpoint file before rank 0's is here."""
+    if not all(rank_in(file.path) for file in group) or is_shard(group[0].path):
+        return False
+    heads = {head_of(file.path, known) for file in group}
+    if "" in heads:
+        return False
+    return not has_ended or is_new(folder, [rank_0[head] for head in heads if head in rank_0])

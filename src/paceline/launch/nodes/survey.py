@@ -34,7 +34,7 @@ from paceline.transfer.tree import (
     CodeTooLarge,
     Tree,
     cache_files,
-    is_home,
+    is_no_project,
     names_code,
     project_root,
     read_code,
@@ -228,7 +228,7 @@ def scripts_project(request: Request) -> Path | None:
     if not is_here or request.job.entry.kind not in ("script", "module"):
         return None
     root = project_root(request.job)
-    return None if is_home(root) or root == Path("/") else root
+    return None if is_no_project(root) else root
 
 
 def _read_code(job: Job, outputs: Collection[str]) -> Tree:
@@ -244,7 +244,7 @@ def _read_code(job: Job, outputs: Collection[str]) -> Tree:
 def _no_code(job: Job) -> Tree | None:
     """Returns the project without files, for a program that needs none but may write some."""
     root = project_root(job)
-    return None if is_home(root) or root == Path("/") else Tree(root, [])
+    return None if is_no_project(root) else Tree(root, [])
 
 
 def read_and_cache_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:

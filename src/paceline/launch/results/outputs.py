@@ -120,18 +120,20 @@ class OutputSync:
                           if not node.shared_run_dir])  # fmt: skip
         await gather_all([self._fetch_uncollected_shards(node) for node in fleet.everyone
                           if not node.shared_run_dir])  # fmt: skip
-        await asyncio.to_thread(self.store.restore)
-        if foreign := await asyncio.to_thread(self.store.foreign_checkpoints):
-            self._note(f"paceline: warning: hosts also get {format_paths(foreign)}, which other"
-                       " runs wrote. A script that loads the newest checkpoint may go on from"
-                       " there")  # fmt: skip
+        with self._reporting(first):
+            await asyncio.to_thread(self.store.restore)
+            if foreign := await asyncio.to_thread(self.store.foreign_checkpoints):
+                self._note(f"paceline: warning: hosts also get {format_paths(foreign)}, which other"
+                           " runs wrote. A script that loads the newest checkpoint may go on from"
+                           " there")  # fmt: skip
         self.store.start_attempt()
         await gather_all([self._send(node, is_fresh=True) for node in fleet.everyone])
         await self._note_missing_parts(num_ranks)
-        if unsent := await asyncio.to_thread(self.store.unsent_of_other_ranks):
-            self._note(f"paceline: note: ranks other than 0 wrote {format_paths(unsent)} in"
-                       f" {short(self._run)}, which hosts do not get. If they resume from these"
-                       " files, name each by its rank: state_rank1.pt")  # fmt: skip
+        with self._reporting(first):
+            if unsent := await asyncio.to_thread(self.store.unsent_of_other_ranks):
+                self._note(f"paceline: note: ranks other than 0 wrote {format_paths(unsent)} in"
+                           f" {short(self._run)}, which hosts do not get. If they resume from these"
+                           " files, name each by its rank: state_rank1.pt")  # fmt: skip
         self._outside = first, await self._existing_outside(first, exists=False)
         await self._note_unsent_checkpoint(fleet)
         self._note_own_projects(fleet)
@@ -281,7 +283,8 @@ class OutputSync:
         folders = []
         tree, has_copies = self._tree, any("code" in node.copies for node in fleet.everyone)
         # without code it is a program, and a list of the project's files could take long
-        if tree is not None and tree.manifest and tree.copy is None and has_copies:
+        has_project = has_copies and not (tree is not None and tree.is_partial)
+        if tree is not None and tree.manifest and tree.copy is None and has_project:
             folders.append(OutputFolder(first.name, first.channel, str(tree.root), is_local=True))
         elif self._project is not None and all(node.host.local for node in fleet.everyone):
             await asyncio.to_thread(self.store.set_code, self._project, [])

@@ -97,7 +97,7 @@ def move_files(source: Path, folder: Path, *, replaces: bool) -> list[Path]:
     if not replaces:
         require_absent(folder / name for name in names)
     for name in names:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).replace(folder / name)
     return [folder / name for name in names]
 

@@ -265,12 +265,14 @@ def test_ranks_of_one_host_have_files_of_one_save(workspace: Workspace) -> None:
 def test_logs_of_ranks_belong_to_no_save(workspace: Workspace) -> None:
     async def work(served: Served) -> None:
         store, folder = workspace.store, await workspace.folder(served, "n1")
-        for name in ("log_rank0.txt", "log_rank1.txt"):
+        names = [f"{parent}log_rank{rank}.txt" for parent in ("", "epochs10/") for rank in (0, 1)]
+        for name in names:
             workspace.write("n1", name, b"1\n")
-        await store.sync(folder, has_ended=True)
-        workspace.write("n1", "log_rank0.txt", b"1\n2\n", age_s=20)
-        await store.sync(folder, has_ended=True)
-        assert {*store.journal.outputs} == {"log_rank0.txt", "log_rank1.txt"}
+        await store.sync(folder, has_ended=True, has_succeeded=True)
+        for name in names[::2]:
+            workspace.write("n1", name, b"1\n2\n", age_s=20)
+        await store.sync(folder, has_ended=True, has_succeeded=True)
+        assert {*store.journal.outputs} == {*names}
 
     run(work)
 
@@ -288,7 +290,12 @@ def test_part_long_after_file_of_rank_0_is_not_fetched(workspace: Workspace) -> 
         await store.note_behind([first])
         assert await store.fetch_parts(second) == []
         assert store.missing_parts(2) == ["out/rank1.pt"]
+        workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=89)
+        assert await store.fetch_parts(second) == []
         workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=58)
+        assert await store.fetch_parts(second) == ["out/rank1.pt"]
+        workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=1)
+        await store.note_behind([first], has_succeeded=True)
         assert await store.fetch_parts(second) == ["out/rank1.pt"]
 
     run(work)

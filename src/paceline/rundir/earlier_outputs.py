@@ -72,7 +72,7 @@ class EarlierOutputs:
             is_adopted: The present run's journal has it as an unchanged file of another run.
         """
         lines = self._current(path)
-        if any((run in self._running or _may_run(run)) and not output.is_adopted
+        if any(not output.is_adopted and (run in self._running or _may_run(run))
                for run, output in lines):  # fmt: skip
             return False
         if is_adopted and before == math.inf:

@@ -252,6 +252,11 @@ def rank_in(path: str) -> int | None:
     return max(map(int, _RANK_NUMBER.findall(path)), default=None)
 
 
+def has_rank_0(path: str) -> bool:
+    """Whether a path has the number of rank 0."""
+    return 0 in map(int, _RANK_NUMBER.findall(path))
+
+
 def lacking_parts(times: Mapping[str, int], num_ranks: int) -> list[str]:
     """Rank 0's newest file of each series that lacks files which other ranks had of earlier ones.
 
@@ -281,8 +286,9 @@ def head_of(path: str, paths: Container[str]) -> str:
 
 
 def is_of_checkpoint(path: str) -> bool:
-    """Whether a file is a checkpoint, or in a folder of one, by its name."""
-    return unit_of(path) != path or is_checkpoint(path, [path])
+    """Whether a file is a checkpoint, or in a folder of one, by its name; not if it is a log."""
+    is_in_folder = unit_of(path) != path and not _belongs_to_training(path)
+    return is_in_folder or is_checkpoint(path, [path])
 
 
 def is_of_save(path: str) -> bool:

@@ -26,6 +26,7 @@ from paceline.rundir.earlier_outputs import EarlierOutputs
 from paceline.rundir.output_rules import (
     PathState,
     WrittenFile,
+    has_rank_0,
     head_of,
     index_of,
     is_checkpoint,
@@ -236,7 +237,7 @@ class LocalOutputs:
         """When rank 0's files among some paths were written last, in µs; of those with a rank."""
         journal = self.journal
         known = {path: journal.outputs.get(path) or journal.removed.get(path) for path in paths
-                 if rank_in(path) == 0 and is_of_checkpoint(path)}  # fmt: skip
+                 if has_rank_0(path) and is_of_checkpoint(path)}  # fmt: skip
         return {path: output.mtime_us for path, output in known.items() if output is not None}
 
     def forget_parts(self, former: Mapping[str, int]) -> None:
@@ -276,7 +277,7 @@ class LocalOutputs:
         outputs = self.journal.outputs
         outdated = [path for path in self.outdated_parts() if (rank_in(path) or 0) < num_ranks]
         times = {path: output.mtime_us for path, output in list(outputs.items())
-                 if head_of(path, outputs) or rank_in(path) == 0}  # fmt: skip
+                 if head_of(path, outputs) or has_rank_0(path)}  # fmt: skip
         folders = {folder or "." for folder in self.incomplete()}
         return sorted({*folders, *outdated, *lacking_parts(times, num_ranks), *self.unmatched})
 
@@ -309,7 +310,7 @@ class LocalOutputs:
             and path.split("/", 2)[2] not in known
             and is_checkpoint(path, [path]) and self.travels(path)
             and not is_shard(path)
-            and (rank_in(path) is None or head_of(path.split("/", 2)[2], outputs))
+            and (rank_in(path.split("/", 2)[2]) is None or head_of(path.split("/", 2)[2], outputs))
             and OUTSIDE not in path.split("/") and (self._run / path).is_file()
         )  # fmt: skip
 

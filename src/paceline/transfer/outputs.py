@@ -76,12 +76,14 @@ class OutputStore(LocalOutputs):
         noted: Files and folders of which a line has said that there is no room for them.
         behind: Paths on rank 0's node whose present version is not here though its ranks have
             ended; ``None`` if that is unknown, as when its host was lost.
+        has_succeeded: Whether the ranks have ended well: each has ended its last save.
     """
 
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         super().__init__(run, note)
         self.noted = set[str]()
         self.behind: set[str] | None = set()
+        self.has_succeeded = False
         self._is_receiving = asyncio.Lock()
 
     # --- from rank 0's node ------------------------------------------------------------------
@@ -218,8 +220,8 @@ class OutputStore(LocalOutputs):
             self._record_removed(folder, files)
             groups = split_growing_logs(group_files(files))
             superseded = superseded_units(groups)
-            rank_0 = {file.path: file for file in files if not rank_in(file.path)}
-            known = {*self.journal.outputs, *rank_0}
+            on_node = {file.path: file for file in files}
+            known = {*self.journal.outputs, *on_node}
             names = self._names_after_failure() if has_ended and not has_succeeded else {}
             units = [
                 unit for unit in order_of_arrival(groups)
@@ -228,7 +230,7 @@ class OutputStore(LocalOutputs):
                 and (has_succeeded or not is_being_saved(folder, groups[unit]))
                 and (_is_final(unit, groups[unit], has_succeeded, unit in superseded, names)
                      if has_ended else is_due(folder, unit, groups[unit], unit in superseded))
-                and not _waits_for_rank_0(folder, groups[unit], known, rank_0, has_ended)
+                and not _waits_for_rank_0(folder, groups[unit], known, on_node, has_ended)
             ]  # fmt: skip
             if not units:
                 break
@@ -345,9 +347,10 @@ class OutputStore(LocalOutputs):
             if placing.done() and not placing.cancelled() and placing.exception() is None:
                 folder.fetched |= {file.path: file.version for file in group}
 
-    async def note_behind(self, folders: Iterable[OutputFolder]) -> None:
+    async def note_behind(self, folders: Iterable[OutputFolder], *,
+                          has_succeeded: bool = False) -> None:  # fmt: skip
         """Notes which files of rank 0's node have not arrived, after its ranks have ended."""
-        self.behind = None
+        self.behind, self.has_succeeded = None, has_succeeded
         behind = set[str]()
         for folder in folders:
             behind |= {file.path for file in await self.list_files(folder)
@@ -387,12 +390,14 @@ class OutputStore(LocalOutputs):
         known = journal.outputs.get(file.path) or journal.removed.get(file.path)
         if not is_new(folder, [file]) or (known is not None and known.mtime_us >= file.mtime_us):
             return False
-        # rank 0 may have ended before it began the same save
+        if self.has_succeeded:
+            return True
+        # one of the two ranks may have ended before it began, or ended, the save of the other
         end_us = journal.outputs[head].mtime_us
         earlier = [mtime_us for path, _, mtime_us in list(journal.arrived)
                    if path == head and mtime_us < end_us]  # fmt: skip
-        limit_us = (end_us - max(earlier)) // 2 if earlier else MAX_SAVE_US
-        if file.mtime_us > end_us + max(limit_us, MAX_SKEW_US):
+        limit_us = max((end_us - max(earlier)) // 2 if earlier else MAX_SAVE_US, MAX_SKEW_US)
+        if abs(file.mtime_us - end_us) > limit_us:
             self.unmatched.add(file.path)
             return False
         return True
@@ -625,11 +630,11 @@ def _is_final(unit: str, group: Sequence[WrittenFile], has_succeeded: bool, is_s
 
 
 def _waits_for_rank_0(folder: OutputFolder, group: Sequence[WrittenFile], known: Set[str],
-                      rank_0: Mapping[str, WrittenFile], has_ended: bool) -> bool:  # fmt: skip
+                      on_node: Mapping[str, WrittenFile], has_ended: bool) -> bool:  # fmt: skip
     """Whether another rank on rank 0's host wrote a checkpoint file before rank 0's is here."""
     if not all(rank_in(file.path) for file in group) or is_shard(group[0].path):
         return False
     heads = {head_of(file.path, known) for file in group}
     if "" in heads:
         return False
-    return not has_ended or is_new(folder, [rank_0[head] for head in heads if head in rank_0])
+    return not has_ended or is_new(folder, [on_node[head] for head in heads if head in on_node])

@@ -179,8 +179,8 @@ def code_notes(job: Job, supplies: Supplies) -> list[str]:
     if code is not None and code.is_partial:
         notes.append(
             f"{code.root} holds more than one project: only its *.py files, and files that the"
-            " command names, are compared and sent. To send more, put the script in a folder of"
-            " its own"
+            " command names, are compared and sent. If rank 0 runs there, other hosts do not get"
+            " its checkpoints. To send more, put the script in a folder of its own"
         )
     if code is not None and code.repository_problem:
         notes.append(f"{code.repository_problem}. The code is all visible files in {code.root}")

@@ -133,7 +133,8 @@ class OutputSync:
             if unsent := await asyncio.to_thread(self.store.unsent_of_other_ranks):
                 self._note(f"paceline: note: ranks other than 0 wrote {format_paths(unsent)} in"
                            f" {short(self._run)}, which hosts do not get. If they resume from these"
-                           " files, name each by its rank: state_rank1.pt")  # fmt: skip
+                           " files, name them like rank 0's, except for the rank (state_rank1.pt),"
+                           " and let all ranks save at the same time")  # fmt: skip
         self._outside = first, await self._existing_outside(first, exists=False)
         await self._note_unsent_checkpoint(fleet)
         self._note_own_projects(fleet)
@@ -334,7 +335,7 @@ class OutputSync:
         folders = self._folders.get(node, ())
         await self._sync(node, folders, has_ended=True, has_succeeded=has_succeeded)
         with self._reporting(node):
-            await self.store.note_behind(folders)
+            await self.store.note_behind(folders, has_succeeded=has_succeeded)
 
     # --- while they run ----------------------------------------------------------------------
 

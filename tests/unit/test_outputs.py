@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 
 from paceline.agent.files import outputs as agent_outputs
-from paceline.agent.files import safe_paths, snapshot
+from paceline.agent.files import snapshot
 from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.planning.placement import Supplies
@@ -781,9 +781,7 @@ def test_agent_removes_record_of_sources(workspace: Workspace) -> None:
             await asyncio.sleep(0.01)
         await served.ask("forget_outputs")
         agent_outputs.keep_uncollected(served.agent)
-        assert [
-            path.name for path in uncollected.iterdir() if path.name != safe_paths.INCOMING
-        ] == [snapshot.MARK_FILE]
+        assert [path.name for path in uncollected.iterdir()] == [snapshot.MARK_FILE]
 
     run(work)
 

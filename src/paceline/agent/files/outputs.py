@@ -216,6 +216,8 @@ def keep_uncollected(agent: Agent) -> None:
         for name in _SOURCES.values():
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
+        with contextlib.suppress(OSError):  # which writing them has made
+            (folder / safe_paths.INCOMING).rmdir()
 
 
 _SOURCES = {

@@ -120,7 +120,7 @@ def test_names_rank_that_blocks_collective(site: Site, case: str) -> None:
     lines, cause = BLOCKING_FAILURES[case]
     text = (
         "import os, datetime, time, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\n"
         f"def alone():\n    {lines}\n"
         "for step in range(3):\n"
         "    if step == 2 and os.environ['RANK'] == '1':\n        alone()\n"

@@ -49,9 +49,15 @@ class RankFiles:
     async def end(self, *, is_second_lost: bool = False) -> None:
         first, second = self.folders
         await self._workspace.store.sync(first, has_ended=True)
-        await self._workspace.store.note_behind([first])
+        await self._workspace.store.note_unfetched([first])
         if not is_second_lost:
             await self._workspace.store.fetch_parts(second)
+
+    async def run(self, step: int) -> None:
+        """Runs a start with one save."""
+        await self.start()
+        self.save(step)
+        await self.end()
 
     def steps(self, name: str) -> list[str]:
         """The saves that a host has, in the order of ranks."""
@@ -65,9 +71,7 @@ def test_files_of_all_ranks_are_sent_at_next_start(workspace: Workspace) -> None
     async def work(served: Served) -> None:
         script = RankFiles(workspace, served)
         for step in (1, 2, 3):
-            await script.start()
-            script.save(step)
-            await script.end()
+            await script.run(step)
             await script.start()
             assert script.steps("n1") == script.steps("n2") == [str(step)] * 2
         assert script_checkpoint(workspace.run) == "out/rank0.pt"
@@ -84,9 +88,7 @@ def test_files_of_all_ranks_are_sent_at_next_start(workspace: Workspace) -> None
 def test_older_file_of_lost_rank_is_not_sent(workspace: Workspace) -> None:
     async def work(served: Served) -> None:
         script = RankFiles(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         await script.start()
         script.save(2)
         await script.end(is_second_lost=True)
@@ -102,9 +104,7 @@ def test_later_file_than_that_of_rank_0_is_set_aside(workspace: Workspace) -> No
 
     async def work(served: Served) -> None:
         script = RankFiles(workspace, served)
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         await script.start()
         script.save(2)
         workspace.write("n1", "out/rank0.pt", torch_zip("step 2")[:-1], age_s=1)
@@ -122,7 +122,7 @@ def test_file_of_rank_without_counterpart_is_noted(workspace: Workspace) -> None
         await script.start()
         script.save(1)
         await workspace.store.sync(script.folders[0])
-        workspace.store.behind = None  # the host of rank 0 is lost
+        workspace.store.unfetched = None  # the host of rank 0 is lost
         await workspace.store.fetch_parts(script.folders[1])
         await workspace.store.send(script.folders[1])
         assert workspace.store.missing_parts(2) == ["out/rank1.pt"]
@@ -140,9 +140,9 @@ def test_shard_of_save_without_index_is_not_fetched(workspace: Workspace, is_los
         workspace.write("n1", "ckpt/__0_0.distcp", b"0 of a later save", age_s=20)
         workspace.write("n2", "ckpt/__1_0.distcp", b"1 of a later save", age_s=20)
         await workspace.store.sync(first, has_ended=True)
-        await workspace.store.note_behind([first])
+        await workspace.store.note_unfetched([first])
         if is_lost:
-            workspace.store.behind = None
+            workspace.store.unfetched = None
         assert await workspace.store.fetch_parts(second) == []
         assert workspace.store.incomplete() == {"ckpt"}
 
@@ -212,9 +212,7 @@ def test_older_file_of_lost_rank_stays_out(workspace: Workspace) -> None:
 
     async def work(served: Served) -> None:
         script, node = RankFiles(workspace, served), served.node
-        await script.start()
-        script.save(1)
-        await script.end()
+        await script.run(1)
         await script.start()
         workspace.write("n1", "out/rank0.pt", torch_zip("step 2 of rank 0"), age_s=20)
         await workspace.store.sync(script.folders[0])
@@ -287,7 +285,7 @@ def test_part_long_after_file_of_rank_0_is_not_fetched(workspace: Workspace) -> 
             workspace.write("n1", "out/rank0.pt", torch_zip(f"{age_s}"), age_s)
             await store.sync(first)
         workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=30)
-        await store.note_behind([first])
+        await store.note_unfetched([first])
         assert await store.fetch_parts(second) == []
         assert store.missing_parts(2) == ["out/rank1.pt"]
         workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=89)
@@ -295,7 +293,7 @@ def test_part_long_after_file_of_rank_0_is_not_fetched(workspace: Workspace) -> 
         workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=58)
         assert await store.fetch_parts(second) == ["out/rank1.pt"]
         workspace.write("n2", "out/rank1.pt", torch_zip("1"), age_s=1)
-        await store.note_behind([first], has_succeeded=True)
+        await store.note_unfetched([first], has_succeeded=True)
         assert await store.fetch_parts(second) == ["out/rank1.pt"]
 
     run(work)

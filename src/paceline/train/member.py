@@ -176,7 +176,7 @@ class Member:
         self.write_deferred_files()
 
     def write_deferred_files(self) -> None:
-        """Writes the files that were held back, now that the training is that of this folder."""
+        """Writes the deferred files, now that the training is known to be that of this folder."""
         self._is_writing_deferred = False
         self._take_over_files()
 

@@ -298,21 +298,20 @@ class LocalOutputs:
 
         Their names do not say which rank wrote them.
         """
-        journal = self.journal
-        outputs = journal.outputs
-        first = {f"{FETCHED}/{safe_name(output.host)}" for output in list(journal.outputs.values())
+        outputs = self.journal.outputs
+        first = {safe_name(output.host) for output in list(outputs.values())
                  if not rank_in(output.path) and not is_shard(output.path)}  # fmt: skip
-        known = {*journal.outputs, *journal.removed}
-        paths = [str(file.relative_to(self._run)) for file in (self._run / FETCHED).rglob("*")]
-        return sorted(
-            path for path in paths
-            if path.count("/") > 1 and "/".join(path.split("/")[:2]) not in first
-            and path.split("/", 2)[2] not in known
-            and is_checkpoint(path, [path]) and self.travels(path)
-            and not is_shard(path)
-            and (rank_in(path.split("/", 2)[2]) is None or head_of(path.split("/", 2)[2], outputs))
-            and OUTSIDE not in path.split("/") and (self._run / path).is_file()
-        )  # fmt: skip
+        known, folder = {*outputs, *self.journal.removed}, self._run / FETCHED
+        unsent = []
+        for file in folder.rglob("*"):
+            host, _, path = file.relative_to(folder).as_posix().partition("/")
+            is_unknown = host not in first and path not in known and self.travels(path)
+            if is_unknown and is_checkpoint(path, [path]) and not is_shard(path):
+                # without rank 0's file, it is of a checkpoint that rank 0 has removed
+                is_rotated = rank_in(path) is not None and not head_of(path, outputs)
+                if not is_rotated and OUTSIDE not in path.split("/") and file.is_file():
+                    unsent.append(f"{FETCHED}/{host}/{path}")
+        return sorted(unsent)
 
     def _state(self, path: str, before: float = math.inf) -> PathState:
         """What this machine has at a path of the project.

@@ -74,7 +74,7 @@ class OutputStore(LocalOutputs):
 
     Attributes:
         noted: Files and folders of which a line has said that there is no room for them.
-        behind: Paths on rank 0's node whose present version is not here though its ranks have
+        unfetched: Paths on rank 0's node whose present version is not here though its ranks have
             ended; ``None`` if that is unknown, as when its host was lost.
         has_succeeded: Whether the ranks have ended well: each has ended its last save.
     """
@@ -82,7 +82,7 @@ class OutputStore(LocalOutputs):
     def __init__(self, run: Path, note: Callable[[str], None]) -> None:
         super().__init__(run, note)
         self.noted = set[str]()
-        self.behind: set[str] | None = set()
+        self.unfetched: set[str] | None = set()
         self.has_succeeded = False
         self._is_receiving = asyncio.Lock()
 
@@ -347,15 +347,15 @@ class OutputStore(LocalOutputs):
             if placing.done() and not placing.cancelled() and placing.exception() is None:
                 folder.fetched |= {file.path: file.version for file in group}
 
-    async def note_behind(self, folders: Iterable[OutputFolder], *,
+    async def note_unfetched(self, folders: Iterable[OutputFolder], *,
                           has_succeeded: bool = False) -> None:  # fmt: skip
         """Notes which files of rank 0's node have not arrived, after its ranks have ended."""
-        self.behind, self.has_succeeded = None, has_succeeded
-        behind = set[str]()
+        self.unfetched, self.has_succeeded = None, has_succeeded
+        unfetched = set[str]()
         for folder in folders:
-            behind |= {file.path for file in await self.list_files(folder)
+            unfetched |= {file.path for file in await self.list_files(folder)
                        if is_new(folder, [file])}  # fmt: skip
-        self.behind = behind
+        self.unfetched = unfetched
 
     async def fetch_parts(self, folder: OutputFolder) -> list[str]:
         """Fetches what a node's ranks have written of checkpoints whose file of rank 0 is here.
@@ -385,7 +385,7 @@ class OutputStore(LocalOutputs):
         """Whether what a node's rank wrote for itself is newer than what was here."""
         journal = self.journal
         head = head_of(file.path, journal.outputs)
-        if self.behind is None or head in self.behind or folder.is_uncollected:
+        if self.unfetched is None or head in self.unfetched or folder.is_uncollected:
             return False
         known = journal.outputs.get(file.path) or journal.removed.get(file.path)
         if not is_new(folder, [file]) or (known is not None and known.mtime_us >= file.mtime_us):
@@ -409,8 +409,8 @@ class OutputStore(LocalOutputs):
         is_known = file.path in self._fresh or (file.path in outputs and index not in self._fresh)
         if is_known or not is_written:
             return False
-        if self.behind is not None and index in self._fresh and not folder.is_uncollected:
-            return not any(index_of(path) == index for path in self.behind if is_of_save(path))
+        if self.unfetched is not None and index in self._fresh and not folder.is_uncollected:
+            return not any(index_of(path) == index for path in self.unfetched if is_of_save(path))
         # it may be of a later save, or of one long ago
         times_us = [output.mtime_us for output in outputs.values()
                   if is_shard(output.path) and index_of(output.path) == index]  # fmt: skip
@@ -574,7 +574,7 @@ class OutputStore(LocalOutputs):
         outdated = {*self.outdated_parts()}
         hidden += {file.path for file in files if file.path in outdated
                    and folder.fetched.get(file.path) == file.version}  # fmt: skip
-        if self.behind is None and not is_source:
+        if self.unfetched is None and not is_source:
             self.unmatched |= {file.path for file in files if head_of(file.path, paths)
                                and file.path not in (*paths, *hidden)}  # fmt: skip
         if hidden:

@@ -125,7 +125,7 @@ class ResultCollector:
         if newest := self._signer.newest:  # written again, and its rank ended before it said so
             await asyncio.to_thread(self._signer.sign, newest)
         silent: list[Node] = []
-        self._outputs.store.behind = None  # until rank 0's files are here
+        self._outputs.store.unfetched = None  # until rank 0's files are here
         self._unfetched.clear()
         for node in sorted(fleet.nodes, key=lambda node: node is not self.first):
             if node.lost or node.running:  # a node whose ranks could not be ended does not answer

@@ -303,7 +303,7 @@ class OutputSync:
     async def align(self, fleet: Fleet, num_ranks: int) -> None:
         """Gives all nodes of the next start the newest complete files of rank 0, and only those."""
         source = self._source
-        self.store.behind = None
+        self.store.unfetched = None
         if source is not None and not source.lost:
             await self._sync_final(source, has_succeeded=False)
         for node in list(self._folders):  # others may connect meanwhile
@@ -335,7 +335,7 @@ class OutputSync:
         folders = self._folders.get(node, ())
         await self._sync(node, folders, has_ended=True, has_succeeded=has_succeeded)
         with self._reporting(node):
-            await self.store.note_behind(folders, has_succeeded=has_succeeded)
+            await self.store.note_unfetched(folders, has_succeeded=has_succeeded)
 
     # --- while they run ----------------------------------------------------------------------
 

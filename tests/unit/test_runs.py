@@ -241,6 +241,16 @@ def test_wait_of_days_shows_date() -> None:
     assert NodeWait("x", 1e9, 1e9 + 3 * 86400).description.count("-") == 2
 
 
+def test_session_without_launcher_is_no_unstarted_run() -> None:
+    folder = Path("runs/plain")
+    folder.mkdir(parents=True)
+    joined = {"time": time.time(), "event": "joined", "rank": 0, "world": 1}
+    (folder / "events.jsonl").write_text(json.dumps(joined) + "\n")
+    assert run_state.read_state(folder).word == "no launcher"
+    assert "runs/plain: no launcher\n" in run_cli("stop", "plain").stderr
+    assert "no launcher recorded how this run ended" in run_cli("explain", "plain").output
+
+
 def test_status_rounds_metrics() -> None:
     at = time.mktime((2026, 11, 26, 12, 3, 44, 0, 0, -1))
     last = {"step": 12, "time": at, "loss": 0.2478179237433748}

@@ -17,6 +17,10 @@ UNKNOWN = "unknown"
 BY_CONTEXT = 0.95
 BY_CONSEQUENCE = 0.93
 CHECKPOINT_FAILED = "checkpoint failed"
+NO_RECORD = (
+    "no launcher recorded how this run ended; if Python itself started the script, its messages are"
+    " in the terminal"
+)
 NO_FAILURE = "no failure found: nothing in this log shows that a training job failed"
 
 
@@ -79,8 +83,10 @@ def _describe_unexplained(evidence: Evidence) -> str:
     if evidence.result.exit_code == 0:
         return describe_success(evidence)
     unit = evidence.outcome.first
-    if evidence.events or evidence.result.exit_code > 0:
+    if evidence.result.exit_code > 0 or (evidence.events and launcher is not None):
         return "unknown cause: no rule fits"
+    if evidence.events:
+        return NO_RECORD
     if unit is None or not evidence.outcome.has_failed:
         return NO_FAILURE
     return f"unknown cause: {unit.label}: {unit.text.strip().splitlines()[0][:200]}"

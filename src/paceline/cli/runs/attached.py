@@ -54,7 +54,7 @@ def attach_to_run(path: Path, *, lines: bool = False) -> int:
         state = read_state(path)
         say(format_for(describe_run(state), sys.stdout))
         if state.exit_code is None:
-            return 0 if state.word == "not started" else 1
+            return 1 if state.has_launcher else 0
         return state.exit_code
     return asyncio.run(_AttachedTerminal(client, lines).run())
 

@@ -84,7 +84,7 @@ def _is_running(path: Path) -> bool:
     if read_submission(path) is None or records.is_regular(path / names.RESULT):
         return False
     state = read_state(path)  # asks the scheduler
-    return not state.is_over and state.word != "not started"
+    return not state.is_over and state.has_launcher
 
 
 def specified_run(ctx: click.Context) -> str | None:

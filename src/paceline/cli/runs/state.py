@@ -36,6 +36,7 @@ from paceline.spec.schema import matches
 
 TAIL_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 END_STATES = ("finished", "stopped", "failed", "ended")
+NOT_STARTED, NO_LAUNCHER = "not started", "no launcher"
 MAX_AGE_S = 10.0  # of a batch, which may wait in its queue once more: it is written each second
 
 
@@ -45,7 +46,8 @@ class RunState:
 
     Attributes:
         word: ``running``, ``lost`` (its launcher died without a word), a word of
-            :func:`end_state`, or the scheduler's own word for a batch.
+            :func:`end_state`, the scheduler's own word for a batch, ``not started``, or ``no
+            launcher`` (Python itself started the script: whether it still runs is unknown).
         owner: Launcher's host, pid and start, while it runs.
         supervisor: Where it goes on without the command that started it; ``None`` when all is here.
         job: For a batch: what its scheduler knows it by.
@@ -77,6 +79,11 @@ class RunState:
     @property
     def is_over(self) -> bool:
         return self.exit_code is not None or self.word in ("lost", *END_STATES)
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher or a scheduler has started it."""
+        return self.word not in (NOT_STARTED, NO_LAUNCHER)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -130,7 +137,9 @@ def read_state(path: Path) -> RunState:
         return RunState(path, end_state(result, code), code, None, job, text, last_record)
     if owner or lost(path):
         return RunState(path, "lost", None, None, job, "", last_record, lost=read_lost_run(path))
-    return RunState(path, "not started", None, None, job, "", last_record)
+    has_begun = last_record is not None or records.is_regular(path / names.EVENTS)
+    word = NO_LAUNCHER if has_begun else NOT_STARTED
+    return RunState(path, word, None, None, job, "", last_record)
 
 
 def last_started_at(path: Path) -> float:

@@ -38,8 +38,8 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
         return
     path = resolve_run(ctx)
     state = read_state(path)
-    if state.is_over or state.word == "not started":
-        say(f"{path}: {state.word} already", err=True)
+    if state.is_over or not state.has_launcher:
+        say(f"{path}: {state.word}{' already' if state.is_over else ''}", err=True)
         return
     if state.supervisor is not None:
         ran = stop_remote(path, now, STOP_TIMEOUT_S)

@@ -209,6 +209,10 @@ def test_searches_sent_code_for_training_library(
     (tmp_path / "c/d.py").write_text("from paceline import train")
     monkeypatch.chdir(tmp_path / "c")
     project_code.require_training_library(Entry("script", "../job.py"))
+    monkeypatch.setenv("HOME", str(tmp_path))  # a home folder is not a project
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match="does not train with paceline"):
+        project_code.require_training_library(job)
 
 
 def run_forecast(monkeypatch: pytest.MonkeyPatch, *cli_args: str) -> tuple[str, Any, Any]:

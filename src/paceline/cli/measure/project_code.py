@@ -74,7 +74,7 @@ def imported_names(path: Path) -> list[str] | None:
 
 def code_files(entry: Entry) -> Iterator[Path]:
     """Returns the program and the Python files of its code as it is sent to hosts."""
-    from paceline.transfer.tree import files_of, folder_root, script_path
+    from paceline.transfer.tree import files_of, folder_root, is_no_project, script_path
 
     cwd = Path.cwd()
     root = folder_root(cwd)
@@ -89,4 +89,7 @@ def code_files(entry: Entry) -> Iterator[Path]:
         yield from imported
         if imported and not any(_BY_NAME.search(path.read_bytes()) for path in imported):
             return
-    yield from (root / name for name in files_of(root) if name.endswith(".py"))
+    if is_no_project(root):  # hosts get no more of a home folder
+        yield from root.glob("*.py")
+    else:
+        yield from (root / name for name in files_of(root) if name.endswith(".py"))

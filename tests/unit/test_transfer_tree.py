@@ -410,6 +410,10 @@ def test_detects_programs_that_need_project(folder: Path) -> None:
 
 def test_project_root(folder: Path) -> None:
     assert code.project_root(job(folder / "pack", "b.py")) == folder / "pack"
+    for program, root in (("../a.sh", folder), ("./b.sh", folder / "pack"),
+                          ("/bin/sh", folder / "pack"), ("hostname", folder / "pack")):  # fmt: skip
+        entry = Entry("binary", program)
+        assert code.project_root(Job("a", entry, str(folder / "pack"), "python3")) == root
     git(folder, "init", "-q")
     assert code.project_root(job(folder / "pack", "b.py")) == folder
 

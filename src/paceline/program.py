@@ -51,13 +51,13 @@ def _report_to_launcher(error: PacelineError) -> bool:
     return False
 
 
-def library(name: str, purpose: str, remedy: str = "pip install 'paceline[recipes]'") -> Any:
+def library(name: str, purpose: str, remedy: str = "") -> Any:
     """Imports an optional library.
 
     Args:
         name: Name of the module.
         purpose: What needs it, as in "BLEU is computed".
-        remedy: How to install it.
+        remedy: How to install it; by default with pip, into the environment that lacks it.
 
     Raises:
         SettingError: The library is not installed or cannot be imported.
@@ -65,8 +65,9 @@ def library(name: str, purpose: str, remedy: str = "pip install 'paceline[recipe
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+        distribution = name.partition(".")[0].replace("_", "-")
         raise SettingError(
             f"{purpose} with the library `{name}`",
             found=f"it cannot be imported: {error}",
-            remedy=remedy,
+            remedy=remedy or f"{sys.executable} -m pip install {distribution}",
         ) from None

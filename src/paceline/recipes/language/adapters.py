@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.program import library
-from paceline.recipes.language.base_model import INSTALL
 from paceline.train.device import Precision
 
 Method = Literal["lora", "qlora", "dora", "full"]
@@ -25,7 +24,7 @@ def add_adapters(model: Any, method: Method, rank: int, alpha: float) -> Any:
     """
     if method == "full":
         return model
-    peft = library("peft", f"--method {method} is trained", INSTALL)
+    peft = library("peft", f"--method {method} is trained")
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,

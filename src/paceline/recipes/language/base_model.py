@@ -24,7 +24,6 @@ from paceline.spec.rundir import is_run
 from paceline.train.elastic.replica_check import checksums
 from paceline.train.weights import EXTRA_ELEMENTS, EXTRA_TENSORS, MAX_TENSORS, limited_size
 
-INSTALL = "pip install 'paceline[language]'"
 _NO_CODE = {"trust_remote_code": False}
 _MAX_ELEMENTS_PER_BYTE = 8  # weights of one bit
 _MIN_BYTES_OF_TENSOR = 32  # its name, shape and place in a file
@@ -151,7 +150,7 @@ class BaseModel:
         if path.is_file():  # its tensors have a progress bar that cannot be turned off otherwise
             os.environ.setdefault("TQDM_DISABLE", "1")
         prepare_environment(self.offline, path.exists())
-        transformers = library("transformers", f"--model {self.name} is loaded", INSTALL)
+        transformers = library("transformers", f"--model {self.name} is loaded")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         location: dict[str, Any] = {
@@ -163,7 +162,7 @@ class BaseModel:
                 raise DataError(
                     f"--model {self.name} is not a GGUF file", remedy="the folder of a saved model"
                 )
-            library("gguf", f"{path.name} is read", INSTALL)
+            library("gguf", f"{path.name} is read")
             location |= {"gguf_file": path.name}
             return transformers, {"pretrained_model_name_or_path": str(path.parent), **location}
         source = str(path) if path.is_dir() else self.name

@@ -35,7 +35,7 @@ def quantize_base(model: Any, device: torch.device) -> Any:
     quantized by itself, so the device never holds the whole model in its own precision.
     """
     bitsandbytes = library("bitsandbytes", _PURPOSE, _INSTALL)
-    peft = library("peft", _PURPOSE, "pip install 'paceline[language]'")
+    peft = library("peft", _PURPOSE)
     for name, layer in linear_layers(model).items():
         quantized = bitsandbytes.nn.Linear4bit(
             layer.in_features,

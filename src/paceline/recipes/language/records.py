@@ -184,7 +184,7 @@ def _read_text(path: Path, name: str) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path, name: str) -> Iterator[Record]:
-    parquet = library("pyarrow.parquet", f"{name} is read", "pip install 'paceline[parquet]'")
+    parquet = library("pyarrow.parquet", f"{name} is read")
     try:
         rows: Iterable[Any] = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are of both kinds

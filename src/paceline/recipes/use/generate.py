@@ -15,7 +15,6 @@ import torch
 from paceline import train
 from paceline.program import library
 from paceline.recipes.argv import check_at_least, run_command
-from paceline.recipes.language.base_model import INSTALL
 from paceline.recipes.language.conversations import Message
 from paceline.recipes.language.sft import generate as continue_tokens
 from paceline.recipes.language.sft import num_free
@@ -113,7 +112,7 @@ def write(generator: Generator, tokens: Sequence[int], options: GenerateOptions)
             found=f"the model can read {num_more + len(tokens):,}",
             remedy="a shorter text",
         )
-    transformers = library("transformers", "text is generated", INSTALL)
+    transformers = library("transformers", "text is generated")
     streamer = transformers.TextStreamer(
         generator.tokenizer, skip_prompt=True, skip_special_tokens=True
     )

@@ -15,7 +15,6 @@ from paceline.recipes.use.evaluate import local_session, module_of
 from paceline.recipes.use.language_models import Generator
 from paceline.spec.errors import SettingError
 
-INSTALL = "pip install lm-eval"
 _BATCH = 8
 _DATA_OPTIONS = ("split", "data", "target", "data_dir")
 
@@ -39,9 +38,9 @@ def evaluate_tasks(options: EvaluateOptions) -> None:
             f"{options.run} holds no language model, and --tasks are for language models",
             remedy=f"paceline evaluate {options.run}",
         )
-    harness = library("lm_eval", "--tasks are evaluated", INSTALL)
-    models = library("lm_eval.models.huggingface", "--tasks are evaluated", INSTALL)
-    manager = library("lm_eval.tasks", "--tasks are evaluated", INSTALL).TaskManager()
+    harness = library("lm_eval", "--tasks are evaluated")
+    models = library("lm_eval.models.huggingface", "--tasks are evaluated")
+    manager = library("lm_eval.tasks", "--tasks are evaluated").TaskManager()
     tasks = [find_task(name.strip(), manager) for name in options.tasks.split(",")]
     config = train.load_config(Path(options.run))
     with local_session(options.device, config) as session:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,22 @@ def test_ships_package_module(isolated_site: Site) -> None:
     ended = isolated_site.run("--no-torch", "-m", "pack.inner.say")
     assert ended.code == 0, ended.err
     assert ended.lines(1) == ["deep"]
+
+
+def test_sends_training_library_to_hosts_without_it(isolated_site: Site) -> None:
+    lab, script = isolated_site.lab, isolated_site.project / "session.py"
+    for host in ("n1", "n2"):
+        environment = lab.home(host) / "without-paceline"
+        venv.create(environment, with_pip=False, symlinks=True)
+        (packages,) = environment.glob("lib/python*/site-packages")
+        (packages / "same.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    script.write_text("from paceline import train\nsession = train.join()\nsession.close()\n")
+    try:
+        python = f"{lab.home_inside()}/without-paceline/bin/python"
+        ended = isolated_site.run("--python", python, "session.py")
+    finally:
+        script.unlink()
+    assert ended.code == 0, ended.err
 
 
 def test_ships_script_in_subfolder(isolated_site: Site) -> None:

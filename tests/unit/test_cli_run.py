@@ -353,6 +353,17 @@ def test_preload_matches_script_imports(
     assert preload_of(entry) == modules
 
 
+def test_preload_matches_imports_of_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("package/go.py", "package/__main__.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("from paceline import train")
+    for module in ("package", "package.go"):
+        entry = entry_of(module, (), module=True, no_python=False)
+        assert preload_of(entry) == ("torch", "paceline.train?")
+    assert preload_of(entry_of("json", (), module=True, no_python=False)) == ("torch",)
+
+
 def test_module_entry_preloads_only_torch() -> None:
     assert preload_of(entry_of("a.module", (), module=True, no_python=False)) == ("torch",)
 

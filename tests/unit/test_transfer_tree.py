@@ -372,6 +372,14 @@ def test_survey_rejects_oversized_code(folder: Path, monkeypatch: pytest.MonkeyP
     assert supplies.code == code.Tree(folder, [])
 
 
+@pytest.mark.parametrize(("module", "is_sent"), [("paceline.train?", True), ("torch", False)])
+def test_training_library_is_sent_with_scripts_that_import_it(
+    folder: Path, module: str, is_sent: bool
+) -> None:
+    request = Request(replace(job(folder), preload=(module,)), (Host("n1"),), cast(Transport, None))
+    assert (survey.read_supplies(request).package is not None) == is_sent
+
+
 def test_ignores_vanished_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Example: files below /proc. Listing a folder stops when it is clearly too large."""
     list_files = code.files_of

@@ -132,7 +132,8 @@ def project_root(job: Job) -> Path:
     """The root of the job's code.
 
     This is the git work tree of the work folder, else the work folder; or the same for the folder
-    of a script, function or program (``../train.sh``) outside it. A folder that is no project is none for code in its folders.
+    of a script, function or program (``../train.sh``) outside it. A folder that is no project is
+    none for code in its folders.
     """
     root = folder_root(Path(job.workdir))
     if job.entry.kind == "function" and job.entry.args:

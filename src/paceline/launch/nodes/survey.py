@@ -202,7 +202,8 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
     job, package = request.job, request.package
     remote = any(not host.local for host in request.hosts)
     needs_code = remote and not package and _needs_code(job)
-    parts = OF_RECIPES if package is True else package or OF_TRAIN
+    whole = package is True or job.trains  # a script may use the networks of recipes
+    parts = OF_RECIPES if whole else package or OF_TRAIN
     needs_folder = remote and not package and job.entry.kind == "binary"
     return Supplies(
         code=_read_code(job, outputs) if needs_code else _no_code(job) if needs_folder else None,

@@ -133,16 +133,14 @@ def opens_store(entry: Entry) -> bool:
     A script that reads the address of rank 0's host without the port, or adds to the port, means a
     port of its own on that host.
     """
-    if not _is_text(entry):
-        return False
-    source = Path(entry.target).read_bytes()
+    source = _source_of(entry)
     reads_address_only = b"MASTER_ADDR" in source and b"MASTER_PORT" not in source
     return reads_address_only or bool(_OTHER_PORT.search(source)) or spawns_and_names_master(source)
 
 
 def mentions(entry: Entry, variable: str) -> bool:
     """Returns whether the text of the script contains the name of a variable."""
-    return _is_text(entry) and variable.encode() in Path(entry.target).read_bytes()
+    return variable.encode() in _source_of(entry)
 
 
 def preload_of(entry: Entry) -> tuple[str, ...]:
@@ -152,7 +150,7 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
     torch's start; forked ranks inherit it. With ``paceline.train`` only what compiles imports it.
     Empty for a script without it that sets a variable which torch reads when it is imported.
     """
-    text = Path(entry.target).read_bytes() if _is_text(entry) else b""
+    text = _source_of(entry)
     if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
         compiles = re.search(_COMPILES, text, re.MULTILINE)
         return ("torch", "paceline.train?", *((COMPILER,) if compiles else ()))
@@ -184,8 +182,14 @@ _COMPILES = (
 )
 
 
-def _is_text(entry: Entry) -> bool:
-    return entry.kind == "script" and entry.target.endswith(".py") and Path(entry.target).is_file()
+def _source_of(entry: Entry) -> bytes:
+    """Returns the text of a script or a module in the current folder, or nothing."""
+    paths = [entry.target] if entry.kind == "script" else []
+    if entry.kind == "module":
+        path = entry.target.replace(".", "/")
+        paths = [f"{path}.py", f"{path}/__main__.py"]
+    found = (Path(path) for path in paths if path.endswith(".py") and Path(path).is_file())
+    return next((path.read_bytes() for path in found), b"")
 
 
 def _python_target(args: tuple[str, ...]) -> list[str]:

@@ -60,7 +60,7 @@ class Request:
     @property
     def needs_package(self) -> bool:
         """Whether nodes need this installation's ``paceline``, or parts of it."""
-        return bool(self.package) or self.job.communication.value != "exact"
+        return bool(self.package) or self.job.trains or self.job.communication.value != "exact"
 
     @property
     def elastic(self) -> bool:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--plain", is_flag=True, help="Print no colours and no live line, for logs.")
 @click.option("--bundle", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Also write all findings to a .tar.gz for support,"
-                   " without secrets.")  # fmt: skip
+              help="Also write all findings to a .tar.gz for support;"
+                   " what looks like a secret is left out.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | None,
             **_: object) -> None:  # fmt: skip

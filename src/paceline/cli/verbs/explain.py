@@ -37,8 +37,8 @@ MAX_WHOLE_BYTES = 2 << 20  # of a file in the bundle; of a larger one both ends 
               )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--bundle", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Also pack plan, events, logs and findings for support, without secrets."
-              )  # fmt: skip
+              help="Also pack plan, events, logs and findings for support; what looks like a secret"
+                   " is left out.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             bundle: Path | None, **_: object) -> None:  # fmt: skip

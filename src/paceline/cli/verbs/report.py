@@ -60,7 +60,8 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
 
     Without RUN, use the run in progress below runs/, otherwise the newest.
 
-    The page is one file without secrets and needs no network, so you can pass it on.
+    The page is one file and needs no network. What looks like a secret is left out: read the
+    page before you pass it on.
     """
     from paceline.cli.runs.sync import try_sync
     from paceline.report import comparison_page, run_page

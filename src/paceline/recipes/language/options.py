@@ -34,7 +34,7 @@ class LanguageOptions(Options):
     """A text file; a jsonl or parquet file with a text in each row; a folder of such files, also
     with train and val parts; or a Hugging Face data set by id or folder."""
     data_dir: str = ""
-    """Folder to search first. A file in it is used instead of the data file of the same name."""
+    """Folder that is searched first for the files that other options name."""
     test_data: str = ""
     """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
@@ -125,7 +125,7 @@ class SftOptions(Options):
     """A jsonl, json, csv, tsv, parquet or txt file; a folder of such files, also with train, val
     and test parts; or a Hugging Face data set by id or folder."""
     data_dir: str = ""
-    """Folder to search first. A file in it is used instead of the data file of the same name."""
+    """Folder that is searched first for the files that other options name."""
     test_data: str = ""
     """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""

@@ -107,8 +107,8 @@ class ExportOptions:
     run: str = ""
     """Run directory that holds model/."""
     to: str = ""
-    """Folder to write (default: export in the run directory). No file that is there is
-    replaced."""
+    """Folder to write. No file that is there is replaced (default: export in the run directory,
+    which is replaced)."""
     format: Literal["", "transformers", "adapter", "torch", "onnx"] = ""
     """transformers: safetensors and config.json of that library, for its own models and for
     language models (adapters are merged). adapter: only the adapters, in the format of peft. torch:

@@ -883,7 +883,14 @@ def test_fork_server_import_error_is_noted_once(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_import_error_remedy_shows_command() -> None:
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("ImportError: torch._C", "Look there: /py -c 'import torch'"),
+        ("No module named 'psutil._x'", "On n1: /py -m pip install psutil"),
+    ],
+)
+def test_import_error_remedy_shows_command(error: str, remedy: str) -> None:
     """The cause is a torch for another Python version; a missing compiler is no error."""
 
     async def scene() -> None:
@@ -893,12 +900,12 @@ def test_import_error_remedy_shows_command() -> None:
                             fork_server_died=False, ready=ready)
             for name, version in (("n1", "3.12.1"), ("n2", "3.11.7"))
         )  # fmt: skip
-        ready.set_result(ForkServerError("import", "ImportError: torch._C"))
+        ready.set_result(ForkServerError("import", error))
         fleet: Any = SimpleNamespace(nodes=[node, peer])
         job: Any = SimpleNamespace(preload=("torch", "torch._dynamo?"), python="/py")
         with pytest.raises(NodeError) as caught:
             await fork_servers_up(fleet, [cast(Any, node)], job)
-        assert caught.value.remedy == "Look there: /py -c 'import torch'"
+        assert caught.value.remedy == remedy
         assert "n1 3.12.1, n2 3.11.7" in caught.value.found
 
     asyncio.run(scene())

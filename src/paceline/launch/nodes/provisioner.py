@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import sys
 from collections.abc import Awaitable, Sequence
@@ -346,6 +347,8 @@ def _no_fork_server(fleet: Fleet, node: Node, error: ForkServerError, job: Job) 
         return NodeError(f"{node.name} could not start its ranks", found=text)
     output = "\n".join(error.text.strip().splitlines()[-8:])
     remedy = f"Look there: {python} -c 'import {modules}'"
+    if missing := re.search(r"No module named '([\w-]+)", error.text):
+        remedy = f"On {node.name}: {shlex.quote(python)} -m pip install {missing[1]}"
     pythons = {peer.name: str(peer.facts["python"]["version"]) for peer in fleet.nodes}
     for difference in agreement.differences("Python", pythons):  # built for another one
         output += f"\n{difference}"

@@ -13,7 +13,6 @@ from collections import deque
 from typing import (
     TYPE_CHECKING,
     Any,
-    Callable,
     Deque,
     Dict,
     List,
@@ -28,15 +27,13 @@ from ..ranks import forkserver, peer_filters, process_title
 from ..ranks import tunnels as rank_tunnels
 from ..surveys import facts
 from . import activation, oom, processes, stalls
-from .rank_process import RankProcess
+from .rank_process import CHUNK_BYTES, Post, RankProcess
 from .store import Store
 
 if TYPE_CHECKING:
     from .tunnels import Tunnels
 
 Message = Dict[str, Any]
-Post = Callable[..., None]
-CHUNK_BYTES = 1 << 16
 MAX_STARTING = 16  # ranks that are ordered but not started yet
 ORDER_TIMEOUT_S = 2.0  # for sending an order to the fork server
 SAMPLE_S = 0.5  # interval at which the states of the processes are sampled
@@ -328,7 +325,7 @@ class NodeJob:
             return
         for rank in self.ranks:
             if fd in rank.fds:
-                self._read_rank(rank, fd)
+                rank.read(fd, self._post)
                 return
         if self._tunnels is not None and fd in self._tunnels.readers():
             if address := self._tunnels.accept_rejected():
@@ -406,30 +403,6 @@ class NodeJob:
             if rank.status is None:
                 rank.status, rank.ended_at = int(signal.SIGKILL), time.monotonic()
 
-    def _read_rank(self, rank: RankProcess, fd: int) -> None:
-        name = rank.fds[fd]
-        if name == "err":
-            self._drain_events(rank)
-        try:
-            data = os.read(fd, CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            del rank.fds[fd]
-            os.close(fd)
-        elif name == "events":
-            for event in rank.parse_events(data):
-                with contextlib.suppress(ValueError):  # too long; the program may write anything
-                    self._post({"event": "said", "rank": rank.rank, "data": event})
-        else:
-            self._post({"event": "output", "rank": rank.rank, "stream": name}, data)
-
-    def _drain_events(self, rank: RankProcess) -> None:
-        """Reads the rank's events, so that an exception is known before its text is printed."""
-        for fd, name in list(rank.fds.items()):
-            if name == "events":
-                self._read_rank(rank, fd)
-
     def idle_report(self, now_s: float) -> Message:
         """Returns ``quiet_s``: seconds since a rank here was last active; ``None`` if none runs."""
         idle_s = [now_s - rank.active_at for rank in self.running_ranks()]
@@ -503,12 +476,7 @@ class NodeJob:
             self._server.kill()
 
     def _report_exit(self, rank: RankProcess) -> None:
-        for fd in list(rank.fds):
-            self._read_rank(rank, fd)
-        for fd in rank.fds:
-            os.close(fd)
-        rank.fds = {}
-        rank.close_control()
+        rank.close_pipes(self._post)
         rank.is_reported = True
         report = rank.exit_report()
         if report["signal"] == signal.SIGKILL:  # the kernel may have killed it for memory

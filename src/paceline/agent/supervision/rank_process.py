@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from ..ranks import flight_recorder, stack_dump
 from . import gloo_threads, processes, stalls
 
 Message = Dict[str, Any]
+Post = Callable[..., None]
+CHUNK_BYTES = 1 << 16
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE_BYTES = 1 << 20
 MIN_CPU_SHARE = 0.02  # of a CPU: a rank that uses less is idle
@@ -83,6 +85,35 @@ class RankProcess:
         read_end, self.control_fd = os.pipe()
         os.set_blocking(self.control_fd, False)
         return [*child_fds, read_end]
+
+    def read(self, fd: int, post: Post) -> None:
+        """Reads from one of its pipes and posts what the rank has written there."""
+        name = self.fds[fd]
+        if name == "err":  # an exception is to be known before its text is printed
+            for events_fd in [fd for fd, name in self.fds.items() if name == "events"]:
+                self.read(events_fd, post)
+        try:
+            data = os.read(fd, CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            del self.fds[fd]
+            os.close(fd)
+        elif name == "events":
+            for event in self.parse_events(data):
+                with contextlib.suppress(ValueError):  # too long; the program may write anything
+                    post({"event": "said", "rank": self.rank, "data": event})
+        else:
+            post({"event": "output", "rank": self.rank, "stream": name}, data)
+
+    def close_pipes(self, post: Post) -> None:
+        """Posts what is left in its pipes and closes them."""
+        for fd in list(self.fds):
+            self.read(fd, post)
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = {}
+        self.close_control()
 
     def parse_events(self, data: bytes) -> List[Message]:
         """Takes data of the events pipe; returns its complete events for the launcher."""

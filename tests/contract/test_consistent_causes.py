@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from each_case import each_case
-from paceline.cli.runs.explanation import SHOWN_IN_LOG_TAIL, explain_failure
+from paceline.cli.runs.run_end import SHOWN_IN_LOG_TAIL, explain_failure
 from paceline.cli.runs.state import read_state
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import launch
-from paceline.cli.runs import explanation, run_end
+from paceline.cli.runs import run_end
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence, Log
 from paceline.explain.evidence_reader import from_log
@@ -30,9 +30,7 @@ JOB = Job("train", Entry("script", "train.py"), "/", "python3")
 def test_slow_rule_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        explanation, "explain_failure", lambda *run: re.match("(a+)+$", "a" * 60 + "b")
-    )
+    monkeypatch.setattr(run_end, "explain_failure", lambda *run: re.match("(a+)+$", "a" * 60 + "b"))
     monkeypatch.setattr(run_end, "EXPLAIN_S", 0.2)
     run_end.explain_run(tmp_path, Result(1), (), is_shown=True)
     assert "to find the cause: paceline explain" in capsys.readouterr().err
@@ -46,7 +44,7 @@ def test_ctrl_c_in_explanation_keeps_exit_status(
     def interrupted(*run: object) -> None:
         exec("import signal; signal.raise_signal(signal.SIGINT)")
 
-    monkeypatch.setattr(explanation, "explain_failure", interrupted)
+    monkeypatch.setattr(run_end, "explain_failure", interrupted)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
@@ -126,12 +124,12 @@ def test_explains_failure_from_logs_only(tmp_path: Path) -> None:
     text = 'Traceback (most recent call last):\n  File "/a/t.py", line 3\nValueError: boom\n'
     failed = Failure("exception", "n2", 1, headline="ValueError: boom", traceback=text)
     rank_ended = Event("rank ended", "n2", 1, fields={"code": None, "signal": 11, "peak_bytes": 0})
-    explained = explanation.explain_failure(
+    explained = run_end.explain_failure(
         tmp_path, Result(1, Failure("signal", "n2", 1, signal=11)), (rank_ended,)
     )
     assert "rank 1 on n2 crashed in compiled code (SIGSEGV)" in explained
     assert (
-        explanation.explain_failure(tmp_path, Result(1, failed), ()) == ""
+        run_end.explain_failure(tmp_path, Result(1, failed), ()) == ""
     )  # the traceback has been shown already
     (finding,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
     assert finding["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"

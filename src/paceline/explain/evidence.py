@@ -172,6 +172,11 @@ class Evidence:
         return replica_difference(self.events)
 
     @property
+    def has_succeeded(self) -> bool:
+        """Whether it ended with status 0, and its ranks are not known to have trained apart."""
+        return self.result.exit_code == 0 and not self.replica_difference
+
+    @property
     def first_failure(self) -> Failure | None:
         return self.result.failure
 

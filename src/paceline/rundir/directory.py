@@ -12,7 +12,7 @@ import socket
 import stat
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,9 +21,10 @@ from paceline.agent.files.planted import is_planted
 from paceline.remote import this_machine
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
-from paceline.rundir.records import open_regular
+from paceline.rundir.records import objects_in, open_regular, read_object
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.finding import Finding
 from paceline.spec.formatting import shell_text
 from paceline.spec.job import MASK
 
@@ -383,6 +384,17 @@ def write_text(folder: Path, name: str, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):  # another process is receiving files
             (folder / safe_paths.INCOMING).rmdir()
+
+
+def write_explanation(run: Path, findings: Iterable[Finding]) -> None:
+    """Writes what explains a failure into the run's findings.json, behind what the checks found."""
+    content = read_object(run / names.FINDINGS) or {}
+    retained = [finding for finding in objects_in(content.get("findings"))
+                if not str(finding.get("check", "")).startswith("explain/")]  # fmt: skip
+    content["findings"] = [*retained, *(finding.to_json() for finding in findings)]
+    text = json.dumps(content, indent=2)
+    with contextlib.suppress(OSError):  # a run on a full or foreign disk can still be explained
+        write_text(run, names.FINDINGS, f"{text}\n")
 
 
 def fresh_path(parent: Path, name: str) -> Path:

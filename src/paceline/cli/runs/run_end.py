@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 REPORT_S = 3.0  # for the page; usually it takes a tenth
 EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
+# rules whose cause is in the last lines of a failed run, which are shown anyway
+SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")
 
 
 def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None] | None) -> None:
@@ -67,13 +69,30 @@ def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
     with contextlib.suppress(PacelineError, OSError, ValueError):
         try:
             with time_limit(EXPLAIN_S):
-                from paceline.cli.runs.explanation import explain_failure
-
                 text = explain_failure(run_dir, result, events)
         except TimeoutError:
             text = f"paceline: to find the cause: paceline explain {short(run_dir)}"
         if is_shown and text:
             say(format_for(text, sys.stderr), err=True)
+
+
+def explain_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str:
+    """Explains a run that went wrong: writes the conclusion beside it and returns it as text.
+
+    The text is empty if it would only repeat the traceback that is shown anyway.
+    """
+    from paceline.explain.conclusion import conclude, to_findings
+    from paceline.explain.evidence_reader import from_result
+    from paceline.explain.rules import load_all
+    from paceline.report.explanation import summary_lines
+    from paceline.rundir.directory import write_explanation
+
+    conclusion = conclude(from_result(run, result, events), load_all())
+    write_explanation(run, to_findings(conclusion))
+    if not conclusion.matches or conclusion.matches[0][0].code in SHOWN_IN_LOG_TAIL:
+        return ""
+    first, *others = summary_lines(conclusion)
+    return "\n".join([f"paceline: {first}", *(f"  {line}" for line in others)])
 
 
 def report_run(job: Job, run_dir: Path) -> None:

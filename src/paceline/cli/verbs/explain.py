@@ -10,16 +10,15 @@ from typing import Any
 import click
 
 from paceline.cli.options import run_lookup_options
-from paceline.cli.runs.explanation import save_findings, succeeded
 from paceline.cli.runs.run_lookup import specified_run
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb, say
-from paceline.explain.conclusion import Conclusion, conclude
+from paceline.explain.conclusion import Conclusion, conclude, to_findings
 from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_log, from_run, read_log, read_named
 from paceline.explain.rules import load_all
 from paceline.report import explanation
-from paceline.rundir.directory import short
+from paceline.rundir.directory import short, write_explanation
 from paceline.rundir.records import is_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
@@ -63,14 +62,14 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
         evidence = from_run(run, confirmed=try_sync(run))
     conclusion = conclude(evidence, load_all())
     is_running = evidence.launcher is not None and evidence.launcher.alive
-    if run is not None and not succeeded(evidence) and not is_running:
-        save_findings(run, conclusion)
+    if run is not None and not evidence.has_succeeded and not is_running:
+        write_explanation(run, to_findings(conclusion))
     if bundle is not None:
         write_bundle(bundle, run, evidence, conclusion)
     if run is not None and specified_run(ctx) is None and not as_json:
         say(format_for(f"{short(run.absolute())}:", sys.stdout))
     show(conclusion, evidence, as_json)
-    ctx.exit(0 if conclusion.matches or conclusion.is_healthy or succeeded(evidence) else 2)
+    ctx.exit(0 if conclusion.matches or conclusion.is_healthy or evidence.has_succeeded else 2)
 
 
 def _resolve_run(ctx: click.Context) -> Path:
@@ -87,7 +86,7 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(to_json(conclusion), indent=2))
         return
-    if succeeded(evidence):
+    if evidence.has_succeeded:
         say(format_for("\n".join(explanation.of_success(evidence)), sys.stdout))
         return
     first, *details = explanation.lines(conclusion, evidence)

@@ -90,10 +90,10 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
 
 def explain_if_missing(path: Path) -> None:
     """Looks for the cause of a failure that nobody has looked into yet; the report shows it."""
-    from paceline.cli.runs.explanation import save_findings, succeeded
-    from paceline.explain.conclusion import conclude
+    from paceline.explain.conclusion import conclude, to_findings
     from paceline.explain.evidence_reader import from_run
     from paceline.explain.rules import load_all
+    from paceline.rundir.directory import write_explanation
     from paceline.rundir.records import objects_in, read_object
 
     findings = objects_in((read_object(path / names.FINDINGS) or {}).get("findings"))
@@ -103,5 +103,5 @@ def explain_if_missing(path: Path) -> None:
         evidence = from_run(path)
     except PacelineError:
         return
-    if evidence.launcher is None and not succeeded(evidence):
-        save_findings(path, conclude(evidence, load_all()))
+    if evidence.launcher is None and not evidence.has_succeeded:
+        write_explanation(path, to_findings(conclude(evidence, load_all())))

@@ -13,8 +13,8 @@ from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
-from paceline.train.checkpoints.controller import CheckpointController
 from paceline.train.checkpoints.handover import send_models, send_training
+from paceline.train.checkpoints.keeper import CheckpointController
 from paceline.train.comms import Comms
 from paceline.train.data.division import MAX_TIMING_STEPS, BatchDivision
 from paceline.train.data.loader import Batch, Loader, Progress

@@ -20,7 +20,7 @@ from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
-from paceline.train.checkpoints.controller import CheckpointController
+from paceline.train.checkpoints.keeper import CheckpointController
 from paceline.train.data.division import BatchDivision
 from paceline.train.data.fetch import Collate, Data
 from paceline.train.data.loader import Loader, Shard

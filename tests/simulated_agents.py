@@ -23,7 +23,7 @@ from paceline.agent.frames import MAX_JSON, Decoder, encode
 from paceline.agent.multiplexing import Reassembler
 from paceline.agent.surveys import facts
 from paceline.launch.launcher import run_job
-from paceline.launch.results.summary import RunOutcome
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import Channel
 from paceline.remote.transport import ConnectedCallback, ignore_count

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.api import Prepared, execute, launch, prepare
     from paceline.hosts import read_hosts
     from paceline.launch.call import RankError, Results
-    from paceline.launch.results.summary import RunOutcome
+    from paceline.launch.results.run_outcome import RunOutcome
     from paceline.spec.errors import (
         ConnectError,
         DataError,
@@ -61,7 +61,7 @@ _MODULES = {  # those of errors are not listed
     "paceline.api": ("Prepared", "execute", "launch", "prepare"),
     "paceline.hosts": ("read_hosts",),
     "paceline.launch.call": ("RankError", "Results"),
-    "paceline.launch.results.summary": ("RunOutcome",),
+    "paceline.launch.results.run_outcome": ("RunOutcome",),
     "paceline.spec.failure": ("Failure", "Result"),
     "paceline.spec.hosts": ("Cluster", "Host"),
     "paceline.spec.plan": ("Plan",),

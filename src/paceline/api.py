@@ -24,7 +24,7 @@ from paceline.launch.call import Results
 from paceline.launch.launcher import plan_job, run_job
 from paceline.launch.planning.entry import entry_of, opens_store, preload_of
 from paceline.launch.planning.plan_text import describe
-from paceline.launch.results.summary import RunOutcome
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from each_case import each_case
-from paceline.cli.runs.run_end import SHOWN_IN_LOG_TAIL, explain_failure
+from paceline.cli.runs.run_end import SHOWN_IN_LOG_TAIL, explain_failure, report_failure
 from paceline.cli.runs.state import read_state
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
 from paceline.launch.notify import RunEnd
-from paceline.launch.results.summary import RunOutcome, report_failure
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.report.writer import write_at_end
 from paceline.rundir.records import recorded_cause
 from paceline.spec import rundir as names

@@ -14,10 +14,10 @@ from paceline.bench import forecast as forecasting
 from paceline.bench.step_model import LinkTiming, Probe, StepTiming
 from paceline.cli import program
 from paceline.cli.measure import forecasts, probes, project_code
+from paceline.cli.runs import run_end
 from paceline.cli.verbs import forecast as forecast_verb
 from paceline.cli.verbs.bench import scaling as scaling_verb
 from paceline.launch import launcher
-from paceline.launch.results import summary
 from paceline.spec.errors import ConnectError, JobError, SettingError
 from paceline.spec.formatting import parse_bit_rate
 from paceline.spec.hosts import Cluster, Host
@@ -318,7 +318,7 @@ def test_keeps_logs_of_failed_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return SimpleNamespace(result=SimpleNamespace(exit_code=code))
 
     monkeypatch.setattr(launcher, "run_job", run_job)
-    monkeypatch.setattr(summary, "report_failure", lambda outcome: "logs are in …")
+    monkeypatch.setattr(run_end, "report_failure", lambda outcome: "logs are in …")
     monkeypatch.setattr(probes, "require_transport", lambda params, command: object())
     dispatch = SimpleNamespace()
     ctx = SimpleNamespace(params={"seconds": 0.0})

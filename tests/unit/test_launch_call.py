@@ -22,7 +22,7 @@ from paceline.agent.ranks.function_call import FunctionCall
 from paceline.launch import call, interrupts
 from paceline.launch.call import RankError, temporary_call_folder
 from paceline.launch.planning.placement import with_inputs
-from paceline.launch.results.summary import RunOutcome
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result

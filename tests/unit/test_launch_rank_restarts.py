@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.runs.attached import print_end
+from paceline.cli.runs.run_end import report_failure
 from paceline.explain.evidence_reader import debug_logs, from_result
 from paceline.launch.recorder import Recorder
-from paceline.launch.results.summary import RunOutcome, report_failure
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.records import read_records

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from paceline.launch import launcher
-from paceline.launch.results.summary import RunOutcome
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.spec.failure import Failure, Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job

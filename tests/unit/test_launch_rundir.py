@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from paceline.agent.files import snapshot
 from paceline.agent.supervision import processes
 from paceline.cli import program
-from paceline.launch.results.summary import log_tail
+from paceline.launch.results.run_outcome import log_tail
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import CHECKED_BYTES, RunDirectory
 from paceline.rundir.ownership import FETCHED_AT

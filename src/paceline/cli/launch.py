@@ -17,7 +17,6 @@ import click
 
 from paceline.cli.batch import submit
 from paceline.cli.dispatch import Dispatch, ssh_options
-from paceline.cli.runs.run_end import explain_run, report_end, report_run
 from paceline.cli.verb import NAMED_PATHS, say
 from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Result
@@ -29,7 +28,7 @@ from paceline.spec.terminal import format_for, wrap
 if TYPE_CHECKING:
     from paceline.launch.launcher import Takeover
     from paceline.launch.planning.request import Package
-    from paceline.launch.results.summary import RunOutcome
+    from paceline.launch.results.run_outcome import RunOutcome
     from paceline.launch.terminal.screen import Screen
     from paceline.remote.transport import Transport
     from paceline.spec.hosts import Inspect
@@ -147,6 +146,7 @@ def run_to_end(
         is_generated: The run directory has a generated name; it is removed when the job is refused
             before there is a plan.
     """
+    from paceline.cli.runs.run_end import report_end, report_run
     from paceline.launch.launcher import run_job, secrets_of
     from paceline.schedulers.submission import submitting_arguments
 
@@ -162,6 +162,13 @@ def run_to_end(
         outcome = replace(outcome, command=submitting_arguments(outcome.path, os.environ))
         end.append(outcome)
         report_end(job, outcome, on_success)
+        if outcome.result.exit_code == 0:
+            from paceline.cli.measure.forecasts import compare_at_end
+
+            if comparison := compare_at_end(outcome.path):
+                say(comparison, err=True)
+        if not outcome.is_refused:  # else the page is that of the earlier run
+            report_run(job, outcome.path)
     return outcome.result.exit_code
 
 
@@ -219,6 +226,7 @@ def suggest_node_range(job: Job, cluster: Cluster) -> Iterator[None]:
 def record_refusal(job: Job, run_dir: Path, secrets: Sequence[str], *,
                       is_generated: bool) -> Iterator[None]:  # fmt: skip
     """Records why a job could not be started, with a page; the caller shows the error."""
+    from paceline.cli.runs.run_end import explain_run, report_run
     from paceline.launch.launcher import finished_result
     from paceline.rundir.directory import Redactor
     from paceline.rundir.ownership import read_owner

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, overload
 from paceline.agent.files import safe_paths
 from paceline.agent.ranks import pickles
 from paceline.launch.planning.entry import COMPILER, preload_of
-from paceline.launch.results.summary import RunOutcome
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.rundir.directory import claim, require_usable, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError

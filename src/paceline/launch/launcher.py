@@ -30,7 +30,7 @@ from paceline.launch.planning.request import Package, Request
 from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.results.outputs import OutputSync
-from paceline.launch.results.summary import RunOutcome, is_resumable
+from paceline.launch.results.run_outcome import RunOutcome, is_resumable
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.fanout import gather_all
 from paceline.remote.transport import Transport

@@ -217,7 +217,8 @@ def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]
 def compare_at_end(run: Path) -> str:
     """Compares a run that has ended with its forecast; empty if there is none."""
     with contextlib.suppress(PacelineError, OSError, ValueError):
-        return wrap(f"paceline: {describe_comparison(save_comparison(run))}", 80)
+        if find_forecasts(run)[1]:
+            return wrap(f"paceline: {describe_comparison(save_comparison(run))}", 80)
     return ""
 
 

@@ -42,8 +42,8 @@ class Prober:
            parts: Sequence[float] = ()) -> Probe:  # fmt: skip
         """Runs a few steps on these hosts, in a folder that is removed; JobError if they fail."""
         from paceline.cli.measure.quiet_screen import PlanNotesScreen
+        from paceline.cli.runs.run_end import report_failure
         from paceline.launch.launcher import run_job
-        from paceline.launch.results.summary import report_failure
 
         names = ", ".join(host.name for host in hosts)
         say(f"paceline: a few steps on {names}", err=True)

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.bench.bandwidth import COLLECTIVES, PARTS
 from paceline.checks.check import Survey
 from paceline.launch.launcher import run_job
-from paceline.launch.results.summary import RunOutcome
+from paceline.launch.results.run_outcome import RunOutcome
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.openssh import SshOptions
 from paceline.rundir.records import read_records

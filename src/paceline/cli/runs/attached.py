@@ -15,14 +15,19 @@ from typing import IO, Any, TypeVar
 from paceline.cli.runs.client import LauncherClient, RemoteLauncher, client_for
 from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.rank_logs import rank_logs
-from paceline.cli.runs.run_end import explain_difference, explain_run
+from paceline.cli.runs.run_end import (
+    explain_difference,
+    explain_run,
+    report_failure,
+    report_success,
+)
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.verb import say
 from paceline.explain.evidence_reader import last_start
 from paceline.launch.interrupts import EchoFilter
 from paceline.launch.results.outputs import LINK_SHARE, POLL_S
-from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
+from paceline.launch.results.run_outcome import RunOutcome, is_resumable
 from paceline.launch.terminal.keys import Keys
 from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.screen import Screen

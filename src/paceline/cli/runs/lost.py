@@ -89,7 +89,7 @@ def lease_s(plan: Mapping[str, Any]) -> float:
 
 
 def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
-    from paceline.launch.results.summary import resume_command
+    from paceline.cli.runs.run_end import resume_command
 
     command = records.object_in(plan, "typed")
     folder = records.as_text(command.get("folder"), 4096)

@@ -1,4 +1,4 @@
-"""Shows and writes the end of a run: result, explanation, page, comparison with the forecast."""
+"""Shows and writes the end of a run: its result, its explanation and its page."""
 
 from __future__ import annotations
 
@@ -6,50 +6,146 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.cli.verb import say
+from paceline.launch.results.run_outcome import RunOutcome, saved_steps
+from paceline.rundir.directory import short, write_explanation
+from paceline.rundir.outputs import script_checkpoint
+from paceline.rundir.ownership import read_owner
 from paceline.spec.errors import PacelineError
-from paceline.spec.events import Event, replica_difference
-from paceline.spec.failure import Result
+from paceline.spec.events import Event, replica_difference, restore_local_paths
+from paceline.spec.failure import Result, describe_end, format_location, signal_name
+from paceline.spec.formatting import format_duration, pluralize, shell_text
 from paceline.spec.job import Job
-from paceline.spec.rundir import DEBUG, REPORT
+from paceline.spec.rundir import DEBUG, LOGS, REPORT
 from paceline.spec.terminal import format_for
-
-if TYPE_CHECKING:
-    from paceline.launch.results.summary import RunOutcome
-
 
 REPORT_S = 3.0  # for the page; usually it takes a tenth
 EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
 # rules whose cause is in the last lines of a failed run, which are shown anyway
 SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")
+_NEWEST = "paceline: newest checkpoint of the script: "
 
 
 def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None] | None) -> None:
-    from paceline.launch.results.summary import report_failure, report_success
-
+    """Shows how a run ended, and why if it failed."""
     if job.debug.value:
         print_library_logs(outcome.path)
     explain_difference(outcome.path, outcome.result, outcome.events)
     if text := report_failure(outcome):
         say(text, err=True)
-        if outcome.is_refused:  # findings and page are those of the earlier run
-            return
-        has_failure = outcome.result.failure is not None
-        explain_run(outcome.path, outcome.result, outcome.events, has_failure)
+        if not outcome.is_refused:  # else the findings are those of the earlier run
+            has_failure = outcome.result.failure is not None
+            explain_run(outcome.path, outcome.result, outcome.events, has_failure)
     elif on_success is not None:
         on_success(outcome.display_path)
     else:
         say(report_success(outcome), err=True)
-    if not text:
-        from paceline.cli.measure.forecasts import compare_at_end, find_forecasts
 
-        if find_forecasts(outcome.path)[1] and (comparison := compare_at_end(outcome.path)):
-            say(comparison, err=True)
-    report_run(job, outcome.path)
+
+def report_success(outcome: RunOutcome) -> str:
+    """Returns one line for a run that went well."""
+    finished, missing = _count_finished(outcome)
+    ranks = pluralize(finished, "rank")
+    if missing:
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        ranks += f" ({listed} missing at the end)"
+    duration = format_duration(outcome.seconds)
+    recovered = ""
+    if recoveries := outcome.result.recoveries:
+        noun = "recovery" if len(recoveries) == 1 else "recoveries"
+        seconds = sum(recovery.seconds for recovery in recoveries)
+        recovered = f", {len(recoveries)} {noun} ({format_duration(seconds)})"
+    logs = short(outcome.path / LOGS)
+    text = f"paceline: finished: {ranks}, {duration}{recovered}, logs {logs}"
+    checkpoint = script_checkpoint(outcome.path)
+    return f"{text}\n{_NEWEST}{checkpoint}" if checkpoint else text
+
+
+def _count_finished(outcome: RunOutcome) -> tuple[int, list[str]]:
+    """Counts the ranks of the last attempt that ended with status 0, and names the others."""
+    ended: dict[int, bool] = {}
+    hosts: dict[int, str] = {}
+    is_over = False
+    for event in outcome.events:
+        if event.kind == "ended":
+            is_over = True
+        elif event.rank is not None and event.kind in ("rank started", "rank ended"):
+            if is_over:  # the next attempt begins
+                is_over, ended, hosts = False, {}, {}
+            hosts[event.rank] = event.host
+            ended[event.rank] = event.kind == "rank ended" and event["code"] == 0
+    if not hosts:
+        return outcome.ranks, []
+    missing = [format_location(hosts[rank], rank) for rank in sorted(hosts) if not ended[rank]]
+    return len(hosts) - len(missing), missing
+
+
+def report_failure(outcome: RunOutcome) -> str:
+    """Returns the report of a failed run: the first failure, its traceback, the logs."""
+    result = outcome.result
+    if result.failure is None:
+        if result.interrupted is not None:
+            text = f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
+            return "\n".join([text, *_unsaved_note(outcome), *_script_hint(outcome),
+                              *_resume_hint(outcome)])  # fmt: skip
+        return ""
+    failure = result.failure
+    lines = [f"paceline: failed first: {failure.describe()}"]
+    if failure.kind == "exception":
+        lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
+        lines += [_indent(failure.traceback)] if failure.traceback else []
+    elif failure.rank is not None and not outcome.is_log_displayed:
+        tail = outcome.log_tail(failure.host, failure.rank)
+        tail = restore_local_paths(outcome.shipped_copies, failure.host, tail)
+        lines += ["  its last lines:", _indent(tail)] if tail else []
+    if result.num_other_failures:
+        lines.append(f"  {pluralize(result.num_other_failures, 'other rank')} failed after it")
+    lines.append(f"  logs: {short(outcome.path / LOGS)}")
+    if failure.is_refusal:
+        return "\n".join(lines)
+    return "\n".join([*lines, *_script_hint(outcome), *_resume_hint(outcome)])
+
+
+def _unsaved_note(outcome: RunOutcome) -> list[str]:
+    """Returns a line on the last checkpoint if an interrupted training had no time to save."""
+    if not outcome.resumable or any(event.resumable for event in outcome.events):
+        return []
+    step = saved_steps(outcome.events)[-1]
+    return [f"  it had no time to save: the last checkpoint is of step {step:,}"]
+
+
+def _resume_hint(outcome: RunOutcome) -> list[str]:
+    """Returns a line with the command that resumes the run in its run directory."""
+    if not outcome.resumable and not saved_steps(outcome.events):
+        return []
+    argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
+    return [f"to resume: {shell_text(resume_command(argv, short(outcome.path)))}"]
+
+
+def _script_hint(outcome: RunOutcome) -> list[str]:
+    """Returns lines on the script's newest checkpoint and the command that resumes from it."""
+    if _resume_hint(outcome) or not (checkpoint := script_checkpoint(outcome.path)):
+        return []
+    if replica_difference(outcome.events):  # rank 0 saved the state of no training
+        return [f"{_NEWEST}{checkpoint}"]
+    argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
+    command = shell_text(resume_command(argv, short(outcome.path)))
+    return [f"{_NEWEST}{checkpoint}",
+            f"to resume, if the script loads its newest checkpoint: {command}"]  # fmt: skip
+
+
+def resume_command(argv: Sequence[str], path: str) -> list[str]:
+    """Returns the command that resumes the run in the run directory ``path``."""
+    if any(argument.split("=")[0] == "--run-dir" for argument in argv):
+        return [*argv]
+    return [*argv[:2], "--run-dir", path, *argv[2:]]
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
 
 
 def explain_difference(run_dir: Path, result: Result, events: tuple[Event, ...]) -> None:
@@ -64,8 +160,6 @@ def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
 
     A problem in here must not hide how the run ended, nor keep the user waiting for it.
     """
-    from paceline.rundir.directory import short
-
     with contextlib.suppress(PacelineError, OSError, ValueError):
         try:
             with time_limit(EXPLAIN_S):
@@ -85,7 +179,6 @@ def explain_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str
     from paceline.explain.evidence_reader import from_result
     from paceline.explain.rules import load_all
     from paceline.report.explanation import summary_lines
-    from paceline.rundir.directory import write_explanation
 
     conclusion = conclude(from_result(run, result, events), load_all())
     write_explanation(run, to_findings(conclusion))
@@ -97,9 +190,6 @@ def explain_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str
 
 def report_run(job: Job, run_dir: Path) -> None:
     """Writes the page of a run that is over; a problem in here costs a warning."""
-    from paceline.rundir.directory import short
-    from paceline.rundir.ownership import read_owner
-
     if not job.report or not run_dir.is_dir() or read_owner(run_dir) is not None:
         return
     try:
@@ -117,7 +207,6 @@ def print_library_logs(run_dir: Path) -> None:
     """Shows what the libraries' debugging says that matters, and where all of it is."""
     from paceline.explain.evidence_reader import debug_logs
     from paceline.explain.libraries import summarize
-    from paceline.rundir.directory import short
 
     with contextlib.suppress(PacelineError, OSError, ValueError):
         lines = summarize(debug_logs(run_dir, ())) or ["nothing"]

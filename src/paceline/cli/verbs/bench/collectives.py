@@ -221,9 +221,8 @@ async def _second_opinion(survey: Survey, ssh: Any,
 def run_collectives(ctx: click.Context, cluster: Cluster, dispatch: Dispatch,
                     spec: Mapping[str, Any]) -> JobResult:  # fmt: skip
     """Runs the job: the table, what it says of itself, and the wires; JobError when it fails."""
-    from paceline.cli.runs.run_end import print_library_logs
+    from paceline.cli.runs.run_end import print_library_logs, report_failure
     from paceline.launch.launcher import run_job
-    from paceline.launch.results.summary import report_failure
     from paceline.launch.terminal.screen import Screen
     from paceline.rundir.records import read_object
     from paceline.spec import rundir as names

@@ -145,8 +145,8 @@ def run_layout(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.L
         is_measured=True,
     )
     from paceline.cli.measure.quiet_screen import PlanNotesScreen
+    from paceline.cli.runs.run_end import report_failure
     from paceline.launch.launcher import run_job
-    from paceline.launch.results.summary import report_failure
 
     screen, transport = PlanNotesScreen(shown_notes), require_transport(ctx.params, "bench scaling")
     start, start_clock = time.time(), time.monotonic()

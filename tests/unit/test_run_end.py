@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.results import summary
-from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
+from paceline.cli.runs import run_end
+from paceline.cli.runs.run_end import report_failure, report_success
+from paceline.launch.results.run_outcome import RunOutcome, is_resumable
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
 
@@ -102,7 +103,7 @@ def test_rejected_setting_shows_no_resume_command() -> None:
 def test_diverged_replicas_show_no_resume_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(summary, "script_checkpoint", lambda run: "out/last.pt")
+    monkeypatch.setattr(run_end, "script_checkpoint", lambda run: "out/last.pt")
 
     def failure_text(*events: Event) -> str:
         failure = Failure("early", "n1", 0, headline="ended too early")

@@ -18,9 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 from command_lines import overridden
+from paceline.bench import saved_forecasts
 from paceline.checks import runner
 from paceline.cli import applicability, launch, program, trust
-from paceline.cli.measure import forecasts, probes
+from paceline.cli.measure import probes
 from paceline.cli.runs import attached, leave
 from paceline.cli.settings_file import read_settings_file
 from paceline.cli.verbs import evaluate
@@ -154,7 +155,7 @@ def action(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Action:
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
     monkeypatch.setattr(launcher, "run_job", record_run)
     monkeypatch.setattr(launch, "show_plan", record_plan)
-    monkeypatch.setattr(forecasts, "choose_fastest",
+    monkeypatch.setattr(saved_forecasts, "choose_fastest",
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
     monkeypatch.setattr(runner, "survey_hosts", record_check)
     monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, {}))  # it tests links later

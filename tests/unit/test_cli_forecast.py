@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.bench import forecast as forecasting
+from paceline.bench import saved_forecasts
 from paceline.bench.step_model import LinkTiming, Probe, StepTiming
 from paceline.cli import program
-from paceline.cli.measure import forecasts, probes, project_code
+from paceline.cli.measure import probes, project_code
 from paceline.cli.runs import run_end
 from paceline.cli.verbs import forecast as forecast_verb
 from paceline.cli.verbs.bench import scaling as scaling_verb
@@ -397,12 +398,12 @@ def write_run(folder: Path, forecast_json: Any, *, entry: Any = None, records: A
 def test_compares_run_with_its_forecast(tmp_path: Path) -> None:
     run = write_run(tmp_path, None)
     with pytest.raises(SettingError, match="no forecast of the command"):
-        forecasts.comparison(run)
-    assert forecasts.compare_at_end(run) == ""
+        saved_forecasts.comparison(run)
+    assert saved_forecasts.compare_at_end(run) == ""
     write_run(tmp_path, FORECAST_JSON)
-    compared = forecasts.comparison(run)
+    compared = saved_forecasts.comparison(run)
     assert compared["came"]["seconds"] == pytest.approx(0.15)  # the first record includes startup
-    text = " ".join(forecasts.compare_at_end(run).split())
+    text = " ".join(saved_forecasts.compare_at_end(run).split())
     assert "forecast to take 0.125 s" in text
     assert "took 0.15 s: 20% longer, inside the error bar" in text
     assert json.loads((run / "forecast.json").read_text()) == compared
@@ -440,25 +441,28 @@ DAMAGED = [
 @pytest.mark.parametrize("forecast_json", DAMAGED)
 def test_damaged_forecast_does_not_fail_run(forecast_json: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path, forecast_json)
-    assert forecasts.compare_at_end(run) == ""
+    assert saved_forecasts.compare_at_end(run) == ""
     invocation = CliRunner().invoke(program, ["forecast", "--compare", str(run)])
     assert isinstance(invocation.exception, SettingError)
     assert (invocation.exception.exit_code, invocation.stdout) == (2, "")
     forecast_dir = tmp_path / "runs/forecast-0"
     forecast_dir.mkdir()
     (forecast_dir / "forecast.json").write_text(json.dumps(FORECAST_JSON))  # the valid one is used
-    assert "forecast to take" in forecasts.compare_at_end(run)
+    assert "forecast to take" in saved_forecasts.compare_at_end(run)
 
 
 @pytest.mark.parametrize("name", ["step", "samples", "samples_per_s", "split"])
 @pytest.mark.parametrize("invalid", [None, "x", [], {}, -1])
 def test_damaged_metrics_do_not_fail_run(name: str, invalid: Any, tmp_path: Path) -> None:
     item = {"split": "train", "step": 1, "samples": 640, "samples_per_s": 64.0, name: invalid}
-    assert forecasts.compare_at_end(write_run(tmp_path, FORECAST_JSON, records=[item, item])) == ""
+    assert (
+        saved_forecasts.compare_at_end(write_run(tmp_path, FORECAST_JSON, records=[item, item]))
+        == ""
+    )
     run = write_run(tmp_path, FORECAST_JSON)
     for nodes in ([1, None], 1, None):
         (run / "plan.json").write_text(json.dumps({"entry": 1, "nodes": nodes}))
-        assert forecasts.compare_at_end(run) == ""
+        assert saved_forecasts.compare_at_end(run) == ""
 
 
 @pytest.mark.parametrize(
@@ -482,9 +486,9 @@ def test_rejects_forecast_of_different_setup(
 ) -> None:
     run = write_run(tmp_path, {**FORECAST_JSON, **changes})
     with pytest.raises(SettingError) as caught:
-        forecasts.comparison(run)
+        saved_forecasts.comparison(run)
     assert message in caught.value.render()
-    assert forecasts.compare_at_end(run) == ""
+    assert saved_forecasts.compare_at_end(run) == ""
 
 
 def test_compares_forecast_with_hypothetical_hosts(tmp_path: Path) -> None:
@@ -492,7 +496,7 @@ def test_compares_forecast_with_hypothetical_hosts(tmp_path: Path) -> None:
         "forecasts": [{**FORECAST, "names": ["n1", "n1+1"]}],
         "model": {"alone": {"n1": {}}},
     }
-    assert "forecast to take" in forecasts.compare_at_end(
+    assert "forecast to take" in saved_forecasts.compare_at_end(
         write_run(tmp_path, {**FORECAST_JSON, **with_extra_host})
     )
 
@@ -507,13 +511,13 @@ def test_matches_recipe_by_step_relevant_options(tmp_path: Path) -> None:
     run = write_run(
         tmp_path, forecast_json, entry={"kind": "module", "target": target, "args": args}
     )
-    assert "forecast to take" in forecasts.compare_at_end(run)
+    assert "forecast to take" in saved_forecasts.compare_at_end(run)
     write_run(
         tmp_path,
         forecast_json,
         entry={"kind": "module", "target": target, "args": [*args, "--lr=1"]},
     )
-    assert forecasts.compare_at_end(run) == ""
+    assert saved_forecasts.compare_at_end(run) == ""
 
 
 def job_on(count: int, **job_options: Any) -> tuple[Job, Cluster]:
@@ -543,12 +547,12 @@ def test_chooses_fastest_hosts_of_forecast(tmp_path: Path) -> None:
     }
     run = write_run(tmp_path, forecast_json)
     job, cluster = job_on(3)
-    selected, explanation = forecasts.choose_fastest(job, cluster, run)
+    selected, explanation = saved_forecasts.choose_fastest(job, cluster, run)
     assert [host.name for host in selected.hosts] == ["n1", "n3"]
     assert selected.among == ("n1", "n2", "n3")  # hosts whose weights may be given
     assert "n1, n3 (2 of 3 hosts): 0.1 s a step" in explanation
     with pytest.raises(SettingError, match="needs a forecast") as raised:  # n4 is not in it
-        forecasts.choose_fastest(job, job_on(4)[1], run)
+        saved_forecasts.choose_fastest(job, job_on(4)[1], run)
     assert "nothing is known there of n4" in raised.value.render()
 
 
@@ -574,5 +578,5 @@ def test_rejects_fastest_without_matching_forecast(
 ) -> None:
     job, cluster = job_on(2, **job_options)
     with pytest.raises(SettingError) as raised:
-        forecasts.choose_fastest(job, cluster, write_run(tmp_path, forecast_json))
+        saved_forecasts.choose_fastest(job, cluster, write_run(tmp_path, forecast_json))
     assert message in raised.value.render()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.files import safe_paths
+from paceline.bench import saved_forecasts
 from paceline.bench.link_rates import LinkRates
 from paceline.checks import preflight
-from paceline.cli.measure import forecasts
 from paceline.cli.verbs.bench import collectives, scaling
 from paceline.rundir import directory
 from paceline.schedulers import load, submission
@@ -33,7 +33,7 @@ def write_submission(run: Path) -> None:
 
 
 def write_comparison(run: Path) -> None:
-    forecasts.save_comparison(run)
+    saved_forecasts.save_comparison(run)
 
 
 def write_scaling(run: Path) -> None:
@@ -71,7 +71,7 @@ IDS = [write.__name__ for write, _ in WRITERS]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(type(load("slurm")), "submit", lambda self, script: "12")
-    monkeypatch.setattr(forecasts, "comparison", lambda run: {"hosts": 1})
+    monkeypatch.setattr(saved_forecasts, "comparison", lambda run: {"hosts": 1})
     monkeypatch.setattr(scaling.scaling, "draw", lambda rows: "a picture")
     path = tmp_path / "run"
     path.mkdir()

@@ -65,7 +65,7 @@ def launch_job(
         return serve(dispatch.endpoint, command, job.python, job.encrypt.value)
     assert dispatch.transport is not None
     if ctx.params.get("fastest"):
-        from paceline.cli.measure.forecasts import choose_fastest
+        from paceline.bench.saved_forecasts import choose_fastest
 
         cluster, reason = choose_fastest(job, cluster, ctx.params["run_dir"] or parent / job.name)
         say(wrap(f"paceline: {reason}", 80), err=True)
@@ -163,7 +163,7 @@ def run_to_end(
         end.append(outcome)
         report_end(job, outcome, on_success)
         if outcome.result.exit_code == 0:
-            from paceline.cli.measure.forecasts import compare_at_end
+            from paceline.bench.saved_forecasts import compare_at_end
 
             if comparison := compare_at_end(outcome.path):
                 say(comparison, err=True)

@@ -13,15 +13,15 @@ from pathlib import Path
 import click
 
 from paceline.bench import forecast as forecasting
-from paceline.cli.batch import submit
-from paceline.cli.dispatch import Dispatch, prepare
-from paceline.cli.job_options import build_job
-from paceline.cli.measure.forecasts import (
+from paceline.bench.saved_forecasts import (
     FOLDER_PREFIX,
     command_key,
     describe_comparison,
     save_comparison,
 )
+from paceline.cli.batch import submit
+from paceline.cli.dispatch import Dispatch, prepare
+from paceline.cli.job_options import build_job
 from paceline.cli.measure.probes import Prober, measure
 from paceline.cli.measure.project_code import require_training_library
 from paceline.cli.options import Number, Parsed, Seconds, launch_options

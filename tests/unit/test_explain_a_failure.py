@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import launch
 from paceline.cli.runs import run_end
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence, Log
@@ -62,7 +61,7 @@ def test_refusal_is_recorded_only_in_unused_run_dir(tmp_path: Path) -> None:
     def refuse_start() -> None:
         with (
             pytest.raises(SettingError),
-            launch.record_refusal(job, tmp_path, ["hunter2-hunter2"], is_generated=False),
+            run_end.record_refusal(job, tmp_path, ["hunter2-hunter2"], is_generated=False),
         ):
             raise SettingError("no hunter2-hunter2 here", remedy="look elsewhere")
 
@@ -90,7 +89,7 @@ def test_refused_start_removes_generated_run_dir(tmp_path: Path, planned: bool) 
         (run_dir / "plan.json").touch()
     with (
         pytest.raises(SettingError),
-        launch.record_refusal(replace(JOB, report=False), run_dir, [], is_generated=True),
+        run_end.record_refusal(replace(JOB, report=False), run_dir, [], is_generated=True),
     ):
         raise SettingError("no such interface")
     assert (run_dir / "findings.json").exists() == planned
@@ -114,7 +113,7 @@ def test_failed_login_suggests_node_range(
     job = replace(JOB, nnodes=Setting(nodes, Source.COMMAND_LINE))
     error = ConnectError("cannot log in to n1", remedy="n1: start it")
     error.num_refusals = num_refusals
-    with pytest.raises(ConnectError) as caught, launch.suggest_node_range(job, cluster):
+    with pytest.raises(ConnectError) as caught, run_end.suggest_node_range(job, cluster):
         raise error
     assert caught.value.remedy.partition("answer: ")[2] == suggested
 

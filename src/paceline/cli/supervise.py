@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files import safe_paths
-from paceline.cli.launch import run_to_end
+from paceline.cli.runs.run_end import run_to_end
 from paceline.launch import failure_analysis
 from paceline.launch.launcher import Takeover, secrets_of
 from paceline.launch.planning.placement import Supplies

@@ -1,26 +1,46 @@
-"""Shows and writes the end of a run: its result, its explanation and its page."""
+"""Runs a job to its end, and shows, records and reports how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.verb import say
 from paceline.launch.results.run_outcome import RunOutcome, saved_steps
-from paceline.rundir.directory import short, write_explanation
+from paceline.rundir.directory import Redactor, short, write_explanation
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import read_owner
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.events import Event, replica_difference, restore_local_paths
-from paceline.spec.failure import Result, describe_end, format_location, signal_name
+from paceline.spec.failure import (
+    LAUNCHER_HOST,
+    Failure,
+    Result,
+    describe_end,
+    format_location,
+    signal_name,
+)
 from paceline.spec.formatting import format_duration, pluralize, shell_text
-from paceline.spec.job import Job
-from paceline.spec.rundir import DEBUG, LOGS, REPORT
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job, NodeRange
+from paceline.spec.rundir import DEBUG, LOGS, PLAN, REPORT
 from paceline.spec.terminal import format_for
+
+if TYPE_CHECKING:
+    from paceline.launch.launcher import Takeover
+    from paceline.launch.planning.request import Package
+    from paceline.launch.terminal.screen import Screen
+    from paceline.remote.transport import Transport
+    from paceline.spec.hosts import Inspect
 
 REPORT_S = 3.0  # for the page; usually it takes a tenth
 EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
@@ -29,20 +49,139 @@ SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")
 _NEWEST = "paceline: newest checkpoint of the script: "
 
 
+def run_to_end(
+    job: Job,
+    cluster: Cluster,
+    transport: Transport,
+    screen: Screen,
+    *,
+    run_dir: Path,
+    parent: Path,
+    package: Package,
+    inspect: Inspect | None,
+    on_success: Callable[[Path], None] | None = None,
+    keep_warm_s: float = 0.0,
+    detached: Takeover | None = None,
+    is_generated: bool = False,
+) -> int:
+    """Runs a job and says how it ended; returns its exit status.
+
+    Args:
+        on_success: Called with the run directory once the job has ended well.
+        is_generated: The run directory has a generated name; it is removed when the job is refused
+            before there is a plan.
+    """
+    from paceline.launch.launcher import run_job, secrets_of
+    from paceline.schedulers.submission import submitting_arguments
+
+    secrets = secrets_of(job, cluster)
+    with notify_on_end(job, run_dir.absolute(), secrets, screen) as end:
+        with (
+            record_refusal(job, run_dir, secrets, is_generated=is_generated),
+            suggest_node_range(job, cluster),
+        ):
+            outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
+                              package=package, inspect=inspect, keep_warm_s=keep_warm_s,
+                              takeover=detached)  # fmt: skip
+        outcome = replace(outcome, command=submitting_arguments(outcome.path, os.environ))
+        end.append(outcome)
+        report_end(job, outcome, on_success)
+    return outcome.result.exit_code
+
+
+@contextlib.contextmanager
+def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
+         screen: Screen) -> Iterator[list[RunOutcome]]:  # fmt: skip
+    """Notifies those that ``--notify`` names of how a job ended, when all of its files are there.
+
+    The caller puts the outcome into the list; without one the job was not started.
+    """
+    from paceline.launch import notify
+    from paceline.rundir.records import recorded_cause
+
+    start = time.monotonic()
+    outcomes: list[RunOutcome] = []
+    for warning in notify.missing_programs(job.notify):
+        screen.note(warning)
+    ended: notify.RunEnd | None = None
+    try:
+        yield outcomes
+    except Exception as error:
+        headline = f"internal error: {error!r}"
+        result = Result(1, Failure("launcher", LAUNCHER_HOST, None, headline=headline))
+        if isinstance(error, PacelineError):
+            result = Result(error.exit_code, error=error.render())
+        ended = notify.RunEnd(run_dir, job.name, result, time.monotonic() - start, secrets=secrets)
+        raise
+    finally:
+        for outcome in outcomes:
+            ended = notify.RunEnd(run_dir, job.name, outcome.result, outcome.seconds,
+                                 outcome.metrics, outcome.resumable, secrets,
+                                 recorded_cause(outcome.path))  # fmt: skip
+        if ended is not None:
+            notify.notify_all(job.notify, ended, screen.note)
+            screen.close()
+
+
+@contextlib.contextmanager
+def suggest_node_range(job: Job, cluster: Cluster) -> Iterator[None]:
+    """Adds to the remedy of a failed login how to start with the hosts that answered."""
+    try:
+        yield
+    except ConnectError as error:
+        nodes = job.nnodes.value
+        if error.num_refusals and not isinstance(nodes, NodeRange):
+            num_hosts = nodes or len(cluster.hosts)
+            if (num_answers := num_hosts - error.num_refusals) > 0:
+                error.remedy += (
+                    f"\nOr start with the hosts that answer: --nnodes {num_answers}:{num_hosts}"
+                )
+        raise
+
+
+@contextlib.contextmanager
+def record_refusal(job: Job, run_dir: Path, secrets: Sequence[str], *,
+                      is_generated: bool) -> Iterator[None]:  # fmt: skip
+    """Records why a job could not be started, with a page; the caller shows the error."""
+    from paceline.launch.launcher import finished_result
+
+    try:
+        yield
+    except PacelineError as error:
+        if read_owner(run_dir) is not None or finished_result(run_dir):  # of another run
+            raise
+        if is_generated and not (run_dir / PLAN).exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs are in it
+                run_dir.parent.rmdir()
+        else:
+            text = Redactor(secrets).text(error.render())
+            explain_run(run_dir, Result(error.exit_code, error=text), (), is_shown=False)
+            report_run(job, run_dir)
+        raise
+
+
 def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None] | None) -> None:
-    """Shows how a run ended, and why if it failed."""
+    """Shows how a run ended, why if it failed, and its page."""
     if job.debug.value:
         print_library_logs(outcome.path)
     explain_difference(outcome.path, outcome.result, outcome.events)
     if text := report_failure(outcome):
         say(text, err=True)
-        if not outcome.is_refused:  # else the findings are those of the earlier run
-            has_failure = outcome.result.failure is not None
-            explain_run(outcome.path, outcome.result, outcome.events, has_failure)
+        if outcome.is_refused:  # findings and page are those of the earlier run
+            return
+        has_failure = outcome.result.failure is not None
+        explain_run(outcome.path, outcome.result, outcome.events, has_failure)
     elif on_success is not None:
         on_success(outcome.display_path)
     else:
         say(report_success(outcome), err=True)
+    if outcome.result.exit_code == 0:
+        from paceline.bench.saved_forecasts import compare_at_end
+
+        if comparison := compare_at_end(outcome.path):
+            say(comparison, err=True)
+    report_run(job, outcome.path)
 
 
 def report_success(outcome: RunOutcome) -> str:

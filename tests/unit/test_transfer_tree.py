@@ -476,6 +476,30 @@ def imports_of(path: Path) -> set[str]:
     return {name.split(".")[1] for name in collected if name.startswith("paceline.")}
 
 
+def test_package_called_runs_is_code(folder: Path) -> None:
+    for file in ("runs/a/model.py", "pack/runs/__init__.py", "pack/runs/state.py"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("")
+    read = {str(entry[0]) for entry in code.read_tree(folder).manifest}
+    assert "pack/runs/state.py" in read
+    assert "runs/a/model.py" not in read
+
+
+def test_package_is_sent_whatever_git_and_names_say(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in an environment that git ignores, and folders called ``runs`` are part of it."""
+    git(folder, "init", "-q")
+    (folder / ".gitignore").write_text("venv/\n")
+    package = folder / "venv/paceline"
+    for file in ("spec/version.py", "cli/runs/state.py", "cli/__pycache__/state.pyc"):
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_text("")
+    monkeypatch.setattr(survey.version, "__file__", str(package / "spec/version.py"))
+    sent = {str(entry[0]) for entry in survey.package_tree(True).manifest}
+    assert sent == {"paceline/spec/version.py", "paceline/cli/runs/state.py"}
+
+
 def test_shipped_package_covers_recipe_imports() -> None:
     """Excludes all that only the launcher needs, such as the charts of the report."""
     tree = survey.package_tree(survey.OF_RECIPES)

@@ -9,7 +9,6 @@ from paceline.launch.nodes.survey import package_tree
 from paceline.transfer.tree import Manifest, read_parts
 
 SUPERVISOR_LIBRARIES = ("click",)  # pure Python
-IGNORED_FOLDERS = ("__pycache__",)
 
 
 def installation() -> tuple[Manifest, dict[str, Path]]:
@@ -23,8 +22,6 @@ def installation() -> tuple[Manifest, dict[str, Path]]:
         assert spec.origin is not None
         folder = Path(spec.origin).parent
         library = read_parts(folder.parent, [folder.name])
-        for entry in library.manifest:
-            if not set(str(entry[0]).split("/")) & set(IGNORED_FOLDERS):
-                manifest.append(entry)
-                files[str(entry[0])] = library.file(str(entry[0]))
+        manifest += library.manifest
+        files |= {str(entry[0]): library.file(str(entry[0])) for entry in library.manifest}
     return manifest, files

@@ -258,7 +258,7 @@ def read_tree(root: Path, parts: Sequence[str] = (), data: Path | None = None,
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
-    """Hashes these files and folders below ``root``, by default all."""
+    """Hashes these files and folders below ``root``, by default all; without compiled modules."""
     return _hashed(
         root, sorted({path for part in parts or (".",) for path in _walk_part(root, part)})
     )
@@ -271,7 +271,7 @@ def _walk_part(root: Path, part: str) -> Iterator[str]:
     for folder, _, names in safe_paths.walk(str(root / part)):
         for name in names:
             path = os.path.normpath(f"{part}/{folder}/{name}")
-            if (root / path).is_file():
+            if "__pycache__" not in path.split("/") and (root / path).is_file():
                 yield path
 
 
@@ -391,7 +391,9 @@ def _visible(root: Path, prefix: str, excluded: str | None) -> Iterator[str]:
 
 def _skip(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _SKIPPED or _allowed(Path.exists, folder / "pyvenv.cfg")
+    if name in _SKIPPED and not _allowed(Path.exists, folder / "__init__.py"):
+        return True
+    return name.startswith(".") or _allowed(Path.exists, folder / "pyvenv.cfg")
 
 
 def _allowed(predicate: Callable[[Path], bool], path: Path) -> bool:

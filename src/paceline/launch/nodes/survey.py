@@ -39,7 +39,6 @@ from paceline.transfer.tree import (
     project_root,
     read_code,
     read_parts,
-    read_tree,
 )
 
 Networks = dict[str, network.NodeNetwork]
@@ -257,9 +256,9 @@ def read_and_cache_supplies(request: Request, outputs: Collection[str] = ()) -> 
 
 
 def package_tree(parts: Package) -> Tree:
-    """Returns this installation's package, or parts of it."""
+    """Returns this installation's package, or parts of it, whether git tracks it or ignores it."""
     folder = Path(version.__file__).parents[1]
-    inner = read_tree(folder, () if isinstance(parts, bool) else parts)
+    inner = read_parts(folder, () if isinstance(parts, bool) else parts)
     manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
     return Tree(folder.parent, manifest)
 

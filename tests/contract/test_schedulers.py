@@ -655,7 +655,7 @@ MPIS = {
     "--mca plm_rsh_args '-F /c/ssh_config' "
     "--mca orte_enable_recovery 1 --mca orte_abort_on_non_zero_status 0 "
     "--mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0 --host n1:1,10.0.0.2:1 -np 2 "
-    "--map-by ppr:1:node --bind-to none -v",
+    "--map-by seq --bind-to none -v",
 }
 
 

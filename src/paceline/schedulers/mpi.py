@@ -168,7 +168,8 @@ def _openmpi(hosts: Sequence[Host], options: Options, ssh_folder: str,
     if options.interface:
         mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
     settings = [word for name, value in mca.items() for word in ("--mca", name, value)]
-    placing = ["--map-by", "ppr:1:node", "--bind-to", "none"]
+    # one process for each name, in their order; other mappers begin with this machine
+    placing = ["--map-by", "seq", "--bind-to", "none"]
     key = [] if uses_our_ssh(options) else ["-x", KEY_VARIABLE]
     return [*settings, "--host", names, "-np", str(len(hosts)), *placing, *key]
 

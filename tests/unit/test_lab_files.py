@@ -7,11 +7,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from lab_plans import plan
 
-from paceline.hosts.lab import Layout
+from paceline.hosts.lab import Layout, parent_folder
 from paceline.lab import engine, enter, files, host, network
 from paceline.lab.processes import Process, of_host, parse_connected, parse_listeners
+from paceline.spec.errors import LabError
 
 LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
 
@@ -158,3 +160,17 @@ def test_signal_to_exited_command_is_ignored() -> None:
     finally:
         for number in (*enter._FORWARDED_SIGNALS, *enter._TERMINAL_SIGNALS):
             signal.signal(number, handlers[number])
+
+
+def test_folder_of_labs_that_is_taken_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    place = tmp_path / "paceline-lab"
+    place.symlink_to("nowhere")
+    with pytest.raises(LabError, match="cannot hold a lab's keys"):
+        parent_folder()
+    place.unlink()
+    place.touch()
+    with pytest.raises(LabError, match="cannot hold a lab's keys"):
+        parent_folder()

@@ -5,6 +5,7 @@ A lab's folder is removed with the lab. ``paceline.lab`` creates labs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -63,13 +64,15 @@ def parent_folder() -> Path:
         folder = Path(runtime) / "paceline-lab"
     else:
         folder = Path(f"/tmp/paceline-lab-{os.geteuid()}")  # noqa: S108 - checked below
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise LabError(
             f"the folder {folder} cannot hold a lab's keys",
             found="it is not a folder of yours that only you can read",
-            remedy=f"look at it, then remove it: rm -r {folder}",
+            remedy=f"look at it, then remove it: rm -r {folder}; if it is another user's, name a"
+            " private folder of yours: export XDG_RUNTIME_DIR=FOLDER",
         )
     return folder
 

@@ -17,6 +17,9 @@ help:
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make clean    remove the environment and caches"
 
+# Compiling these takes as long as all others together; Python compiles what it imports of them.
+SELDOM_IMPORTED := site-packages/(.*/tests?|transformers/models|torch/testing|databricks|mypyc?)/
+
 # the environment is remade when what it is made from has changed
 env: $(VENV)/.made
 
@@ -26,7 +29,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	@echo "installing torch and other packages into $(VENV): this takes several minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,dev]'
 	@# pip would do it on one CPU; packages have templates in them that do not compile
-	@$(BIN)/python -m compileall -qq -j 0 "$(CURDIR)/$(VENV)/lib" || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' "$(CURDIR)/$(VENV)/lib" || true
 	touch $@
 
 system:

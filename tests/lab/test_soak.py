@@ -22,7 +22,8 @@ from paceline.remote.openssh import agent_command
 pytestmark = pytest.mark.lab
 
 SOAK = Path(__file__).resolve().parents[2] / "bench" / "faults" / "soak.py"
-JOBS, FAULTS_PER_JOB, STEPS = 2, 4, 1000
+JOBS, FAULTS_PER_JOB, STEPS = 2, 4, 500
+STEP_MS = 50.0  # half as many steps in the same time
 BASIC_FAULTS = ("kill -9 of rank 0", "kill -9 of the SSH session", "SIGSTOP of a rank",
          "kill -9 of the agent", "kill -9 of all ranks of a host",
          "power off, on after 4 s")  # fmt: skip
@@ -55,6 +56,7 @@ def test_parameters_match_with_injected_faults(
     """No job is lost, no step is repeated, nothing is left, and the parameters are the same."""
     soak = soak_module(monkeypatch)
     monkeypatch.setattr(soak, "SETTLE_S", 60.0)  # a busy machine is slow
+    monkeypatch.setattr(soak, "STEP_MS", STEP_MS)
     seed_setting = os.environ.get("PACELINE_SOAK_SEED")
     seed, selected_kinds = int(seed_setting or 0), [*BASIC_FAULTS]
     if seed_setting is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tiny_language_model
 from launches import on, paceline
 
 from paceline.lab import Lab
+from warm_agents import warm_agents
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -33,9 +35,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_hosts(new_lab: Any) -> Lab:
+def two_hosts(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab: Lab = new_lab(hosts=2)
-    return lab
+    with warm_agents(tmp_path_factory.mktemp("cache"), *on(lab), "--no-torch"):
+        yield lab
 
 
 def test_translation(two_hosts: Lab, project: Path) -> None:

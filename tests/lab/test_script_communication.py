@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import Site
+from launches import Site, on
+
+from warm_agents import warm_agents
 
 pytestmark = pytest.mark.lab
 
@@ -18,13 +21,16 @@ needs_trainer = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Two hosts with a slow link, which do not see the project."""
+def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Two warm hosts with a slow link, which do not see the project."""
     project = tmp_path_factory.mktemp("scripts") / "project"
     project.mkdir()
     (project / "job.py").write_text(JOB)
     (project / "trainer.py").write_text(TRAINER)
-    return Site(new_lab(hosts=2, rate="100mbit"), project)
+    site = Site(new_lab(hosts=2, rate="100mbit"), project)
+    cache = tmp_path_factory.mktemp("cache")
+    with warm_agents(cache, *on(site.lab), str(project / "job.py")):
+        yield site
 
 
 def parse_figures(out: str) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import pytest
 from launches import on, paceline
 
 from paceline.lab import Lab
+from warm_agents import warm_agents
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def two_hosts(new_lab: Any) -> Lab:
+def two_hosts(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab: Lab = new_lab(hosts=2)
-    return lab
+    with warm_agents(tmp_path_factory.mktemp("cache"), *on(lab), "--no-torch"):
+        yield lab
 
 
 def test_trains_evaluates_and_predicts(two_hosts: Lab, tmp_path: Path) -> None:

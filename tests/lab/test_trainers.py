@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Ended, Site, paceline
+from launches import Ended, Site, on, paceline
 from transports import PARTS
+
+from warm_agents import warm_agents
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import tiny_language_model
@@ -29,11 +32,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     project = tmp_path_factory.mktemp("trainers") / "project"
     tiny_language_model.save(project / "HuggingFaceTB/SmolLM2-135M-Instruct")
     tiny_language_model.write_jsonl(project / "chat.jsonl", tiny_language_model.chats(24))
-    return Site(new_lab(hosts=2), project)
+    site = Site(new_lab(hosts=2), project)
+    with warm_agents(tmp_path_factory.mktemp("cache"), *on(site.lab), "--no-torch"):
+        yield site
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,54 +11,66 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import local_ranks
 
+from warm_agents import warm_agents
+
 SCRIPT = Path(__file__).with_name("gradient_exchange.py")
+PACELINE = [sys.executable, "-m", "paceline"]
 WARNING = "paceline: warning: the ranks exchanged no gradients"
 SEPARATE_MODELS = "paceline: note: the ranks exchanged nothing: each trained a model of its own"
 INDEPENDENT = "paceline: note: the ranks exchanged nothing: each worked independently"
 
 
+EXCHANGING = [
+    ("ddp", "ranks"),
+    ("ddp", "spawned"),
+    ("fsdp", "ranks"),
+    ("own", "ranks"),
+    ("compiled", "ranks"),
+    ("objects", "ranks"),
+    ("average at the end", "ranks"),
+    ("send", "ranks"),
+    ("send without training", "ranks"),
+]
+REPORTS = {  # by scenario and processes
+    ("metrics", "ranks"): f"{WARNING} (at most 1 elements at a time)",
+    ("metrics", "spawned"): f"{WARNING} (at most 1 elements at a time)",
+    ("no group", "ranks"): SEPARATE_MODELS,
+    ("nothing", "ranks"): INDEPENDENT,
+}
+
+
 def run(folder: Path, scenario: str, processes: str, *options: str) -> str:
-    args = ["run", "-p", "2", "--run-dir", "run", *options, str(SCRIPT), scenario, processes]
-    argv = [sys.executable, "-m", "paceline", *args]
-    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400)
+    args = ["-p", "2", "--run-dir", "run", *options, str(SCRIPT), scenario, processes]
+    result = subprocess.run(
+        [*PACELINE, "run", *args], cwd=folder, capture_output=True, text=True, timeout=400
+    )
     assert result.returncode == 0, result.stderr
     return result.stderr
 
 
-@pytest.mark.parametrize(
-    ("scenario", "processes"),
-    [
-        ("ddp", "ranks"),
-        ("ddp", "spawned"),
-        ("fsdp", "ranks"),
-        ("own", "ranks"),
-        ("compiled", "ranks"),
-        ("objects", "ranks"),
-        ("average at the end", "ranks"),
-        ("send", "ranks"),
-        ("send without training", "ranks"),
-    ],
-)
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """Runs all scenarios, for which torch and its compiler are imported once."""
+    with warm_agents(tmp_path_factory.mktemp("cache"), str(SCRIPT)):
+        return {
+            case: run(tmp_path_factory.mktemp("scenario"), *case)
+            for case in (*EXCHANGING, *REPORTS)
+        }
+
+
+@pytest.mark.parametrize("case", EXCHANGING, ids="-".join)
 def test_no_warning_if_ranks_exchange_gradients(
-    tmp_path: Path, scenario: str, processes: str
+    case: tuple[str, str], shown: dict[tuple[str, str], str]
 ) -> None:
-    assert "the ranks exchanged" not in run(tmp_path, scenario, processes)
+    assert "the ranks exchanged" not in shown[case]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "processes", "expected"),
-    [
-        ("metrics", "ranks", f"{WARNING} (at most 1 elements at a time)"),
-        ("metrics", "spawned", f"{WARNING} (at most 1 elements at a time)"),
-        ("no group", "ranks", SEPARATE_MODELS),
-        ("nothing", "ranks", INDEPENDENT),
-    ],
-)
+@pytest.mark.parametrize("case", REPORTS, ids="-".join)
 def test_reports_ranks_without_gradient_exchange(
-    tmp_path: Path, scenario: str, processes: str, expected: str
+    case: tuple[str, str], shown: dict[tuple[str, str], str]
 ) -> None:
-    lines = run(tmp_path, scenario, processes).splitlines()
-    assert [line.startswith(expected) for line in lines].count(True) == 1, lines
+    lines = shown[case].splitlines()
+    assert [line.startswith(REPORTS[case]) for line in lines].count(True) == 1, lines
 
 
 SPAWNING = """
@@ -80,7 +92,7 @@ if __name__ == "__main__":
 
 def test_warns_if_ranks_spawn_separate_groups(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(SPAWNING)
-    argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "spawning.py"]
+    argv = [*PACELINE, "run", "-p", "2", "spawning.py"]
     result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert "paceline: warning: each rank started processes that" in result.stderr, result.stderr
 
@@ -90,7 +102,7 @@ def test_watches_torch_imported_by_script(tmp_path: Path) -> None:
 
 
 def test_no_warning_for_non_python_program(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "--no-python", "hostname"]
+    argv = [*PACELINE, "run", "-p", "2", "--no-python", "hostname"]
     result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert "the ranks exchanged" not in result.stderr
 

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes import RECIPES
-from paceline.recipes.argv import parse, to_argv
 from paceline.rundir.records import (
     as_float,
     as_text,
@@ -126,7 +124,12 @@ def command_key(entry: object) -> list[str]:
     arguments = [kind, target, *(args if isinstance(args, (list, tuple)) else ())]
     if not all(isinstance(argument, str) for argument in arguments):
         return []
-    recipe = next((r for r in RECIPES.values() if arguments[:2] == ["module", r.module]), None)
+    if kind != "module":
+        return arguments
+    from paceline.recipes import RECIPES  # a script does without
+    from paceline.recipes.argv import parse, to_argv
+
+    recipe = next((r for r in RECIPES.values() if target == r.module), None)
     excluded = ("-h", "--help", "--like")
     if recipe is None or any(argument.startswith(excluded) for argument in arguments[2:]):
         return arguments

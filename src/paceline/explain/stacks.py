@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from paceline.explain.evidence import Evidence
 from paceline.explain.units import Frame
 from paceline.spec.failure import format_location
+
+if TYPE_CHECKING:  # the launcher imports this module, and needs no patterns of logs
+    from paceline.explain.evidence import Evidence
 
 _FRAME = re.compile(
     r'^\s*(?:\[rank\d+\]: *)?File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<in>\S+)'

@@ -26,6 +26,7 @@ from paceline.spec.hosts import Host
 DEFAULT_PORT = 29400
 KEY_VARIABLE = "PACELINE_RDZV_KEY"
 TOKEN_DIGITS = 32  # 128 bits cannot be guessed from a recorded proof
+ONE_MACHINE = "For one machine alone, leave out the rendezvous (torchrun: --standalone)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def endpoint(address: str, name: str | None, key_file: Path | None, place: int |
             nodes: int | None, timeout_s: float) -> Endpoint:  # fmt: skip
     """The endpoint for the options; raises SettingError if one is missing or invalid."""
     if not nodes:
-        raise SettingError("--rdzv needs the number of nodes", remedy="--nnodes N")
+        raise SettingError("--rdzv needs the number of nodes", remedy=f"--nnodes N. {ONE_MACHINE}")
     if place is not None and place >= nodes:
         raise SettingError(
             f"--node-rank {place} cannot be among {nodes} nodes", remedy=f"0 to {nodes - 1}"
@@ -132,7 +133,9 @@ def parse_address(text: str) -> tuple[str, int]:
         host, port = text, str(DEFAULT_PORT)
     host = host.strip("[]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SettingError(f"--rdzv {text} is not an address", remedy="--rdzv HOST:PORT")
+        raise SettingError(
+            f"--rdzv {text} is not an address", remedy=f"--rdzv HOST:PORT. {ONE_MACHINE}"
+        )
     return host, int(port)
 
 

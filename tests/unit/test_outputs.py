@@ -275,6 +275,21 @@ def test_last_checkpoint_folder_arrives_after_interrupt(workspace: Workspace) ->
     run(work)
 
 
+def test_send_replaces_what_was_sent_before(workspace: Workspace) -> None:
+    """Its earlier version is here: a hidden copy would be fetched at the end as a new file."""
+
+    async def work(served: Served) -> None:
+        first, second = await workspace.folder(served, "n1"), await workspace.folder(served, "n2")
+        for content in ("one", "two"):
+            workspace.write("n1", "out/last.pt", torch_zip(content))
+            await workspace.store.sync(first, has_ended=True, has_succeeded=True)
+            await workspace.store.send(second)
+        (file,) = (workspace.copy("n2") / "out").iterdir()
+        assert file.read_bytes() == torch_zip("two")
+
+    run(work)
+
+
 def test_send_sets_divergent_files_aside(workspace: Workspace) -> None:
     """Sent files keep rank 0's times; other files of the node are moved aside, not deleted."""
 
@@ -501,7 +516,9 @@ def test_rejects_path_outside_job_folder(workspace: Workspace) -> None:
         folder = await workspace.folder(served, "n1")
         folder.root = str(workspace.project)
         with pytest.raises(Exception, match="not a folder of this job"):
-            await served.ask("set_outputs_aside", root=folder.root, paths=["train.py"])
+            await served.ask(
+                "set_outputs_aside", root=folder.root, paths=["train.py"], discarded=[]
+            )
 
     run(work)
 

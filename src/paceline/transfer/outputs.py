@@ -557,6 +557,7 @@ class OutputStore(LocalOutputs):
                   and not (all(file.is_whole for file in group)
                            and (is_source or is_of_other_rank(group, paths)))]  # fmt: skip
         missing: list[str] = []
+        ours: list[str] = []  # earlier versions, which were sent from here or have arrived
         # another host's shard, which is here, may differ from one that the source had before
         compared = [entry for entry in manifest if not is_source or is_shard(str(entry[0]))]
         if compared:
@@ -564,6 +565,8 @@ class OutputStore(LocalOutputs):
             difference = await folder.channel.request("compare_tree", root=folder.root,
                                                       manifest=entries)  # fmt: skip
             different = [folder.prefix + path for path in difference["different"]]
+            ours = [file.path for file in files if file.path in different
+                    and folder.fetched.get(file.path) == file.version]  # fmt: skip
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]
         hidden += old_shards(folder, files) - paths.keys()
@@ -579,7 +582,8 @@ class OutputStore(LocalOutputs):
                                and file.path not in (*paths, *hidden)}  # fmt: skip
         if hidden:
             await folder.channel.request("set_outputs_aside", root=folder.root,
-                                         paths=list(map(folder.on_node, hidden)))  # fmt: skip
+                                         paths=list(map(folder.on_node, hidden)),
+                                         discarded=list(map(folder.on_node, ours)))  # fmt: skip
             folder.seen -= set(hidden)
         sizes = {str(path): int(str(size)) for path, _, _, size in manifest}
         if (total := sum(sizes[path] for path in missing)) > MIN_NOTED_BYTES:

@@ -299,8 +299,14 @@ def discard_uncollected(agent: Agent, request: Message, _: bytes) -> None:
 
 @in_queue(RECEIVING)
 def set_outputs_aside(agent: Agent, request: Message, _: bytes) -> None:
-    """Renames ``paths`` below the job's ``root``, so that no script takes them for checkpoints."""
+    """Renames ``paths`` below the job's ``root``, so that no script takes them for checkpoints.
+
+    Those in ``discarded``, which the launcher has, are removed instead.
+    """
     root = _job_root(agent, request)
+    with safe_paths.FolderCache(root) as folders:
+        for path in request["discarded"]:
+            folders.remove(path)
     for path in request["paths"]:
         with contextlib.suppress(FileNotFoundError):
             safe_paths.rename(root, path, superseded_path(root, path), durable=False)

@@ -407,7 +407,7 @@ def test_superseded_files_are_reported_separately(tmp_path: Path) -> None:
         results = ResultCollector(run_dir, notes.append, OutputSync(run_dir.path, notes.append))
         await results.fetch(make_fleet(node))
         assert [note for note in notes if "1 new file of n1: " in note]
-        assert [note for note in notes if "2 files of n1, set aside for rank 0's: " in note]
+        assert [note for note in notes if "2 files of n1 gave way to rank 0's: " in note]
 
     run(work)
 

@@ -273,8 +273,9 @@ class ResultCollector:
                 count = pluralize(len(others), "new file")
                 self._note(f"paceline: {count} of {node.name}: {short(place)}")
             if superseded:
-                self._note(f"paceline: {pluralize(len(superseded), 'file')} of {node.name}, set"
-                           f" aside for rank 0's: {short(place)}, under hidden names")  # fmt: skip
+                files = pluralize(len(superseded), "file")
+                self._note(f"paceline: {files} of {node.name} gave way to rank 0's: see the"
+                           f" hidden names in {short(place)}")  # fmt: skip
 
             await self._fetch_beside(node, root)
             await node.channel.request("forget_outputs")

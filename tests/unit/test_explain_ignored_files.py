@@ -57,6 +57,18 @@ def test_remedy_sends_git_ignored_file(tmp_path: Path) -> None:
     assert "configs/compiled.json" in set(files_of(project))
 
 
+def test_remedy_sends_folder_outside_project(tmp_path: Path) -> None:
+    data = tmp_path / "my data/train.bin"
+    data.parent.mkdir()
+    data.touch()
+    error = f"FileNotFoundError: [Errno 2] No such file or directory: '{data}'"
+    run = write_run(tmp_path / "run", tmp_path / "project", "", error)
+    rule, match = conclude(from_run(run), load_all()).matches[0]
+    assert rule.code == "missing-file"
+    assert f"{data} is on the launching machine, but not on the host" in match.cause
+    assert f"--data '{data.parent}'" in match.remedy
+
+
 def test_locally_missing_file_is_not_blamed_on_git(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()

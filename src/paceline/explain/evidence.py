@@ -120,6 +120,7 @@ class Evidence:
         debug: Debug output of the ranks' libraries, if it was requested.
         ignored_files: Files that a rank missed although they exist on the launching machine: git
             ignores them, so they were not sent. By the path or the module that the log names.
+        unsent_files: Likewise, those that are outside the project.
         checkouts: Work folders of the hosts to which no code was sent, by host.
     """
 
@@ -131,6 +132,7 @@ class Evidence:
     script_checkpoint: str = ""
     debug: tuple[Log, ...] = ()
     ignored_files: Mapping[str, str] = field(default_factory=dict)
+    unsent_files: Mapping[str, str] = field(default_factory=dict)
     checkouts: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

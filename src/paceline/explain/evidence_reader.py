@@ -116,6 +116,7 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
     ]
     plan = read_object(path / names.PLAN) or {}
     versions = (names.parse_version(folder.name) for folder in names.checkpoints(path))
+    ignored, unsent = _missed_files(logs, copies, plan)
     return Evidence(
         logs=_sort_logs(logs, result.failure, last_attempt(events)),
         result=result,
@@ -124,25 +125,28 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         checkpoint_step=next((version[1] for version in versions if version), None),
         script_checkpoint=script_checkpoint(path),
         debug=tuple(debug_logs(path, events)),
-        ignored_files=_ignored_files(logs, copies, plan),
+        ignored_files=ignored,
+        unsent_files=unsent,
         checkouts={as_text(node.get("host")): as_text(node.get("workdir"))
                    for node in objects_in(plan.get("nodes")) if node.get("code") != "shipped"},
     )  # fmt: skip
 
 
-def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
-                   plan: Mapping[str, Any]) -> dict[str, str]:  # fmt: skip
-    """Files of this machine that ranks missed in their copy of the code, because git ignores them.
+def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
+                  plan: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:  # fmt: skip
+    """Files of this machine that ranks missed on hosts with a copy of the code.
 
     Args:
         logs: With the paths of this machine.
         plan: Content of the run's ``plan.json``, with the work folders of the hosts.
 
     Returns:
-        The files, by the path or the module that the logs name.
+        Files of the project that git ignores, and files outside it; each by the path or the module
+        that the logs name.
     """
     folders = _local_workdirs(copies, plan)
     ignored: dict[str, str] = {}
+    unsent: dict[str, str] = {}
     for source in {source for _, _, source in copies}:
         hosts = {host for host, _, folder in copies if folder == source}
         missed = {
@@ -158,14 +162,18 @@ def _ignored_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
                 os.path.normpath(f"{root}/{name}") if name[0] != "/" else os.path.normpath(name)
                 for root in roots[:1]
             ]  # fmt: skip
-            names |= {path: name for path in paths
-                      if path.startswith(f"{source}/") and Path(path).is_file()}  # fmt: skip
+            present = [path for path in paths if Path(path).is_file()]
+            names |= {path: name for path in present if path.startswith(f"{source}/")}
+            if pattern is MISSED_FILE and (
+                outside := [path for path in present if path not in names]
+            ):
+                unsent[name] = outside[0]
         if names:
             output = run_git(Path(source), "--literal-pathspecs", "ls-files", "-z", "--others",
                              "--ignored", "--exclude-standard", "--", *names)  # fmt: skip
             listed = (f"{source}/{path}" for path in (output or "").split("\0"))
             ignored |= {names[path]: path for path in listed if path in names}
-    return ignored
+    return ignored, unsent
 
 
 def _local_workdirs(copies: Sequence[ShippedCopy], plan: Mapping[str, Any]) -> dict[str, list[str]]:

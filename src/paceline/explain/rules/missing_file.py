@@ -1,4 +1,4 @@
-"""A rank missed a file of the project that was not sent to its host."""
+"""A rank missed a file of the launching machine that was not sent to its host."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def match(evidence: Evidence, pattern: re.Pattern[str] = MISSED_FILE) -> Match |
             )
             confirm = f"`{shell_text(['git', '-C', folder, 'check-ignore', '-v', name])}`"
             return match_unit(unit, cause, 0.97, remedy=remedy, confirm=confirm)
+        if path := evidence.unsent_files.get(error["path"]):
+            folder, _ = os.path.split(path)
+            cause = f"{unit.label}: {path} is on the launching machine, but not on the host"
+            remedy = (
+                f"`--data {shell_text([folder])}` before the script sends the folder (put the file"
+                " into a folder of its own if that one holds more). Paths below it in the script's"
+                " arguments then lead to the host's copy. A path that is fixed in the script does"
+                " not: let the script read `$PACELINE_DATA_DIR`"
+            )
+            return match_unit(unit, cause, 0.97, remedy=remedy)
     return _missing_in_checkout(evidence, pattern)
 
 

@@ -391,7 +391,7 @@ class Launcher:
         """
         notes = survey.approve(self._request, fleet, self._inspect)
         planning = survey.prepare(self._request, fleet, reading, notes)
-        warming = self._provisioner.start_fork_servers(fleet, reading)
+        warming = self._provisioner.start_fork_servers(fleet)
         self.driver.show_imports()
         plan: Plan
         plan, _ = await gather_all([planning, warming])

@@ -38,7 +38,8 @@ async def make_ready(request: Request) -> list[str]:
         with survey.naming_lost_nodes(fleet):
             survey.approve(request, fleet, request.inspect)
             token = os.urandom(16).hex()
-            await gather_all([start_fork_server(node, request.job, token) for node in nodes])
+            package = await asyncio.to_thread(survey.package_of, request)
+            await gather_all([start_fork_server(node, request, package, token) for node in nodes])
             await fork_servers_up(fleet, nodes, request.job)
     finally:
         await fleet.close(keep_warm_s=request.keep_warm_s)

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -58,10 +58,10 @@ class Provisioner:
         self._screen, self._recorder, self._outputs = screen, recorder, outputs
         self._token = os.urandom(16).hex()
 
-    async def start_fork_servers(self, fleet: Fleet, reading: Awaitable[Supplies]) -> None:
-        """Starts fork servers on new nodes while the plan is being made."""
+    async def start_fork_servers(self, fleet: Fleet) -> None:
+        """Starts fork servers on new nodes while the code is read and the plan is made."""
         request, nodes = self._request, [node for node in fleet.everyone if not node.preparation]
-        package = (await asyncio.shield(reading)).package if request.needs_package else None
+        package = await asyncio.to_thread(survey.package_of, request)
         await gather_all([prepare_node(node, request, package, self._directory, self._token)
                           for node in nodes])  # fmt: skip
         if fleet.first in nodes:
@@ -116,25 +116,26 @@ async def prepare_node(node: Node, request: Request, package: Tree | None, direc
     if request.job.entry.kind == "function" and not node.shared_run_dir:
         path = directory.path / names.CALL
         await send_blocks(node.channel, path, "put_file", key=directory.key, path=names.CALL)
-    root = ""
-    is_own_python = node.host.local and planner.python_of(request.job, node.host) == sys.executable
-    if package is not None and not is_own_python:
-        root = await _send_package(node, package, request)
-    await start_fork_server(node, request.job, token, root)
+    await start_fork_server(node, request, package, token)
 
 
-async def start_fork_server(node: Node, job: Job, token: str, package: str = "") -> None:
+async def start_fork_server(node: Node, request: Request, package: Tree | None,
+                            token: str) -> None:  # fmt: skip
     """Starts a fork server that imports what the job's ranks need.
 
     Args:
+        package: What it gets of this installation's ``paceline``.
         token: Identifies processes of the job.
-        package: Folder of this installation's ``paceline`` there, if it was sent.
     """
+    job, root = request.job, ""
+    is_own_python = node.host.local and planner.python_of(job, node.host) == sys.executable
+    if package is not None and not is_own_python:
+        root = await _send_package(node, package, request)
     python = planner.python_of(job, node.host)
     early, defaults = planner.early_env(job, node.host, node.facts)
     env = {**job.environment.variables(), **early}
-    if package:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
+    if root:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     node.preparation = {
         "python": python,
         "activate": list(job.activate.value),

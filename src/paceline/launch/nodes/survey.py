@@ -201,12 +201,10 @@ def read_supplies(request: Request, outputs: Collection[str] = ()) -> Supplies:
     job, package = request.job, request.package
     remote = any(not host.local for host in request.hosts)
     needs_code = remote and not package and _needs_code(job)
-    whole = package is True or job.trains  # a script may use the networks of recipes
-    parts = OF_RECIPES if whole else package or OF_TRAIN
     needs_folder = remote and not package and job.entry.kind == "binary"
     return Supplies(
         code=_read_code(job, outputs) if needs_code else _no_code(job) if needs_folder else None,
-        package=package_tree(parts) if request.needs_package else None,
+        package=package_of(request),
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
@@ -253,6 +251,16 @@ def read_and_cache_supplies(request: Request, outputs: Collection[str] = ()) -> 
     if supplies.code is None or supplies.code.copy is not None:
         return supplies
     return replace(supplies, code=cache_files(supplies.code))
+
+
+def package_of(request: Request) -> Tree | None:
+    """Returns what the nodes get of this installation's package. Blocking."""
+    if request.supplies is not None:
+        return request.supplies.package
+    if not request.needs_package:
+        return None
+    whole = request.package is True or request.job.trains  # a script may use recipes' networks
+    return package_tree(OF_RECIPES if whole else request.package or OF_TRAIN)
 
 
 def package_tree(parts: Package) -> Tree:

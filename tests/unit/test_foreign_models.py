@@ -213,6 +213,29 @@ def test_language_model_must_match_weights(tmp_path: Path) -> None:
         base.load()
 
 
+@pytest.mark.parametrize("name", ["pad.txt", "pad.bin", "pad.safetensors"])
+@pytest.mark.usefixtures("hub_variables")
+def test_language_model_is_not_measured_by_holes(name: str, tmp_path: Path) -> None:
+    tiny_language_model.make_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 1 << 26}))
+    with (tmp_path / name).open("wb") as file:
+        file.write(b"data")
+        file.truncate(1 << 40 if name != "pad.txt" else 60 << 20)
+    with pytest.raises(DataError, match="larger than its weights"):
+        BaseModel(str(tmp_path)).outline()
+
+
+def test_stored_bytes_leaves_out_holes(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for size, content in ((0, b""), (1 << 40, b""), (1 << 40, b"data"), (3, b"abc")):
+        with path.open("wb") as file:
+            file.write(content)
+            file.truncate(size)
+        stored = files.stored_bytes(path)
+        assert len(content) <= stored <= (1 << 20 if content else 0)
+
+
 @pytest.mark.parametrize("from_scratch", [True, False])
 @pytest.mark.usefixtures("hub_variables")
 def test_rejects_model_beyond_machine_memory(from_scratch: bool, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from command_lines import overridden
 from paceline.recipes.language import memory
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, checkpoint_gradients
-from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
+from paceline.recipes.language.base_model import content_hash, settings_hash
 from paceline.recipes.language.chat_templates import template_render
 from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
@@ -431,37 +431,6 @@ def test_generation_config_is_used_only_for_end_tokens() -> None:
     adapted = add_adapters(model, "lora", 2, 4.0)
     assert continue_tokens(adapted, tokenizer, prompt, 5) == tokenizer.decode([first])
     assert model.generation_config is settings
-
-
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
-def test_gguf_model_can_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5 marks the model as quantized and refuses to save its unpacked weights."""
-    import transformers
-    from transformers.quantizers.base import HfQuantizer
-
-    class Quantizer(HfQuantizer):  # type: ignore[misc]
-        is_trainable = True
-
-        def __init__(self) -> None:
-            self.quantization_config = type("Config", (), {"quant_method": "gguf"})
-
-        def is_serializable(self) -> bool:
-            return False
-
-    def load(**_: object) -> object:
-        model = tiny_language_model.make_model()
-        model.config.quantization_config = {"quant_method": "gguf"}
-        model.hf_quantizer = Quantizer()
-        return model
-
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
-    (tmp_path / "x.gguf").touch()
-
-    BaseModel(str(tmp_path / "x.gguf")).load().save_pretrained(str(tmp_path / "out"))
-
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert "quantization_config" not in config
 
 
 def test_rejects_training_beyond_device_memory(

@@ -46,6 +46,19 @@ def check_regular(path: Path, max_bytes: int = sys.maxsize) -> None:
         raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB", str(path))
 
 
+def stored_bytes(path: Path) -> int:
+    """Returns the bytes of a regular file without its holes, which may be of any length."""
+    total = end = 0
+    with path.open("rb") as file:
+        try:
+            while True:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+                end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+                total += end - start
+        except OSError as error:  # ENXIO: no more data; others: this file system cannot tell
+            return total if error.errno == errno.ENXIO else path.stat().st_size
+
+
 def memory_bytes() -> int:
     """Returns the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -286,8 +286,8 @@ def limited_size(max_tensors: int, max_elements: int) -> Iterator[None]:
         num_elements += 0 if tensor is None else tensor.numel()
         if num_tensors > max_tensors or num_elements > max_elements:
             raise DataError(
-                "the network that config.json describes is larger than its weights or than the"
-                " memory of this machine",
+                "the described network is larger than its weights or than the memory of this"
+                " machine",
                 found=f"more than {max_tensors:,} tensors or {max_elements:,} numbers",
                 remedy="copy the model again from where it was trained",
             )

@@ -17,15 +17,16 @@ from torch import nn
 from paceline.program import library
 from paceline.recipes.data import local_path
 from paceline.recipes.data.hub import explain_error, fetch, prepare_environment
+from paceline.recipes.language.gguf_header import MAX_ELEMENTS_PER_BYTE, check_gguf
 from paceline.recipes.pretrained import check_adapters, check_config, check_folder
 from paceline.spec.errors import DataError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import is_run
+from paceline.train import files
 from paceline.train.elastic.replica_check import checksums
 from paceline.train.weights import EXTRA_ELEMENTS, EXTRA_TENSORS, MAX_TENSORS, limited_size
 
 _NO_CODE = {"trust_remote_code": False}
-_MAX_ELEMENTS_PER_BYTE = 8  # weights of one bit
 _MIN_BYTES_OF_TENSOR = 32  # its name, shape and place in a file
 
 
@@ -53,20 +54,26 @@ class BaseModel:
         Raises:
             DataError: As of :meth:`load`.
         """
-        transformers, arguments = self._prepare()
-        if "gguf_file" in arguments:
-            return self.load()
-        config, build = self._config(), transformers.AutoModelForCausalLM.from_config
-        with torch.device("meta"), limited_size(*self._limits()):
-            return self._get(f"--model {self.name}", lambda: build(config, **_NO_CODE))
+        return self.load() if self.path.is_file() else self._build(self._config())
+
+    def _build(self, config: Any) -> Any:
+        """Builds the model without memory; DataError if it is larger than its files."""
+        transformers, _ = self._prepare()
+
+        def build() -> Any:
+            with torch.device("meta"), limited_size(*self._limits()):
+                return transformers.AutoModelForCausalLM.from_config(config, **_NO_CODE)
+
+        return self._get(f"--model {self.name}", build)
 
     def _limits(self) -> tuple[int, int]:
-        """The largest numbers of tensors and weights that the files of a folder can stand for."""
-        if not self.path.is_dir():
+        """The largest numbers of tensors and weights that the model's files can stand for."""
+        if not self.path.exists():
             return MAX_TENSORS, sys.maxsize
-        num_bytes = sum(file.stat().st_size for file in self.path.glob("*") if file.is_file())
+        weights = [self.path, *self.path.glob("*.safetensors"), *self.path.glob("*.bin")]
+        num_bytes = sum(files.stored_bytes(file) for file in weights if file.is_file())
         max_tensors = min(MAX_TENSORS, num_bytes // _MIN_BYTES_OF_TENSOR + EXTRA_TENSORS)
-        return max_tensors, _MAX_ELEMENTS_PER_BYTE * num_bytes + EXTRA_ELEMENTS
+        return max_tensors, MAX_ELEMENTS_PER_BYTE * num_bytes + EXTRA_ELEMENTS
 
     def load(self, dtype: torch.dtype | str = "auto") -> Any:
         """Loads the model, by default in the precision in which it is saved.
@@ -77,18 +84,21 @@ class BaseModel:
         """
         transformers, arguments = self._prepare()
         load, is_gguf = transformers.AutoModelForCausalLM.from_pretrained, "gguf_file" in arguments
-        if not is_gguf:
-            self.outline()
-            arguments["output_loading_info"] = True
-        loaded = self._get(f"--model {self.name}", lambda: load(**arguments, dtype=dtype))
-        model, report = (loaded, {"missing_keys": ()}) if is_gguf else loaded
+        config = self._config()
+        self._build(config)
+        if is_gguf:  # whose description takes long to read
+            arguments["config"] = config
+        arguments |= {"dtype": dtype, "output_loading_info": True}
+        model, report = self._get(f"--model {self.name}", lambda: load(**arguments))
         if not isinstance(model, nn.Module):
             raise DataError(f"--model {self.name} is not a causal language model")
         if missing := sorted(report["missing_keys"]):
             raise DataError(
                 f"--model {self.name} lacks {pluralize(len(missing), 'tensor')} of its model",
-                found=f"config.json needs {', '.join(missing[:3])}, which would be random",
-                remedy="copy all files of the model again from where it was trained",
+                found=f"its description needs {', '.join(missing[:3])}, which would be random",
+                remedy="copy the file again from where it comes: it is incomplete"
+                if is_gguf
+                else "copy all files of the model again from where it was trained",
             )
         if is_gguf:  # its weights are floats now, but it would refuse to be saved
             vars(model.config).pop("quantization_config", None)
@@ -114,7 +124,7 @@ class BaseModel:
         return tokenizer
 
     def _config(self) -> Any:
-        """Returns the description of a model other than a GGUF file; DataError if it is refused."""
+        """Returns the model's description; DataError if it is refused."""
         transformers, arguments = self._prepare()
         source, local = arguments["pretrained_model_name_or_path"], arguments["local_files_only"]
         label, find_adapters = f"--model {self.name}", transformers.utils.find_adapter_config_file
@@ -163,6 +173,7 @@ class BaseModel:
                     f"--model {self.name} is not a GGUF file", remedy="the folder of a saved model"
                 )
             library("gguf", f"{path.name} is read")
+            check_gguf(path, self.name)
             location |= {"gguf_file": path.name}
             return transformers, {"pretrained_model_name_or_path": str(path.parent), **location}
         source = str(path) if path.is_dir() else self.name

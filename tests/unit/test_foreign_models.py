@@ -213,6 +213,25 @@ def test_language_model_must_match_weights(tmp_path: Path) -> None:
         base.load()
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels"])
+@pytest.mark.usefixtures("hub_variables")
+def test_config_counting_endless_parts_is_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library makes lists of that length, before it builds anything."""
+    import transformers
+
+    description = {"model_type": "qwen2", key: 1 << 40}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    monkeypatch.setattr(transformers.Qwen2Config, "__init__", None)
+    with pytest.raises(DataError, match="larger than its weights"):
+        BaseModel(str(tmp_path)).load()
+    with pytest.raises(DataError, match="larger than its weights"):
+        load_model(HubModel("text", str(tmp_path)), ("a", "b"))
+    with pytest.raises(DataError, match="larger than its weights"):
+        build_from_description("text", description)
+
+
 @pytest.mark.parametrize("name", ["pad.txt", "pad.bin", "pad.safetensors"])
 @pytest.mark.usefixtures("hub_variables")
 def test_language_model_is_not_measured_by_holes(name: str, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from paceline.recipes.pretrained_list import (
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import files
 from paceline.train.data.disk_lock import exclusive_lock
-from paceline.train.weights import check_size, saved_state
+from paceline.train.weights import MAX_TENSORS, check_size, saved_state
 
 Kind = Literal["text", "image"]
 _DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")  # configurations and tokenizers
@@ -205,9 +205,11 @@ def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, 
         )
         return model, report, tuple(old_classes[number] for number in sorted(old_classes))
 
-    config = fetch(
-        f"--model {hub_model.name}", lambda: load_config(hub_model.source, **location, **names)
-    )
+    def read_config() -> Any:
+        check_counts(transformers, hub_model.source, location)
+        return load_config(hub_model.source, **location, **names)
+
+    config = fetch(f"--model {hub_model.name}", read_config)
     check_config(config)
     check_size(lambda: kind.from_config(copy.deepcopy(config), **_NO_CODE))
     model, report, old_classes = fetch(f"--model {hub_model.name}", get)
@@ -241,11 +243,38 @@ def build_from_description(kind: Kind, description: dict[str, Any]) -> nn.Module
     transformers = _import_transformers(kind, offline=False, folder=True)
     # timm has its own key for the number of labels, and may have names of another task.
     count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
+    check_description(description)
     kind_of_config = type(transformers.AutoConfig.for_model(description["model_type"]))
     config = kind_of_config.from_dict(dict(description), **count)
     check_config(config)
     model: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config, **_NO_CODE)
     return model.float()
+
+
+def check_counts(transformers: Any, source: str, location: Mapping[str, Any]) -> None:
+    """Raises DataError if a model's ``config.json`` counts more parts than a network can have.
+
+    transformers makes lists of that length when it reads the file.
+
+    Args:
+        source: Folder or id, and ``location`` the other arguments of the library's loaders.
+    """
+    check_description(transformers.PreTrainedConfig.get_config_dict(source, **location)[0])
+
+
+def check_description(description: Mapping[str, Any]) -> None:
+    """Raises DataError if a model's description counts more parts than a network can have."""
+    for key, value in _settings(description):
+        if key.endswith(_COUNTS) and isinstance(value, (int, float)) and value > MAX_TENSORS:
+            raise DataError(
+                "the described network is larger than its weights or than the memory of this"
+                " machine",
+                found=f"{key}: {value:,}",
+                remedy="copy the model again from where it was trained",
+            )
+
+
+_COUNTS = ("blocks", "labels", "layer", "layers")
 
 
 def check_config(config: Any) -> None:

@@ -18,7 +18,12 @@ from paceline.program import library
 from paceline.recipes.data import local_path
 from paceline.recipes.data.hub import explain_error, fetch, prepare_environment
 from paceline.recipes.language.gguf_header import MAX_ELEMENTS_PER_BYTE, check_gguf
-from paceline.recipes.pretrained import check_adapters, check_config, check_folder
+from paceline.recipes.pretrained import (
+    check_adapters,
+    check_config,
+    check_counts,
+    check_folder,
+)
 from paceline.spec.errors import DataError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import is_run
@@ -130,8 +135,13 @@ class BaseModel:
         label, find_adapters = f"--model {self.name}", transformers.utils.find_adapter_config_file
         adapters = self._get(label, lambda: find_adapters(source, local_files_only=local))
         check_adapters(adapters, self.name)
-        load_config = transformers.AutoConfig.from_pretrained
-        config = self._get(label, lambda: load_config(**arguments))
+
+        def read() -> Any:
+            if "gguf_file" not in arguments:  # whose header is checked
+                check_counts(transformers, source, {"local_files_only": local})
+            return transformers.AutoConfig.from_pretrained(**arguments)
+
+        config = self._get(label, read)
         check_config(config)
         return config
 

@@ -22,7 +22,8 @@ from paceline.recipes.networks import build_image_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import HubModel, build_from_description, load_model, read_weights
 from paceline.recipes.tokens import saved_encoding
-from paceline.recipes.use import image
+from paceline.recipes.use import image, language, sft
+from paceline.recipes.use.evaluate import TrainedModel
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
@@ -112,7 +113,10 @@ def test_rejects_invalid_image_config(name: str, tmp_path: Path) -> None:
     """The weights do not limit the image size if a network averages over the image."""
     (tmp_path / rundir.MODEL).mkdir()
     config = {"task": "image", "normalisation": {"mean": [0.5], "deviation": [0.5]},
-              "classes": ["a", "b"], "shape": [1, 8, 8], "decoded": [1, 8, 8]}  # fmt: skip
+              "classes": ["a", "b"], "shape": [1, 8, 8], "decoded": [1, 8, 8], "crop": False,
+              "channels_last": False, "number_format": "float32",
+              "data": {"source": "digits", "config": "", "fingerprint": "", "folder": "",
+                       "skip_damaged": False, "split": {"method": "as given"}}}  # fmt: skip
     (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps(config))
     image.load_trained(str(tmp_path))
     moments = [{"mean": mean, "deviation": deviation} for mean, deviation in
@@ -123,6 +127,43 @@ def test_rejects_invalid_image_config(name: str, tmp_path: Path) -> None:
         (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps({**config, **change}))
         with pytest.raises(DataError, match="holds no model of the image recipe"):
             image.load_trained(str(tmp_path))
+
+
+DATA: dict[str, Any] = {"source": "chat.jsonl", "test": "", "config": "", "fingerprint": "",
+        "split": {"method": "seeded", "seed": 0, "val_fraction": 0.1}}  # fmt: skip
+DESCRIPTIONS: dict[str, tuple[Callable[[str], TrainedModel], dict[str, Any]]] = {
+    "sft": (sft.load_trained, {
+        "model": "base", "base": "", "base_settings": "", "method": "lora", "objective": "dpo",
+        "dpo_beta": 0.1, "lora_rank": 4, "lora_alpha": 8.0, "chat_template": "", "system": "keep",
+        "max_length": 64, "too_long": "cut", "pack": True, "skip_damaged": False,
+        "data": {**DATA, "format": "openai"},
+    }),
+    "language": (language.load_trained, {
+        "depth": 2, "vocab_size": 258, "max_length": 64, "data": {**DATA, "column": "text"},
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", DESCRIPTIONS)
+def test_description_with_unusable_values_is_data_error(task: str, tmp_path: Path) -> None:
+    load, values = DESCRIPTIONS[task]
+    description = {"task": task, "number_format": "float32", **values}
+
+    def load_with(change: dict[str, Any]) -> TrainedModel:
+        (tmp_path / rundir.MODEL).mkdir(exist_ok=True)
+        (tmp_path / rundir.MODEL_CONFIG).write_text(json.dumps(description | change))
+        return load(str(tmp_path))
+
+    assert load_with({}).config == description
+    split: dict[str, Any] = values["data"]["split"]
+    splits = [{"seed": "x"}, {"val_fraction": 2}, {"val_fraction": "x"}, {"method": 1}]
+    for change in (
+        {"max_length": 1},
+        *({key: value} for key in description for value in ([], {}, None, "\0" * 9999)),
+        *({"data": {**values["data"], "split": split | changed}} for changed in splits),
+    ):
+        with pytest.raises(DataError, match=f"holds no model of the {task} recipe"):
+            load_with(change)
 
 
 def test_build_limited_computes_values() -> None:

@@ -14,16 +14,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
 from paceline import train
 from paceline.recipes import load_use_module
 from paceline.recipes.argv import run_command
+from paceline.recipes.options import Dtype
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.schema import (
+    InvalidValue,
+    Schema,
+    any_json,
+    choice,
+    integer,
+    number,
+    record,
+    reject,
+    text,
+)
 from paceline.train.weights import build_limited, fill, saved_state
 
 if TYPE_CHECKING:
@@ -32,6 +44,24 @@ if TYPE_CHECKING:
     from paceline.recipes.data.texts import TextData
     from paceline.recipes.language.corpus import Corpus
     from paceline.recipes.language.sft import ChatData
+
+
+def _fraction(value: Any, path: str) -> None:
+    number(value, path)
+    if not 0 <= value < 1:
+        reject(path, value, "a fraction")
+
+
+NUMBER_FORMAT = choice(*get_args(Dtype))
+_SEED = integer(-(1 << 64), 1 << 64)
+_SPLIT = record(
+    {"val_fraction": _fraction, "test_fraction": _fraction, "seed": _SEED}, method=text()
+)
+
+
+def recorded_data(**fields: Schema) -> Schema:
+    """Returns the schema of what a model's description says about its data; others may follow."""
+    return record({}, source=text(), config=text(), fingerprint=text(), split=_SPLIT, **fields)
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
@@ -88,8 +118,11 @@ class TrainedModel:
 
 
 @contextmanager
-def model_config(run: str, task: str) -> Iterator[dict[str, Any]]:
+def model_config(run: str, task: str, schema: Schema = any_json) -> Iterator[dict[str, Any]]:
     """Loads the description of a run's model and converts errors in using it to DataError.
+
+    Args:
+        schema: What its values have to be: a run may come from a stranger.
 
     Raises:
         SettingError: No run was named.
@@ -101,16 +134,24 @@ def model_config(run: str, task: str) -> Iterator[dict[str, Any]]:
     try:
         if config["task"] != task:
             raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
+        schema(config, "the description")
         yield config
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, OSError, InvalidValue) as error:
         raise DataError(
             f"{run} holds no model of the {task} recipe",
             found=f"model/config.json: {type(error).__name__} {error}",
+            remedy="copy the run directory again from where it was trained",
         ) from None
 
 
 def local_session(device: str, config: Mapping[str, Any]) -> train.Session:
     """Starts a session of this process only, in the precision of the training."""
+    try:
+        NUMBER_FORMAT(config.get("number_format"), "number_format")
+    except InvalidValue as error:
+        raise DataError(
+            "the run's model cannot be used", found=f"model/config.json: {error}"
+        ) from None
     return train.join(device=device, dtype=config["number_format"], quiet=True)
 
 

@@ -26,10 +26,12 @@ from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import ImageTensors, Normalisation, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    NUMBER_FORMAT,
     Measured,
     TrainedModel,
     local_session,
     model_config,
+    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.export import (
@@ -42,10 +44,22 @@ from paceline.recipes.use.export import (
 )
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
+from paceline.spec.schema import boolean, integer, list_of, number, record, text, tuple_of
 
 _MAX_CHANNELS = 4
 NAMES = ("images",)
 """Names of the network's inputs."""
+_SHAPE = tuple_of(*[integer(1)] * 3)
+_DESCRIPTION = record(
+    shape=_SHAPE,
+    decoded=_SHAPE,
+    crop=boolean,
+    channels_last=boolean,
+    classes=list_of(text()),
+    normalisation=record(mean=list_of(number), deviation=list_of(number)),
+    data=recorded_data(skip_damaged=boolean, folder=text()),
+    number_format=NUMBER_FORMAT,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,7 @@ class TrainedImageModel(TrainedModel):
 
 def load_trained(run: str) -> TrainedImageModel:
     """Loads the description of a run's image model."""
-    with model_config(run, "image") as config:
+    with model_config(run, "image", _DESCRIPTION) as config:
         channels, height, width = config["shape"]
         for depth, rows, columns in (config["shape"], config["decoded"]):
             if not (0 < depth <= _MAX_CHANNELS and 0 < rows * columns <= MAX_PIXELS):

@@ -17,12 +17,29 @@ from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.token_files import END_TOKEN, encoded_rows
 from paceline.recipes.tokens import TOKENIZER, read_tokenizer
 from paceline.recipes.use import EvaluateOptions
-from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
+from paceline.recipes.use.evaluate import (
+    NUMBER_FORMAT,
+    Measured,
+    TrainedModel,
+    model_config,
+    recorded_data,
+    run_evaluation,
+)
 from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
+from paceline.spec.schema import integer, record, text
 from paceline.train.weights import build_limited, fill, saved_state
 
 __all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
+
+
+_DESCRIPTION = record(
+    depth=integer(1),
+    vocab_size=integer(1),
+    max_length=integer(2),
+    data=recorded_data(test=text(), column=text()),
+    number_format=NUMBER_FORMAT,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class TrainedDecoder(TrainedModel):
 
 def load_trained(run: str) -> TrainedDecoder:
     """Loads the description of a run's language model."""
-    with model_config(run, "language") as config:
+    with model_config(run, "language", _DESCRIPTION) as config:
         return TrainedDecoder(Path(run), config)
 
 
@@ -60,8 +77,7 @@ def load_generator(run: str, session: train.Session) -> Generator:
     """Loads the model to write text with: the same network, by transformers."""
     model = load_trained(run)
     transformers = library("transformers", "text is generated")
-    with model_config(run, "language"):
-        config = transformers.LlamaConfig(**model.shape().config(END_TOKEN))
+    config = transformers.LlamaConfig(**model.shape().config(END_TOKEN))
     path, state = saved_state(model.folder)
     network = build_limited(lambda: transformers.LlamaForCausalLM(config), state)
     fill(network, path, {**state, "lm_head.weight": state["model.embed_tokens.weight"]})
@@ -76,8 +92,7 @@ def load_generator(run: str, session: train.Session) -> Generator:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank."""
     model = load_trained(options.run)
-    with model_config(options.run, "language"):
-        corpus = model.load_corpus(options)
+    corpus = model.load_corpus(options)
     tokenizer = read_tokenizer(model.folder / rundir.MODEL / TOKENIZER)
 
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
@@ -31,12 +31,40 @@ from paceline.recipes.language.sft import (
     summary,
 )
 from paceline.recipes.use import EvaluateOptions
-from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
+from paceline.recipes.use.evaluate import (
+    NUMBER_FORMAT,
+    Measured,
+    TrainedModel,
+    model_config,
+    recorded_data,
+    run_evaluation,
+)
 from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
+from paceline.spec.schema import boolean, choice, integer, number, record, text
 
 __all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
+
+
+_TYPES = get_type_hints(SftOptions)
+_CHOICES = {
+    name: choice(*get_args(_TYPES[name])) for name in ("method", "objective", "system", "too_long")
+}
+_DESCRIPTION = record(
+    {"objective": _CHOICES.pop("objective"), "dpo_beta": number, "base_settings": text()},
+    **_CHOICES,
+    model=text(),
+    base=text(),
+    lora_rank=integer(1),
+    lora_alpha=number,
+    chat_template=text(),
+    max_length=integer(2),
+    pack=boolean,
+    skip_damaged=boolean,
+    data=recorded_data(test=text(), format=text()),
+    number_format=NUMBER_FORMAT,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +141,7 @@ class TrainedLanguageModel(TrainedModel):
 
 def load_trained(run: str) -> TrainedLanguageModel:
     """Loads the description of a run's language model."""
-    with model_config(run, "sft") as config:
+    with model_config(run, "sft", _DESCRIPTION) as config:
         return TrainedLanguageModel(Path(run), config)
 
 
@@ -121,9 +149,8 @@ def load_generator(run: str, session: train.Session) -> Generator:
     """Loads the base with what was trained, to write text with."""
     trained = load_trained(run)
     model = trained.load(session).eval().whole_model
-    with model_config(run, "sft") as config:
-        is_chat = config["data"]["format"] not in TEXT_FORMATS
-        settings = trained.options(EvaluateOptions())
+    is_chat = trained.config["data"]["format"] not in TEXT_FORMATS
+    settings = trained.options(EvaluateOptions())
     tokenizer = BaseModel(str(trained.folder / rundir.MODEL)).load_tokenizer()
     encoder = make_encoder(tokenizer, settings)
     add_end_tokens(model, encoder.end_tokens())
@@ -147,8 +174,7 @@ def load_generator(run: str, session: train.Session) -> Generator:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank."""
     model = load_trained(options.run)
-    with model_config(options.run, "sft"):
-        settings = model.options(options)
+    settings = model.options(options)
     data: ChatData = load_conversations(settings)
     tokenizer: Any = BaseModel(str(model.folder / rundir.MODEL)).load_tokenizer()
     encoder = make_encoder(tokenizer, settings)

@@ -25,10 +25,12 @@ from paceline.recipes.text import TextTensors, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    NUMBER_FORMAT,
     Measured,
     TrainedModel,
     local_session,
     model_config,
+    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.export import (
@@ -41,11 +43,19 @@ from paceline.recipes.use.export import (
 )
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
+from paceline.spec.schema import integer, list_of, record, text, tuple_of
 
 NAMES = ("ids", "mask")
 """Names of the network's inputs."""
 BATCH = 64
 """Texts classified at once."""
+_DESCRIPTION = record(
+    classes=list_of(text()),
+    labels=list_of(text()),
+    max_length=integer(1),
+    data=recorded_data(test=text(), columns=tuple_of(text(), text()), delimiter=text()),
+    number_format=NUMBER_FORMAT,
+)
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,7 @@ class TrainedTextModel(TrainedModel):
 
 def load_trained(run: str) -> TrainedTextModel:
     """Loads the description and the tokenizer of a run's text model."""
-    with model_config(run, "text") as config:
-        if type(length := config["max_length"]) is not int or length < 1:
-            raise ValueError(f"texts of {length!r} tokens")
+    with model_config(run, "text", _DESCRIPTION) as config:
         encoding = saved_encoding(Path(run), config["network"]["kind"] == "hub")
         return TrainedTextModel(Path(run), config, tuple(config["classes"]), encoding)
 

@@ -31,14 +31,29 @@ from paceline.recipes.translation import (
     translate,
 )
 from paceline.recipes.use import EvaluateOptions, PredictOptions
-from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
+from paceline.recipes.use.evaluate import (
+    NUMBER_FORMAT,
+    Measured,
+    TrainedModel,
+    model_config,
+    recorded_data,
+    run_evaluation,
+)
 from paceline.recipes.use.export import Figures, PortableModel, batches, spread_ids
 from paceline.recipes.use.predict import Prediction
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
+from paceline.spec.schema import integer, record, text, tuple_of
 
 NAMES = ("source", "target")
 """Names of the network's inputs."""
+_DESCRIPTION = record(
+    languages=tuple_of(text(), text()),
+    seq_len=integer(1),
+    beam=integer(1),
+    data=recorded_data(target=text()),
+    number_format=NUMBER_FORMAT,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class TrainedTranslator(TrainedModel):
 def load_trained(run: str) -> TrainedTranslator:
     """Loads the description and the tokenizers of a run's translation model."""
     folder = Path(run)
-    with model_config(run, "translation") as config:
+    with model_config(run, "translation", _DESCRIPTION) as config:
         source, target = (
             read_tokenizer(folder / rundir.MODEL / name)
             for name in (SOURCE_TOKENIZER, TARGET_TOKENIZER)

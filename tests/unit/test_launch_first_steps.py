@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from paceline.spec.job import Entry, Job
 SESSION = ("torch", "paceline.train?")
 STARTED = ("rank started", {"rank": 1, "pid": 7})
 WROTE = ("output", {"stream": "out"})
+JOINING = ("joining", {})
 WORLD_JOINED = ("world joined", {"world_size": 2})
 JOINED = ("joined", {"world": 2})
 RECOVERABLE = ("recoverable", {"able": True})
@@ -24,8 +28,8 @@ def job(kind: Any = "script", **options: Any) -> Job:
     return Job("a", Entry(kind, "train.py"), "/", "python3", **options)
 
 
-def can_lose_work(job: Job, *reports: tuple[str, dict[str, Any]], ranks: int = 2) -> bool:
-    startup = StartupTracker(job, ranks)
+def can_lose_work(job: Job, *reports: tuple[str, dict[str, Any]]) -> bool:
+    startup = StartupTracker(job)
     for kind, fields in reports:
         startup.on_event(Event(kind, "n1", 1, 0.0, fields))
     return startup.has_work_to_lose
@@ -39,7 +43,8 @@ def beat(step: int, phase: str = "train") -> tuple[str, dict[str, Any]]:
     ("reports", "expected"),
     [
         ([], False),
-        ([STARTED, WROTE, WORLD_JOINED, JOINED, beat(0, "start"), RECOVERABLE], False),
+        ([STARTED, WROTE, JOINING], False),
+        ([STARTED, WROTE, JOINING, WORLD_JOINED, JOINED, beat(0, "start"), RECOVERABLE], False),
         ([STARTED, JOINED, beat(1)], True),
         ([STARTED, JOINED, ("progress", {"step": 1})], True),
         # resumes from a checkpoint, whose step may be reported before the resume event
@@ -59,26 +64,37 @@ def test_script_that_joins_is_treated_as_session() -> None:
 
 @pytest.mark.parametrize(
     ("reports", "expected"),
-    [([], False), ([STARTED], False), ([STARTED, WROTE], True), ([STARTED, WORLD_JOINED], True)],
+    [
+        ([], False),
+        ([STARTED, JOINING], False),
+        ([JOINING, STARTED], False),  # they come by different ways
+        ([STARTED, JOINING, WROTE], True),
+        ([STARTED, JOINING, WORLD_JOINED], True),
+    ],
 )
-def test_script_has_work_to_lose_once_it_prints_or_connects(
+def test_joining_script_has_work_to_lose_once_it_prints_or_connects(
     reports: list[Any], expected: bool
 ) -> None:
     assert can_lose_work(job(), *reports) == expected
 
 
-@pytest.mark.parametrize(
-    ("independent_job", "ranks"),
+@each_case(
+    "working_job",
     [
-        (job(), 1), (job("binary"), 2), (job("function"), 2), (job(needs_torch=False), 2),
-        (job(opens_store=True), 2),
+        job(), job("binary"), job("function"), job(needs_torch=False), job(opens_store=True),
+        job("function", preload=SESSION),  # it only launches others: it imports paceline
     ],
 )  # fmt: skip
-def test_independent_process_has_work_to_lose_once_started(
-    independent_job: Job, ranks: int
-) -> None:
-    assert not can_lose_work(independent_job, ranks=ranks)
-    assert can_lose_work(independent_job, STARTED, ranks=ranks)
+def test_program_outside_of_groups_has_work_to_lose_once_started(working_job: Job) -> None:
+    assert not can_lose_work(working_job)
+    assert can_lose_work(working_job, STARTED)
+
+
+def test_one_rank_outside_of_groups_has_work_to_lose() -> None:
+    startup = StartupTracker(job())
+    for kind, rank in (("rank started", 0), ("rank started", 1), ("joining", 0)):
+        startup.on_event(Event(kind, "n1", rank))
+    assert startup.has_work_to_lose
 
 
 def signal_failure(signum: int, memory: dict[str, Any] | None = None) -> Failure:
@@ -107,3 +123,31 @@ def signal_failure(signum: int, memory: dict[str, Any] | None = None) -> Failure
 )
 def test_is_by_chance(failure: Failure, expected: bool) -> None:
     assert is_by_chance(failure) == expected
+
+
+JOINING_PROGRAMS = """
+import json, os, torch.distributed as dist
+from paceline import train
+from paceline.agent.ranks.process import watch_process_group
+
+reading, writing = os.pipe()
+
+def reported(join):
+    join()
+    os.write(writing, b"\\n")
+    return [json.loads(line)["event"] for line in os.read(reading, 65536).splitlines() if line]
+
+options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+watch_process_group(writing, any_world=True)
+print(reported(lambda: dist.init_process_group("gloo", **options)))
+os.environ["PACELINE_EVENT_FD"] = str(writing)
+print(reported(lambda: train.join(quiet=True)))
+"""
+
+
+def test_rank_reports_that_it_joins_before_it_has_joined(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", JOINING_PROGRAMS]
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert result.stdout.splitlines() == ["['joining', 'world joined']", "['joining', 'joined']"], (
+        result.stderr
+    )

@@ -403,7 +403,7 @@ def test_host_loss_before_first_step(kind: str) -> None:
         driver, reconnector = make_driver(request, fleet, notes)
         fleet.lose(fleet.nodes[1], "unplugged")
         lost = Failure("lost", "n2", None, headline="unplugged")
-        may_continue = await driver.may_restart(lost, [], 1.0, StartupTracker(job, 2))
+        may_continue = await driver.may_restart(lost, [], 1.0, StartupTracker(job))
         if may_continue:
             assert await driver.select_nodes()
         assert driver.policy.num_restarts == 0
@@ -438,7 +438,7 @@ def test_limits_restarts_before_first_step() -> None:
         driver, _ = make_driver(
             make_request(job, RedialTransport(can_reconnect=True), "n1"), fleet, notes
         )
-        outcome = [await driver.may_restart(one, [], 1.0, StartupTracker(job, 2))
+        outcome = [await driver.may_restart(one, [], 1.0, StartupTracker(job))
                  for one in (boom, connection_refused, killed, killed, killed)]  # fmt: skip
         await fleet.close()
         return outcome
@@ -1359,7 +1359,7 @@ def test_no_restart_on_connection_from_stranger() -> None:
         assert failure is not None
         assert failure.status == 1
         assert "connection with 10.0.0.9, which is not one of this job's hosts" in failure.headline
-        assert not await driver.may_restart(failure, [], 1.0, StartupTracker(job, 2))
+        assert not await driver.may_restart(failure, [], 1.0, StartupTracker(job))
         assert "not started again" in notes[0]
         await fleet.close()
 

@@ -142,7 +142,7 @@ def test_redials_lost_host_twice_per_window() -> None:
 def test_limits_starts_before_first_step() -> None:
     """A few are allowed without counting as restarts; the count is reset after a step."""
     policy = RetryPolicy(0, 3600)
-    startup = StartupTracker(Job("a", Entry("script", "a.py"), "/", "python3"), 2)
+    startup = StartupTracker(Job("a", Entry("script", "a.py"), "/", "python3"))
 
     def retries_start() -> bool:
         chance = Diagnosis(by_chance=True)

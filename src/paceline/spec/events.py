@@ -181,6 +181,7 @@ def _kind(sender: Literal["rank", "agent", "launcher"], required: str = "", opti
 
 KINDS: dict[str, Kind] = {
     # sent by a program in a rank through the pipe to its agent; it may send other kinds, too
+    "joining": _kind("rank", is_recorded=False),  # a process group, and waits for the others
     "world joined": _kind("rank", optional="world_size backend"),
     "world left": _kind("rank"),
     "joined": _kind("rank", optional="world device backend"),

@@ -143,12 +143,17 @@ def reporter(
     environ: Mapping[str, str], rank: int, folder: Path, *, quiet: bool = False
 ) -> Reporter:
     """The reporter for this process; a quiet one keeps no files."""
-    descriptor = environ.get(jobenv.EVENT_FD, "")
-    if descriptor.isdecimal():
-        return LauncherReporter(int(descriptor), speaks=rank == 0)
-    if rank:
-        return Reporter()
+    if environ.get(jobenv.EVENT_FD, "").isdecimal() or rank:
+        return to_launcher(environ, rank)
     return ScreenReporter() if quiet else FolderReporter(folder)
+
+
+def to_launcher(environ: Mapping[str, str], rank: int) -> Reporter:
+    """The reporter to the launcher; without one, it discards messages."""
+    descriptor = environ.get(jobenv.EVENT_FD, "")
+    if not descriptor.isdecimal():
+        return Reporter()
+    return LauncherReporter(int(descriptor), speaks=rank == 0)
 
 
 class _RateLimit:

@@ -89,6 +89,7 @@ def join(
     backend_name = devices.choose_backend(backend, target, available)
     precision = devices.precision(dtype)
     devices.configure_device(target, deterministic)
+    report.to_launcher(os.environ, place.rank).event("joining")
     owns_group, mixed = place.joined and not dist.is_initialized(), False
     if owns_group:
         os.environ.setdefault(*_BATCHED_STORE)

@@ -274,6 +274,7 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         flight_recorder.mark_start()
+        _report_event(events, "joining")
         result = original(*args, **kwargs)
         flight_recorder.start_thread(events)
         _report_joined(distributed, events, any_world)

@@ -71,7 +71,7 @@ class Attempt:
         self._expansion_requested = asyncio.Event()
         self._strangers: set[str] = set()
         self._commands = RankCommands(plan, job, fleet, recorder.display_path)
-        self.startup = StartupTracker(job, len(self._commands.hosts_of))
+        self.startup = StartupTracker(job)
         policy.reset_crashes()
         members = self._members = Members(self._commands.hosts_of, planner.min_nodes(job),
                           job.wait_for_nodes_s.value, policy)  # fmt: skip

@@ -149,7 +149,7 @@ class ElasticDriver:
             while True:
                 number, started_at = number + 1, time.monotonic()
                 attempt: Attempt | None = None
-                startup: StartupTracker | None = StartupTracker(self._request.job, plan.world_size)
+                startup: StartupTracker | None = StartupTracker(self._request.job)
                 failed_start: Exception | None = None
                 try:
                     if number > 1:

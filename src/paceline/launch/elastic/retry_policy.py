@@ -61,11 +61,10 @@ class StartupTracker:
         is_session: Whether the ranks are a session of ``paceline.train``.
     """
 
-    def __init__(self, job: Job, world_size: int) -> None:
+    def __init__(self, job: Job) -> None:
         self.is_session = job.trains
-        is_python = job.entry.kind in ("script", "module") and job.needs_torch
-        self._ranks_communicate = is_python and world_size > 1 and not job.opens_store
-        self._started = False
+        self._started: set[int | None] = set()  # ranks whose programs run
+        self._joining: set[int | None] = set()  # ranks that joined a group, or wait for the others
         self._has_output = False  # for people, or for its other ranks
         self._first_step = 0  # the step of the checkpoint that it resumes
         self._step = 0  # the latest that was reported
@@ -74,9 +73,12 @@ class StartupTracker:
     def on_event(self, event: Event) -> None:
         """Handles an event of an agent or a rank."""
         if event.kind == "rank started":
-            self._started = True
+            self._started.add(event.rank)
+        elif event.kind == "joining":
+            self._joining.add(event.rank)
         elif event.kind in ("joined", "recoverable"):
             self.is_session = True
+            self._joining.add(event.rank)
         elif event.kind in ("output", "world joined"):
             self._has_output = True
             if event["stream"] == "out" and (line := event.blob.rstrip().rpartition(b"\n")[2]):
@@ -96,13 +98,13 @@ class StartupTracker:
     def has_work_to_lose(self) -> bool:
         """Whether a start from the beginning would lose, or repeat, something.
 
-        A session reports its steps; the first step of another script is not visible. Such a script
-        has made no step while its ranks are not connected and it has written nothing. A script
-        whose ranks do not communicate may have done anything.
+        A program that does not join a process group may have done anything, whatever it imports.
+        One that joins has made no step before: a session reports its steps, and another program has
+        made none while its ranks are not connected and it has written nothing.
         """
-        if self.is_session:
-            return self._step > self._first_step
-        return self._started and (self._has_output or not self._ranks_communicate)
+        if self._started - self._joining:
+            return True
+        return self._step > self._first_step if self.is_session else self._has_output
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ EXCHANGING = [
     ("send without training", "ranks"),
 ]
 REPORTS = {  # by scenario and processes
-    ("metrics", "ranks"): f"{WARNING} (at most 1 elements at a time)",
-    ("metrics", "spawned"): f"{WARNING} (at most 1 elements at a time)",
+    ("metrics", "ranks"): f"{WARNING} (at most 1 element at a time)",
+    ("metrics", "spawned"): f"{WARNING} (at most 1 element at a time)",
     ("no group", "ranks"): SEPARATE_MODELS,
     ("nothing", "ranks"): INDEPENDENT,
 }
@@ -107,14 +107,17 @@ def test_no_warning_for_non_python_program(tmp_path: Path) -> None:
     assert "the ranks exchanged" not in result.stderr
 
 
-LONG_EVALUATION = """
-import os, torch, torch.distributed as dist
+WATCHED = """
+import os, sys, torch, torch.distributed as dist
 from paceline.agent.ranks.gradient_watch import GradientWatch, SOURCE
+sys.modules.pop("paceline.train.session", None)  # of the fork server; it counts as exchanging
 reading, writing = os.pipe()
 watch = GradientWatch(os.getpid(), writing, SOURCE)
 watch.install()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(2, 1)
+"""
+LONG_EVALUATION = f"""{WATCHED}
 optimizer = torch.optim.SGD(model.parameters())
 model(torch.ones(4, 2)).sum().backward()
 dist.all_reduce(model.weight.grad)
@@ -132,3 +135,19 @@ except BlockingIOError:
 
 def test_exchange_is_remembered_during_evaluation(tmp_path: Path) -> None:
     assert local_ranks.run_script(["-c", LONG_EVALUATION], tmp_path).out == "silent\n"
+
+
+DESTROYED_GROUP = f"""{WATCHED}
+model(torch.ones(4, 2)).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+dist.destroy_process_group()
+watch.report()
+os.close(writing)
+print(os.read(reading, 1000))
+"""
+
+
+def test_unused_group_is_reported_after_it_was_destroyed(tmp_path: Path) -> None:
+    printed = local_ranks.run_script(["-c", DESTROYED_GROUP], tmp_path).out
+    assert '"optimizer_steps": 1, "calls": 0' in printed
+    assert '"exchanges": false' in printed

@@ -48,6 +48,8 @@ def test_notes_independent_ranks_and_warns_of_missing_gradients() -> None:
     assert describe_independence(2, training).startswith("note: the ranks exchanged nothing: each")
     assert describe_independence(2, metrics).startswith("warning: the ranks exchanged no gradients")
     assert "at most 2 elements" in describe_independence(2, metrics)
+    single = [report(rank, optimizer_steps=3, calls=9, largest_call=1) for rank in (0, 1)]
+    assert "(at most 1 element at a time)" in describe_independence(2, single)
 
 
 def test_advises_to_make_group_only_if_there_is_none() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -58,6 +59,7 @@ class GradientWatch:
         self._largest_call = 0
         self._group_rank = self._group_size = 0  # in the default group while it trains
         self._exchanges = False
+        self._has_left = False  # a group, which was checked then
 
     def install(self) -> None:
         """Hooks into the watched modules, now or when the script imports them."""
@@ -65,11 +67,25 @@ class GradientWatch:
         atexit.register(self.report)  # runs after those that the script registers
         on_import(
             {
+                "torch.distributed.distributed_c10d": self._watch_groups,
                 "torch.optim.optimizer": self._watch_optimizers,
                 "multiprocessing.util": self._watch_children,
                 "multiprocessing.spawn": self._watch_spawned,
             }
         )
+
+    def _watch_groups(self, module: Any) -> None:
+        """Checks before a group is destroyed: afterwards, nobody knows what it has sent."""
+        destroy = module.destroy_process_group
+
+        @functools.wraps(destroy)
+        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+            self._read_recorder()
+            self._has_left = True
+            destroy(*args, **kwargs)
+
+        module.destroy_process_group = destroy_process_group
+        sys.modules["torch.distributed"].destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
     def _watch_optimizers(self, module: Any) -> None:
         torch: Any = sys.modules["torch"]  # which is being imported
@@ -145,8 +161,8 @@ class GradientWatch:
         self._calls = max(self._calls, len(entries))
         large = max(LARGE_OBJECT_BYTES, self._largest_parameter)
         self._largest_call = max([self._largest_call, *(_elements(e, large) for e in entries)])
-        has_groups = any(dump.get("pg_config") for dump in dumps)
-        if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries, has_groups):
+        was_lost = not (entries or self._has_left) and any(dump.get("pg_config") for dump in dumps)
+        if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries, was_lost):
             return True
         return self._largest_call >= max(1, min(self._largest_parameter, MIN_GRADIENT_ELEMENTS))
 
@@ -248,12 +264,15 @@ def _elements(entry: Dict[str, Any], large: int) -> int:
     return max((n for n, dtype in tensors if n >= large or dtype not in OBJECT_DTYPES), default=0)
 
 
-def _is_incomplete(entries: List[Dict[str, Any]], has_groups: bool) -> bool:
-    """Whether a group may have done more than was recorded, such as gloo's sends."""
+def _is_incomplete(entries: List[Dict[str, Any]], was_lost: bool) -> bool:
+    """Whether a group may have done more than was recorded, such as gloo's sends.
+
+    ``was_lost``: there was a group, of which nothing is known if it is gone.
+    """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(c10d, "_world", None)
     if world is None or not world.pg_names:
-        return has_groups and not entries  # it was destroyed, and nobody knows what it has sent
+        return was_lost
     recorded: Dict[str, int] = {}
     for entry in entries:
         group = str(entry["process_group"][0])

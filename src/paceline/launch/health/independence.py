@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.spec.events import Event
+from paceline.spec.formatting import pluralize
 
 REPORT = "gradient exchange"
 NOTHING_EXCHANGED = "note: the ranks exchanged nothing: each worked independently"
@@ -28,7 +29,7 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
         advice += ", after a call of init_process_group (if the script makes this call only when"
         advice += " it gets --local_rank, add --pass-local-rank)"
     if len(training) > 1 and any(event["calls"] for event in reports):
-        size = f" (at most {largest} elements at a time)" if largest else ""
+        size = f" (at most {pluralize(largest, 'element')} at a time)" if largest else ""
         return (
             f"warning: the ranks exchanged no gradients{size}: "
             f"each trained a model of its own. {advice}"

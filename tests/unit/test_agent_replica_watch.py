@@ -1,7 +1,8 @@
-"""At which steps the checksums of a script's model are taken."""
+"""Tests at which steps checksums of a script's model are taken, and what is known of its DDP."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -35,3 +36,25 @@ def test_compares_replicas_early_unless_checksums_are_slow(
         replica._verify(None, model)
         now_s[0] += 0.001
     assert sent == steps
+
+
+CALLED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from paceline.agent.ranks.replica_watch import _exchanges
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+module = torch.nn.Linear(2, 1)
+model = DistributedDataParallel(module)
+answers = [_exchanges(None)]  # it is not known
+for called in (module, module, model, model):
+    called(torch.ones(1, 2)).sum().backward()
+    answers.append(_exchanges(model))
+print(*answers)  # DDP counts a step when the next begins
+"""
+
+
+def test_knows_whether_ddp_has_exchanged_gradients() -> None:
+    argv = [sys.executable, "-c", CALLED]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=200)
+    assert result.stdout == "True False False False True\n", result.stderr

@@ -50,6 +50,26 @@ def test_two_ranks_have_no_majority() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("step", "exchanges", "expected"),
+    [
+        (16, (False, False), True),
+        (16, (False, True), False),
+        (16, (None, None), False),  # an older rank does not tell
+        (0, (False, False), False),  # nothing was exchanged yet
+    ],
+)
+def test_difference_without_exchange_is_explained(
+    step: int, exchanges: tuple[bool | None, bool | None], expected: bool
+) -> None:
+    comparison = ReplicaComparison()
+    for rank, value in enumerate(exchanges):
+        difference = comparison.add(report(rank, f"{rank}", step=step, members=2, exchanges=value))
+    assert difference is not None
+    explanation = "exchanged no gradients: the script has to call the DistributedDataParallel"
+    assert (explanation in difference.text) is expected
+
+
 def test_does_not_compare_different_steps_or_models() -> None:
     comparison = ReplicaComparison()
     for rank, other in enumerate(({"step": 16}, {"step": 32}, {"replica": 1}, {"first": 25})):

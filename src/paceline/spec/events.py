@@ -215,7 +215,9 @@ KINDS: dict[str, Kind] = {
     ),
     "replica inputs": _kind("rank", "replica members batches", is_recorded=False),
     "same order": _kind("rank", is_recorded=False),  # of samples, in several epochs
-    "replica checksums": _kind("rank", "replica step members first sums", is_recorded=False),
+    "replica checksums": _kind(
+        "rank", "replica step members first sums", optional="exchanges", is_recorded=False
+    ),
     "slow rank": _kind("rank", optional="warning"),
     "warning": _kind("rank", optional="warning"),
     "failed": _kind("rank", optional="error"),

@@ -251,6 +251,14 @@ class _Replica:
                 {
                     "kind": "event", "event": CHECKSUMS, "replica": self.number,
                     "step": step, "members": self.members, "first": start,
-                    "sums": rows[start : start + MAX_TENSORS],
+                    "sums": rows[start : start + MAX_TENSORS], "exchanges": _exchanges(model),
                 }
             )  # fmt: skip
+
+
+def _exchanges(model: Any) -> bool:
+    """Whether DDP has exchanged gradients before this step; true if that is not known."""
+    try:
+        return bool(model._get_ddp_logging_data()["iteration"])
+    except Exception:  # not in this torch, or not for this model
+        return True

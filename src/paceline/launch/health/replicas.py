@@ -11,6 +11,10 @@ from paceline.spec.events import Event
 from paceline.spec.schema import memory_bytes
 
 REPORT = "replica checksums"
+NOTHING_EXCHANGED = (
+    ", and DistributedDataParallel has exchanged no gradients: the script has to call the"
+    " DistributedDataParallel object, not the module inside it"
+)
 # in memory, of reports for which others are missing; the oldest are dropped
 MAX_PENDING, MAX_PENDING_BYTES = 4000, 256 << 20
 
@@ -47,7 +51,7 @@ class ReplicaComparison:
         # the ranks of several groups may train models of the same number
         key = tuple(event["members"]), event["replica"], event["step"], event["first"]
         reports = self._pending.setdefault(key, {})
-        fields = {"step": event["step"], "sums": event["sums"]}
+        fields = {name: event[name] for name in ("step", "sums", "exchanges")}
         reports[-1 if event.rank is None else event.rank] = replace(event, fields=fields)
         size = memory_bytes(fields, MAX_PENDING_BYTES)
         size += 64 * len(key[0]) if len(reports) == 1 else 0
@@ -87,5 +91,7 @@ def find_difference(reports: Mapping[int, Event]) -> Difference | None:
             verb = "trains" if len(ranks) == 1 else "train"
             moment = f"after step {step}" if step else "before the first step"
             sentence = f"{text} {verb} {than}: {name} differs {moment}"
+            if step and all(event["exchanges"] is False for event in reports.values()):
+                sentence += NOTHING_EXCHANGED
             return Difference(step, reports[ranks[-1]].host, ranks[-1], name, sentence)
     return None

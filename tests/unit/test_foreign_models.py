@@ -375,7 +375,6 @@ UNLIMITED_READERS = {
     "recipes/minimal/translation.py": "an example, which reads the file that is typed",
     "recipes/pretrained_list.py": "the user's cache of the hub",
     "recipes/use/quantize.py": "a temporary file of its own",
-    "recipes/use/text.py": "regular files that are typed",
     "train/data/fetch.py": "/sys",
     "train/elastic/gloo.py": "/proc",
     "train/elastic/newcomer.py": "modules that run",

@@ -17,7 +17,8 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from safetensors.torch import load_file, save_file
 
 from paceline.recipes import parse_options, pretrained, text
-from paceline.recipes.data.texts import TextData, load_texts, read_jsonl, read_lines
+from paceline.recipes.data.tables import read_jsonl, read_lines
+from paceline.recipes.data.texts import TextData, load_texts
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
@@ -61,6 +62,47 @@ def test_formats_have_equal_fingerprint(tmp_path: Path) -> None:
         "train": 36,
         "test": 4,
     }
+
+
+def test_columns_are_chosen_by_priority_of_their_names(tmp_path: Path) -> None:
+    rows = [{"topic": "x", "title": "y", "text": t, "n": 1, "label": c} for c, t in ROWS]
+    table = [[*rows[0]], *([*row.values()] for row in rows)]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "d.jsonl").write_text(lines)
+    saved = pytest.importorskip("datasets").Dataset.from_list(rows)
+    saved.to_parquet(tmp_path / "d.parquet")
+    saved.save_to_disk(str(tmp_path / "saved"))
+    expected = read(write_csv(tmp_path / "expected.csv", ROWS)).fingerprint
+    paths = [write_csv(tmp_path / "d.csv", table), tmp_path / "saved"]
+    for path in (*paths, tmp_path / "d.jsonl", tmp_path / "d.parquet"):
+        data = read(path)
+        assert data.fingerprint == expected
+        assert data.columns == ("label", "text")
+        assert data.unused == ("topic", "title", "n")
+
+
+def test_test_part_is_read_from_columns_of_training_part(tmp_path: Path) -> None:
+    write_csv(tmp_path / "train.csv", [("class", "review"), *ROWS])
+    write_csv(tmp_path / "test.csv", [("label", "text", "class", "review"), ("a", "b", "no", "c")])
+    assert read(tmp_path).splits["test"] == (["c"], [0])
+    by_file = read(tmp_path / "train.csv", test_data=str(tmp_path / "test.csv"))
+    assert by_file.splits["test"] == (["c"], [0])
+
+
+def test_header_tells_delimiter(tmp_path: Path) -> None:
+    rows = [("Label", "Text"), *((label, f"{text}, it says") for label, text in ROWS)]
+    expected = read(write_csv(tmp_path / "a.csv", rows)).fingerprint
+    for delimiter in ";\t|":
+        path = write_csv(tmp_path / "b.csv", rows, delimiter)
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        assert read(path).fingerprint == expected
+
+
+def test_part_to_train_on_is_required(tmp_path: Path) -> None:
+    write_csv(tmp_path / "test.csv", ROWS)
+    with pytest.raises(DataError, match="has no part to train on"):
+        read(tmp_path)
+    assert read(tmp_path, labels=("no", "yes")).splits.keys() == {"test"}
 
 
 def test_only_line_feeds_end_a_row(tmp_path: Path) -> None:
@@ -116,8 +158,9 @@ def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> No
         ([], {}, "is empty"),
         ([("label", "text", "text"), (1, "a", "b")], {}, "line 1 names two columns text"),
         ([("label", "text"), (1, "a", "b")], {}, "row 2 has more columns than the header"),
+        ([("label", "text")], {}, "has a header and no rows"),
         ([("one column",)], {}, "row 1 has one column only"),
-        ([("a", "x"), ("a", "y")], {}, "has 1 classes"),
+        ([("a", "x"), ("a", "y")], {}, "has 1 class\n"),
         (ROWS, {"label_column": "label"}, "no column label"),
         ([(0, "x"), (5, "y")] * 4, {"class_names": ("a", "b")}, "label 5, outside the range"),
         (ROWS, {"class_names": ("a", "b")}, "do not fit"),
@@ -202,6 +245,22 @@ def test_evaluates_drawn_test_split_of_different_data(
     assert "a test part was drawn from it and is evaluated; --split train" in (
         capsys.readouterr().out
     )
+
+
+def test_evaluates_columns_of_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("kind", "title", "text", "n"), *((c, t, "x", n) for n, (c, t) in enumerate(ROWS))]
+    path, run = write_csv(tmp_path / "d.csv", rows), tmp_path / "run"
+    flags = ["--label-column=kind", "--text-column=title", "--steps=1"]
+    assert train(run, f"--data={path}", *flags) == 0
+    said = "labels from column kind, texts from column title; unused: text, n"
+    assert said in capsys.readouterr().out
+    assert config(run)["data"]["columns"] == ["kind", "title"]
+    assert evaluate.main([f"--run={run}"]) == 0
+    write_csv(path, rows, ";")
+    assert evaluate.main([f"--run={run}", f"--data={path}", "--split=train"]) == 0
+    assert "36 train texts" in capsys.readouterr().out
 
 
 def test_skips_and_counts_incomplete_rows(
@@ -385,14 +444,42 @@ def test_unknown_model_folder_error(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("a,b\n1,2\n", "a", ["1"]),
         ("pos,good\nneg,bad\n", "", ["good", "bad"]),
         ("good\nbad\n", "", ["good", "bad"]),
+        ("title,text\nnews,good\n", "", ["good"]),
+        ("text,title\nnews,good\n", "title", ["good"]),
+        ("pos,good,day\n", "", ["good day"]),
+        ('"yes, good"\n"no, bad"\n', "words", ["yes, good", "no, bad"]),
+        ('id;Text\n1;good, "and" cheap\n2;\n', "", ['good, "and" cheap', ""]),
+        ("id;words\n1;good, cheap\n", "words", ["good, cheap"]),
     ],
 )
 def test_predict_selects_text_column(
     tmp_path: Path, table: str, column: str, expected: list[str]
 ) -> None:
-    (tmp_path / "t.csv").write_text(table)
+    (tmp_path / "t.csv").write_text(table, encoding="utf-8-sig")
     trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
     assert [*use_text._texts([str(tmp_path / "t.csv")], trained_on)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("t.csv", b"id,text\n1,good\n2\n", "", "row 3 lacks text"),
+        ("t.csv", b"pos,good\nneg\n", "", "row 2 has one column only"),
+        ("t.csv", b"text\nyes, good\n", "", "row 2 has more columns than the header"),
+        ("t.csv", b"nr;words\n1;good\n", "", "write text over the column of texts"),
+        ("t.csv", b"nr,stars\n1,good\n", "words", "write words over the column of texts"),
+        ("t.csv", b"text\ncaf\xe9\n", "", "convert it: iconv"),
+        ("t.txt", b"caf\xe9\n", "", "convert it: iconv"),
+        ("t.jsonl", b'{"words": "good"}\n', "", "rename it to text"),
+    ],
+)
+def test_predict_refuses_files_without_a_text_in_each_row(
+    tmp_path: Path, name: str, content: bytes, column: str, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
+    with pytest.raises(DataError, match=message):
+        [*use_text._texts([str(tmp_path / name)], trained_on)]
 
 
 def test_wrong_encoding_error_names_line(tmp_path: Path) -> None:

@@ -478,8 +478,8 @@ class TextOptions(Options):
     processes."""
 
     data: str = "meals"
-    """A csv, tsv or jsonl file; a folder with train, val and test files or with tar shards; a
-    Hugging Face data set by id or folder; or ag-news, meals, dummy."""
+    """A csv, tsv, jsonl or parquet file; a folder with train, val and test files or with tar
+    shards; a Hugging Face data set by id or folder; or ag-news, meals, dummy."""
     test_data: str = ""
     """Held-out file of the same format (default: a part of --data)."""
     data_config: str = ""
@@ -487,11 +487,13 @@ class TextOptions(Options):
     offline: bool = False
     """Use only the cache, never the network."""
     delimiter: str = ""
-    """Delimiter between columns of a csv file (default: a comma; in tsv files a tab)."""
+    """Delimiter between columns of a csv file (default: a comma, in tsv files a tab, unless a
+    header with usual names has another one)."""
     label_column: str = ""
-    """Name of the column with labels (default: the first, or label)."""
+    """Name of the column with labels (default: label or another usual name, else the first)."""
     text_column: str = ""
-    """Name of the column with texts (default: all but the first, or text)."""
+    """Name of the column with texts (default: text or another usual name, else all but the
+    first)."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, if labels are numbers that start at 0 or 1."""
     test_fraction: float = 0.1

@@ -48,6 +48,12 @@ def train_text(options: TextOptions) -> None:
         session.agree("the data set", data.fingerprint)
         if data.skipped:
             session.say(f"{data.skipped} rows of {data.source} left out: no label, or no text")
+        if data.unused:
+            label, column = data.columns
+            session.say(
+                f"{data.source}: labels from column {label}, texts from column {column};"
+                f" unused: {', '.join(data.unused)[:80]}"
+            )
         common.agree_on_precision(session, options)
         encoding = make_encoding(session, data, options)
         training = TextTensors(*data.splits["train"], encoding, options.max_length)
@@ -221,7 +227,7 @@ def describe(
             "source": data.source,
             "test": options.test_data,
             "config": options.data_config,
-            "columns": [options.label_column, options.text_column],
+            "columns": [*data.columns],
             "delimiter": options.delimiter,
             "fingerprint": data.fingerprint,
             "split": data.split,

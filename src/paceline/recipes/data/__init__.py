@@ -161,7 +161,7 @@ SEARCH_FOLDERS = ("/usr/share/datasets", "/usr/local/share/datasets", "data")
 """Folders in which named data sets are looked for, after the cache."""
 
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
+TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl", ".parquet")
 """Suffixes of data files."""
 
 

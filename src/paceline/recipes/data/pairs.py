@@ -11,7 +11,8 @@ from typing import Any
 from paceline.recipes.data import PAIR_SETS, SPLIT_NAMES, NamedDataset, find_data, is_hub_id
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import fingerprint, read_jsonl, read_lines, split_seeded
+from paceline.recipes.data.tables import read_jsonl, read_lines
+from paceline.recipes.data.texts import fingerprint, split_seeded
 from paceline.recipes.options import TranslationOptions
 from paceline.spec.errors import DataError
 

@@ -1,12 +1,9 @@
-"""Labelled texts from csv, tsv and jsonl files, tar shards, and Hugging Face."""
+"""Labelled texts from csv, tsv, jsonl and parquet files, tar shards, and Hugging Face."""
 
 from __future__ import annotations
 
-import codecs
-import csv
 import difflib
 import hashlib
-import io
 import json
 import random
 import shlex
@@ -18,25 +15,47 @@ from typing import Any, TypeVar
 from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, find_data, is_hub_id, tars
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
+from paceline.recipes.data.tables import (
+    cell_delimiter,
+    delimiter_remedy,
+    first_row,
+    has_other_delimiter,
+    read_rows,
+)
 from paceline.recipes.options import TextOptions
 from paceline.spec.errors import DataError
-from paceline.train import files
 from paceline.train.data.order import permutation
 
 T = TypeVar("T")
 Row = tuple[str, str]
 """Label as written, and text."""
+Columns = tuple[str, str]
+"""Names of the columns with labels and with texts; empty if a file does not name them."""
 _SUFFIXES = (".csv", ".tsv", ".jsonl")
 _LABEL_COLUMNS = (
-    *("label", "labels", "class", "category", "target"),
-    *("sentiment", "topic", "coarse_label", "cls"),
+    *("label", "labels", "class", "cls", "target"),
+    *("sentiment", "category", "topic", "coarse_label"),
 )
-TEXT_COLUMNS = (
-    *("text", "sentence", "content", "review", "message"),
-    *("title", "comment", "description", "txt"),
+"""Usual names, by priority."""
+_TEXT_COLUMNS = (
+    *("text", "txt", "sentence", "content", "review"),
+    *("message", "comment", "description", "title"),
 )
 _MAX_CLASSES = 1000
 _MAX_DIGITS = 20  # of a numeric label
+
+
+@dataclass(frozen=True)
+class Table:
+    """Labelled texts of one file or part.
+
+    Attributes:
+        unused: Names of the other columns.
+    """
+
+    rows: list[Row]
+    columns: Columns = ("", "")
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,8 @@ class TextData:
         fingerprint: Hash over content and split.
         split: Record of how the parts were made.
         skipped: Number of rows left out because label or text is empty.
+        columns: Names of the columns that were read.
+        unused: Names of the other columns.
     """
 
     source: str
@@ -60,6 +81,8 @@ class TextData:
     fingerprint: str
     split: dict[str, str | int | float]
     skipped: int = 0
+    columns: Columns = ("", "")
+    unused: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> str:
@@ -67,15 +90,26 @@ class TextData:
         return "test" if "test" in self.splits else "val"
 
 
-def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
+def load_texts(
+    options: TextOptions, labels: tuple[str, ...] = (), columns: Columns | None = None
+) -> TextData:
     """Reads the data set; DataError names files and rows.
 
-    ``labels`` are required ones, in this order; by default those of the files.
+    Args:
+        labels: Required labels, in this order; by default those of the files.
+        columns: Columns of the data that a model was trained on, preferred to usual names;
+            ``None`` for a training.
     """
     name = options.data
-    parts, names = _read_splits(options, is_training=not labels)
+    tables, names = _read_splits(options, columns)
+    # Only for an evaluation, the data set may lack a part to train on.
+    first = tables.get("train") or next(iter(tables.values()))
     if options.test_data:
-        parts["test"] = _read_file(find_data(options.test_data, options.data_dir), options)
+        path = find_data(options.test_data, options.data_dir)
+        tables["test"] = _read_file(path, options, columns or first.columns)
+    parts = {split: table.rows for split, table in tables.items()}
+    if not labels and "train" not in parts:
+        raise DataError(f"{name} has no part to train on", found=f"it has {', '.join(parts)}")
     total = sum(map(len, parts.values()))
     parts = {split: [row for row in rows if row[0] and row[1].strip()]
              for split, rows in parts.items()}  # fmt: skip
@@ -96,33 +130,39 @@ def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
     classes = _class_names(name, labels, options.class_names or names)
     number = {label: place for place, label in enumerate(labels)}
     splits = {split: _encode_labels(name, split, rows, number) for split, rows in parts.items()}
-    return TextData(name, classes, labels, splits, fingerprint(parts), split_info, skipped)
+    return TextData(
+        name,
+        classes,
+        labels,
+        splits,
+        fingerprint(parts),
+        split_info,
+        skipped,
+        first.columns,
+        first.unused,
+    )
 
 
 def _read_splits(
-    options: TextOptions, is_training: bool
-) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
+    options: TextOptions, columns: Columns | None
+) -> tuple[dict[str, Table], tuple[str, ...]]:
     """Reads the rows of each part, and the names of the classes if the data set has them."""
     name = options.data
     path = find_data(name, options.data_dir)
     if name in GENERATORS:
-        return {"train": GENERATORS[name](0)}, ()
+        return {"train": Table(GENERATORS[name](0))}, ()
     if name in TEXT_SETS:
         dataset, download = TEXT_SETS[name], DownloadOptions(options.offline, options.mirror)
         path = find_or_download(dataset, options.data_dir, _is_complete, download)
-        return {
-            split: _read_file(file, options, is_training and split == "train")
-            for split, file in _find_files(path).items()
-        }, dataset.classes
+        return _read_files(_find_files(path), options, columns), dataset.classes
     if path.is_file():
-        return {"train": _read_file(path, options, is_training)}, ()
+        return {"train": _read_file(path, options, columns)}, ()
     if path.is_dir() and not is_saved(path) and (files := _find_files(path)):
-        return {split: _read_file(file, options, is_training and split == "train")
-                for split, file in files.items()}, ()  # fmt: skip
+        return _read_files(files, options, columns), ()
     if tars.matches(path):
-        return {split: [*rows] for split, rows in tars.texts(path).items()}, ()
+        return {split: Table(rows) for split, rows in tars.texts(path).items()}, ()
     if path.is_dir() or (is_hub_id(name)):
-        return _from_hub(options)
+        return _from_hub(options, columns)
     raise DataError(
         f"--data {name}: no such file or folder",
         found=f"no {path.absolute()}",
@@ -152,56 +192,85 @@ def _find_files(folder: Path) -> dict[str, Path]:
     return {split: path for split, path in existing.items() if path is not None}
 
 
-def read_lines(path: Path) -> list[str]:
-    """Reads lines that end with line feeds: texts may hold other characters that end lines."""
-    try:
-        content = files.read_bytes_limited(path, files.memory_bytes())
-        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read", found=str(error)) from None
-    except UnicodeDecodeError:
-        raise DataError(
-            f"{path} is not in UTF-8",
-            found=_find_undecodable(content),
-            remedy=conversion_to_utf8(content),
-        ) from None
-    lines = text.split("\n")
-    return lines[:-1] if lines[-1] == "" else lines
+def _read_files(
+    paths: Mapping[str, Path], options: TextOptions, columns: Columns | None
+) -> dict[str, Table]:
+    """Reads the file of each part, preferably the same columns of all."""
+    tables: dict[str, Table] = {}
+    for split, path in paths.items():
+        tables[split] = _read_file(path, options, columns)
+        columns = columns or tables[split].columns
+    return tables
 
 
-def conversion_to_utf8(content: bytes) -> str:
-    """Says how to convert a text file, by its first bytes."""
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    encoding = "UTF-16" if is_utf16 else "WINDOWS-1252"
-    return f"convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
+def _read_file(path: Path, options: TextOptions, columns: Columns | None) -> Table:
+    """Reads a file; ``columns`` are preferred, and ``None`` for a file to train on."""
+    are_named = bool(options.label_column or options.text_column)
 
+    def is_header(names: Sequence[str]) -> bool:
+        return are_named or all(find_columns(names, columns))
 
-def _find_undecodable(content: bytes) -> str:
-    """Describes the first line that is not in UTF-8."""
-    for number, line in enumerate(content.split(b"\n"), 1):
-        text = line.decode("utf-8", "replace")
-        if "\ufffd" in text:
-            return f"line {number}: {text.strip()[:80]!r}"
-    return "bytes that are not text"
-
-
-def _read_file(path: Path, options: TextOptions, is_training: bool = False) -> list[Row]:
-    rows = read_jsonl(path) if path.suffix == ".jsonl" else _read_table(path, options)
+    rows = read_rows(path, options.delimiter, is_header)
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
     if isinstance(rows[0], dict):
-        return _select_columns(str(path), rows, options)
+        return _select_columns(str(path), rows, options, columns, first_row(path))
+    if columns is None and all(len(row) > 1 for row in rows):
+        _refuse_header(path, rows)
+    return Table(
+        _without_header(path, rows, "each row: label, text; --delimiter names what stands between")
+    )
+
+
+def _without_header(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[Row]:
+    """Returns the label in the first column, and the text in the others."""
     first = next((i for i, row in enumerate(rows) if len(row) < 2), None)
     if first is not None:
+        found = repr(str(rows[first])[:80])
+        raise DataError(f"{path} row {first + 1} has one column only", found=found, remedy=remedy)
+    return [(row[0].strip(), " ".join(row[1:])) for row in rows]
+
+
+def read_texts(path: Path, delimiter: str, columns: Columns) -> list[str]:
+    """Reads texts to classify, one a row, from where :func:`load_texts` expects them.
+
+    A table without a header may also have a single column, of texts.
+
+    Args:
+        columns: Columns of the data that the model was trained on, preferred to usual names.
+
+    Raises:
+        DataError: The texts are not found, or a row has none.
+    """
+
+    def is_header(names: Sequence[str]) -> bool:
+        return bool(find_columns(names, columns)[1])
+
+    rows = read_rows(path, delimiter, is_header)
+    if not rows:
+        raise DataError(f"{path} is empty")
+    name = columns[1] or "text"
+    remedy = f"write {name} over the column of texts, in the first line"
+    if isinstance(rows[0], dict):
+        if not (column := find_columns(rows[0], columns)[1]):
+            raise DataError(
+                f"{path} has no column that is known to hold a text",
+                found=f"columns: {', '.join(map(str, rows[0]))}",
+                remedy=f"rename it to {name}",
+            )
+        return [text for (text,) in _select_cells(str(path), rows, [column], first_row(path))]
+    is_single = all(len(row) == 1 for row in rows)
+    has_columns = not is_single or has_other_delimiter(rows, cell_delimiter(path, delimiter))
+    if has_columns and (columns[1] or is_single):
         raise DataError(
-            f"{path} row {first + 1} has one column only",
-            found=repr(str(rows[first])[:80]),
-            remedy="each row: label, text; --delimiter names what stands between",
+            f"{path} has several columns, and none that is known to hold a text",
+            found=f"line 1: {' '.join(rows[0])[:80]}",
+            remedy=remedy,
         )
-    labelled = [(row[0].strip(), " ".join(row[1:])) for row in rows]
-    if is_training:
-        _refuse_header(path, rows)
-    return labelled
+    if is_single:
+        return [row[0] for row in rows]
+    remedy = f"a cell with a delimiter in it needs quotes; or {remedy}"
+    return [text for _, text in _without_header(path, rows, remedy)]
 
 
 def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
@@ -225,157 +294,96 @@ def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
         )
 
 
-def parse_json(text: str) -> Any:
-    """Parses JSON; ValueError also for an object with the same key twice: one would be lost."""
-    return json.loads(text, object_pairs_hook=_unique_keys)
+def find_columns(names: Iterable[str], preferred: Columns | None = None) -> Columns:
+    """Returns the preferred columns with labels and texts, else the first with usual names."""
+    existing = [name for name in names if name]
+    spellings = {name.lower(): name for name in reversed(existing)}
 
+    def find(usual: Sequence[str], first: str) -> str:
+        usual_names = (spellings[name] for name in usual if name in spellings)
+        return first if first in existing else next(usual_names, "")
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} is there twice: {[*pairs]}"[:200])
-    return values
-
-
-def read_jsonl(path: Path) -> list[Any]:
-    """Reads one JSON object a line; DataError names the line that is none.
-
-    Empty lines at the end are left out.
-    """
-    rows, lines = [], read_lines(path)
-    while lines and not lines[-1].strip():
-        lines.pop()
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line)
-            if "\\ud" in line.lower():  # reject half of a surrogate pair
-                json.dumps(row, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} line {number} is not valid JSON", found=str(error)) from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path} line {number} is not a JSON object", found=line[:80])
-        rows.append(row)
-    return rows
-
-
-def _read_table(path: Path, options: TextOptions) -> list[Any]:
-    """Reads a table as lists of cells, or as dictionaries if it has a usable header."""
-    lines = [f"{line}\n" for line in read_lines(path)]
-    rows = parse_rows(path, lines, cell_delimiter(path, options.delimiter))
-    if not rows:
-        return []
-    header = [cell.strip() for cell in rows[0]]
-    lower = {cell.lower() for cell in header}
-    are_named = options.label_column or options.text_column
-    if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*TEXT_COLUMNS}):
-        check_header(path, header)
-        for number, row in enumerate(rows[1:], 2):
-            if len(header) > 1 and any(row[len(header) :]):
-                raise DataError(
-                    f"{path} row {number} has more columns than the header",
-                    found=f"{len(row)} columns, {len(header)} in the header",
-                    remedy="a cell with a delimiter in it needs quotes",
-                )
-        return [dict(zip(header, row, strict=False)) for row in rows[1:]]
-    return rows
-
-
-def cell_delimiter(path: Path, given: str) -> str:
-    """Returns what stands between the cells of a table."""
-    default = "\t" if path.suffix.lower() == ".tsv" else ","
-    return {"": default, "\\t": "\t"}.get(given, given)
-
-
-def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
-    """Returns the non-empty rows of a table.
-
-    Raises:
-        DataError: It is malformed; a quotation mark that is not closed would swallow later rows.
-    """
-    table, rows, first = csv.reader(lines, delimiter=delimiter, strict=True), [], 1
-    try:
-        for row in table:
-            first = table.line_num + 1
-            if any(row):
-                rows.append(row)
-    except csv.Error as error:
-        raise DataError(
-            f"{path} line {first} cannot be read as a table",
-            found=f"{error}, at line {table.line_num}",
-            remedy="look for a quotation mark that is not closed; one inside of a cell is written"
-            " twice; longer texts: a .jsonl file",
-        ) from None
-    return rows
-
-
-def check_header(path: Path, header: Sequence[str]) -> None:
-    """Raises DataError if two columns have the same name, of which one would be ignored."""
-    names = [name for name in header if name]
-    if len({*names}) < len(names):
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise DataError(
-            f"{path} line 1 names two columns {repeated}",
-            found=", ".join(header)[:80],
-            remedy="rename or remove one of them",
-        )
+    label, text = preferred or ("", "")
+    return find(_LABEL_COLUMNS, label), find(_TEXT_COLUMNS, text)
 
 
 def _select_columns(
-    name: str, rows: Iterable[Mapping[str, Any]], options: TextOptions
-) -> list[Row]:
-    """Selects label and text from rows with named columns."""
-    columns: tuple[str, str] | None = None
+    name: str,
+    rows: Iterable[Mapping[str, Any]],
+    options: TextOptions,
+    preferred: Columns | None,
+    first: int = 1,
+) -> Table:
+    """Selects label and text from rows with named columns, of which ``first`` is the number."""
+    names = [*next(iter(rows), {})]
+    if not names:
+        return Table([])
+    columns = _require_columns(name, names, options, preferred)
+    cells = _select_cells(name, rows, columns, first)
+    unused = tuple(str(column) for column in names if column not in columns)
+    return Table([(label.strip(), text) for label, text in cells], columns, unused)
+
+
+def _select_cells(
+    name: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[str], first: int
+) -> list[tuple[str, ...]]:
+    """Returns the cells of these columns; DataError names the first row that lacks one."""
     selected = []
-    for number, row in enumerate(rows, 1):
-        columns = columns or _find_columns(name, row, options)
-        label, text = (row.get(column) for column in columns)
-        if label is None or text is None:
+    for number, row in enumerate(rows, first):
+        cells = tuple(row.get(column) for column in columns)
+        if None in cells:
             raise DataError(
                 f"{name} row {number} lacks {' or '.join(columns)}",
                 found=f"{[*row.values()]}"[:80],
                 remedy="complete or remove the row; a cell with a delimiter in it needs quotes",
             )
-        selected.append((str(label).strip(), str(text)))
+        selected.append(tuple(map(str, cells)))
     return selected
 
 
-def _find_columns(name: str, row: Mapping[str, Any], options: TextOptions) -> tuple[str, str]:
-    columns: list[str] = []
-    for given, candidates, flag in (
-        (options.label_column, _LABEL_COLUMNS, "label"),
-        (options.text_column, TEXT_COLUMNS, "text"),
-    ):
-        column = given or next((c for c in row if c and c.lower() in candidates), "")
-        if column not in row:
+def _require_columns(
+    name: str, names: Sequence[str], options: TextOptions, preferred: Columns | None
+) -> Columns:
+    """Returns the columns that the options name, else those that are found."""
+    label, text = find_columns(names, preferred)
+    columns = options.label_column or label, options.text_column or text
+    given = options.label_column, options.text_column
+    for flag, required, column in zip(("label", "text"), given, columns, strict=True):
+        if column not in names:
             raise DataError(
-                f"{name} has no column {given or f'that is known to hold a {flag}'}",
-                found=f"columns: {', '.join(map(str, row))}",
-                remedy=_column_remedy(flag, given, [*row]),
+                f"{name} has no column {required or f'that is known to hold a {flag}'}",
+                found=f"columns: {', '.join(map(str, names))}",
+                remedy=_column_remedy(flag, required, names)
+                if preferred is None
+                else f"rename it to {flag}",
             )
-        columns.append(column)
-    return columns[0], columns[1]
+    return columns
 
 
 def _column_remedy(flag: str, given: str, columns: Sequence[str]) -> str:
-    if len(columns) == 1 and (marks := [mark for mark in ";\t|" if mark in columns[0]]):
-        return f"--delimiter {shlex.quote(marks[0])}: that is what stands between the columns"
+    if remedy := delimiter_remedy(columns):
+        return remedy
     near = difflib.get_close_matches(given.lower(), [column.lower() for column in columns], 1)
     meant = next((column for column in columns if [column.lower()] == near), "NAME")
     return f"--{flag}-column {shlex.quote(meant)}"
 
 
-def _from_hub(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
+def _from_hub(
+    options: TextOptions, columns: Columns | None
+) -> tuple[dict[str, Table], tuple[str, ...]]:
     parts = load_rows(options.data, options.data_config, options.offline)
-    rows = {split: _select_columns(options.data, part, options) for split, part in parts.items()}
-    # Public benchmarks hide the labels of their test part as -1.
-    labelled = {
-        split: part for split, part in rows.items() if any(label != "-1" for label, _ in part)
-    }
+    tables = {}
+    for split, part in parts.items():
+        tables[split] = _select_columns(options.data, part, options, columns)
+        columns = columns or tables[split].columns
     features = getattr(parts["train"], "features", None) or {}
-    class_names = [getattr(feature, "names", None) for feature in features.values()]
-    return labelled, tuple(next((names for names in class_names if names), ()))
+    names = getattr(features.get(tables["train"].columns[0]), "names", None) or ()
+    # Public benchmarks hide the labels of their test part as -1.
+    return {
+        split: table
+        for split, table in tables.items()
+        if any(label != "-1" for label, _ in table.rows)
+    }, tuple(names)
 
 
 def _find_labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -384,7 +392,7 @@ def _find_labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     if not 2 <= len(labels) <= _MAX_CLASSES:
         examples = ", ".join(repr(label[:20]) for label in sorted(labels)[:5])
         raise DataError(
-            f"{name} has {len(labels)} classes",
+            f"{name} has {len(labels)} class{'es' * (len(labels) != 1)}",
             found=f"labels: {examples}{', …' if len(labels) > 5 else ''}",
             remedy="2 to 1000 classes; --label-column NAME says where the labels are",
         )
@@ -434,7 +442,8 @@ def _encode_labels(
         raise DataError(
             f"{name}: label {wrong!r} of {split} is not among the training labels",
             found=f"these are {_list_labels([*number])}",
-            remedy="correct or remove such rows; each row: label, text",
+            remedy="correct such rows (each row: label, text), or add rows with this label to the"
+            " training part",
         )
     return [text for _, text in rows], [number[label] for label, _ in rows]
 

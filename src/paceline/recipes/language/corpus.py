@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.recipes.data import SPLIT_NAMES, find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import conversion_to_utf8
+from paceline.recipes.data.tables import conversion_to_utf8
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.records import read_file
 from paceline.spec.errors import DataError

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.program import library
 from paceline.recipes.data import find_data, is_hub_id, splits_in_name
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import check_header, parse_json, parse_rows, read_lines
+from paceline.recipes.data.tables import (
+    check_header,
+    parse_json,
+    parse_rows,
+    read_lines,
+    read_parquet,
+)
 from paceline.spec.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -184,9 +189,5 @@ def _read_text(path: Path, name: str) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path, name: str) -> Iterator[Record]:
-    parquet = library("pyarrow.parquet", f"{name} is read")
-    try:
-        rows: Iterable[Any] = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's errors are of both kinds
-        raise DataError(f"{name} cannot be read", found=str(error)[:200]) from None
-    return (_checked(row, f"{name} row {number}") for number, row in enumerate(rows, 1))
+    rows = enumerate(read_parquet(path, name), 1)
+    return (_checked(row, f"{name} row {number}") for number, row in rows)

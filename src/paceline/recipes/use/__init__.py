@@ -40,7 +40,8 @@ class PredictOptions:
     """Tell the class of images or texts."""
 
     inputs: tuple[str, ...] = field(default=(), metadata={"positional": True})
-    """Image files and folders of images; or texts, and csv, tsv and txt files of texts."""
+    """Image files and folders of images; or texts, and csv, tsv, jsonl, parquet and txt
+    files of texts."""
     run: str = ""
     """Run directory that holds model/."""
     top_k: int = 3

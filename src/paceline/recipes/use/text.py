@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.texts import (
-    TEXT_COLUMNS,
-    TextData,
-    cell_delimiter,
-    load_texts,
-    parse_rows,
-)
+from paceline.recipes.data.tables import TABLE_FILES, read_lines
+from paceline.recipes.data.texts import TextData, load_texts, read_texts
 from paceline.recipes.networks import build_text_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.text import TextTensors, evaluate
@@ -71,21 +66,20 @@ class TrainedTextModel(TrainedModel):
     def load_data(self, options: EvaluateOptions) -> TextData:
         """Loads the training's data, or others in the same way."""
         recorded = self.config["data"]
-        split, columns = recorded["split"], recorded["columns"]
+        split, (label, text) = recorded["split"], recorded["columns"]
+        source = options.data or recorded["source"]
         labels = tuple(self.config["labels"])
         text_options = TextOptions(
-            data=options.data or recorded["source"],
+            data=source,
             data_config="" if options.data else recorded["config"],
             data_dir=options.data_dir,
             test_data="" if options.data else recorded["test"],
-            label_column=columns[0],
-            text_column=columns[1],
-            delimiter=recorded["delimiter"],
+            delimiter=_delimiter(source, recorded),
             class_names=self.classes if self.classes != labels else (),
             test_fraction=split.get("test_fraction", 0.1),
             seed=split.get("seed", 0),
         )
-        return load_texts(text_options, labels)
+        return load_texts(text_options, labels, (label, text))
 
 
 def load_trained(run: str) -> TrainedTextModel:
@@ -162,39 +156,26 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
 
 def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str]:
     """Yields the texts; ``trained_on`` describes the data of the training."""
+    label, text = trained_on["columns"]
     for name in inputs:
         path, suffix = Path(name), Path(name).suffix.lower()
-        if suffix in (".csv", ".tsv", ".txt") and " " not in name and not path.is_file():
+        if suffix in (*TABLE_FILES, ".txt") and " " not in name and not path.is_file():
             raise DataError(
                 f"there is no file {name}",
                 remedy="correct its name; a text that ends like one needs a blank in it",
             )
-        if suffix in (".csv", ".tsv") and path.is_file():
-            is_like_training = Path(str(trained_on["source"])).suffix.lower() in ("", suffix)
-            delimiter = trained_on["delimiter"] if is_like_training else ""
-            yield from _column(path, trained_on["columns"][1], delimiter)
+        if suffix in TABLE_FILES and path.is_file():
+            yield from read_texts(path, _delimiter(name, trained_on), (label, text))
         elif suffix == ".txt" and path.is_file():
-            yield from (line for line in path.read_text(encoding="utf-8").splitlines() if line)
+            yield from filter(None, read_lines(path))
         else:
             yield name
 
 
-def _column(path: Path, column: str, delimiter: str) -> Iterator[str]:
-    """Yields the texts of a table.
-
-    They are in the column of this name, else in the first with a name that training recognises;
-    without such a header in the second or only one. An empty ``delimiter`` is that of the suffix.
-    """
-    delimiter = cell_delimiter(path, delimiter)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = parse_rows(path, file, delimiter)
-    if not rows:
-        raise DataError(f"{path} is empty")
-    header = [cell.strip() for cell in rows[0]]
-    columns = [place for place, name in enumerate(header) if name.lower() in TEXT_COLUMNS]
-    columns = [header.index(column)] if column in header else columns
-    place = columns[0] if columns else min(1, len(header) - 1)
-    yield from (row[place] for row in rows[bool(columns) :] if len(row) > place)
+def _delimiter(name: str, trained_on: Mapping[str, Any]) -> str:
+    """Returns the delimiter of the training for files of the same kind, else that of the suffix."""
+    source, other = (Path(str(path)).suffix.lower() for path in (trained_on["source"], name))
+    return str(trained_on["delimiter"]) if source in ("", other) else ""
 
 
 @torch.inference_mode()

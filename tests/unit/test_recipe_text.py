@@ -98,6 +98,17 @@ def test_header_tells_delimiter(tmp_path: Path) -> None:
         assert read(path).fingerprint == expected
 
 
+@pytest.mark.parametrize("place", range(0, 41, 4))
+def test_only_row_of_a_class_is_for_training(tmp_path: Path, place: int) -> None:
+    rows = [*ROWS[:place], ("neutral", "so so"), *ROWS[place:]]
+    data = read(write_csv(tmp_path / "d.csv", [("label", "text"), *rows]), test_fraction=0.5)
+    texts, labels = data.splits["train"]
+    trained = [(data.classes[label], text) for text, label in zip(texts, labels, strict=True)]
+    assert ("neutral", "so so") in trained
+    assert trained == [row for row in rows if row in trained]
+    assert sum(len(labels) for _, labels in data.splits.values()) == len(rows)
+
+
 def test_part_to_train_on_is_required(tmp_path: Path) -> None:
     write_csv(tmp_path / "test.csv", ROWS)
     with pytest.raises(DataError, match="has no part to train on"):

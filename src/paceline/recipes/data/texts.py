@@ -123,8 +123,7 @@ def load_texts(
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
         fraction = options.test_fraction
-        divided = split_seeded(parts["train"], fraction, options.seed)
-        parts = {"train": divided["train"], "test": divided["val"]}
+        parts = _hold_out(parts["train"], fraction, options.seed)
         split_info = {"method": "seeded", "seed": options.seed, "test_fraction": fraction}
     labels = labels or _find_labels(name, parts["train"])
     classes = _class_names(name, labels, options.class_names or names)
@@ -177,6 +176,21 @@ def split_seeded(items: Sequence[T], fraction: float, seed: int) -> dict[str, li
     held_out = sorted(order[:count])
     training = sorted(order[count:])
     return {"train": [items[i] for i in training], "val": [items[i] for i in held_out]}
+
+
+def _hold_out(rows: Sequence[Row], fraction: float, seed: int) -> dict[str, list[Row]]:
+    """Draws the test part by the seed; of each class, at least one row is for training.
+
+    If no row were left to test on, nothing is moved.
+    """
+    divided = split_seeded(range(len(rows)), fraction, seed)
+    learned = {rows[i][0] for i in divided["train"]}
+    moved = {rows[i][0]: i for i in reversed(divided["val"]) if rows[i][0] not in learned}
+    if len(moved) == len(divided["val"]):
+        moved = {}
+    training = sorted([*divided["train"], *moved.values()])
+    held_out = [i for i in divided["val"] if i not in moved.values()]
+    return {"train": [rows[i] for i in training], "test": [rows[i] for i in held_out]}
 
 
 def _is_complete(folder: Path) -> bool:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from paceline.cli.verbs.recipe import script
 from paceline.recipes.data.pairs import numbers
 from paceline.recipes.data.texts import meals
+from paceline.recipes.minimal import text as minimal_text
 
 sys.path.insert(0, str(Path(__file__).parent))
 import local_ranks
@@ -83,6 +84,14 @@ def test_matches_golden_losses_and_resumes_at_any_world_size(name: str, tmp_path
     last = json.loads((one / "metrics.jsonl").read_text().splitlines()[-1])
     figures = ast.literal_eval(evaluated.out.strip())
     assert {key: last[key] for key in figures} == figures
+
+
+@pytest.mark.parametrize("header", ["", "Label,Text\n", "text,id,sentiment\n"])
+def test_text_script_reads_table_with_and_without_header(header: str, tmp_path: Path) -> None:
+    row = "a b,1,yes\n" if "id" in header else "yes,a b\n"
+    (tmp_path / "d.csv").write_text(header + 3 * row, encoding="utf-8-sig")
+    samples, words, labels = minimal_text.read(str(tmp_path / "d.csv"))
+    assert (len(samples), words[2:], labels) == (3, ["a", "b"], ["yes"])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,8 @@
     paceline run --run-dir runs/mine my_text.py           # typed again, it resumes where it was
     python my_text.py --evaluate runs/mine                # the figures of a run's model
 
---data names a csv file without a header: label, text. Every tenth row is held out.
+--data names a csv file: label, text; or columns under a header with usual names. Every tenth row is
+held out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
-from paceline.recipes.data.texts import meals
+from paceline.recipes.data.texts import find_columns, meals
 
 BATCH = 32  # texts of one step over all processes: the result is the same at any number of them
 MAX_TOKENS = 128  # tokens of a text that are used
@@ -37,8 +38,11 @@ def read(path: str) -> tuple[list[Sample], list[str], list[str]]:
     """Every text as token ids; the words that these stand for, and the classes' labels."""
     rows = meals(seed=0)
     if path != "meals":
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        rows = [(label, text) for label, text in csv.reader(lines)]
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        table = [*csv.reader(lines)]
+        if all(columns := find_columns(table[0])):  # the first row is a header
+            table = [[row[name] for name in columns] for row in csv.DictReader(lines)]
+        rows = [(label, text) for label, text in table]
     texts = [re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_TOKENS] for _, text in rows]
     seen = Counter(word for n, text in enumerate(texts) if n % 10 for word in text)
     words = ["[PAD]", "[UNKNOWN]", *(word for word, _ in seen.most_common(30_000))]

@@ -509,3 +509,13 @@ def test_missing_folder_error_names_host(tmp_path: Path, monkeypatch: pytest.Mon
         read(tmp_path / "gone")
     assert f"no {tmp_path}/gone on n2" in caught.value.render()
     assert "on every host at the same path: copy it there (rsync -a" in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("images", "remedy"), [(1, "a class needs one to train on"), (2, "raise --test-fraction")]
+)
+def test_too_few_images_error_says_what_helps(tmp_path: Path, images: int, remedy: str) -> None:
+    write_folder(tmp_path, {"a": images, "b": images})
+    with pytest.raises(DataError, match=f"{2 * images} images in 2 classes") as caught:
+        read(tmp_path)
+    assert remedy in caught.value.remedy

@@ -18,6 +18,7 @@ from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.options import ImageOptions
 from paceline.spec import jobenv
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.train.data.order import permutation
 
 Pixels = NDArray[np.uint8]
@@ -135,10 +136,15 @@ def split_seeded(labels: Labels, options: ImageOptions) -> tuple[dict[str, Label
     """
     mask = held_out_mask(labels, options.test_fraction, options.seed)
     if not mask.any():
+        sizes = np.unique(labels, return_counts=True)[1]
+        classes = f"{len(sizes)} class{'es' * (len(sizes) != 1)}"
+        remedy = "add images, or raise --test-fraction"
+        if sizes.max(initial=0) < 2:
+            remedy = "add images: a class needs one to train on and one to hold out; or a test part"
         raise DataError(
             f"{options.data} has too few images to hold some out",
-            found=f"{len(labels)} images in {len(np.unique(labels))} classes",
-            remedy="add images, or raise --test-fraction",
+            found=f"{pluralize(len(labels), 'image')} in {classes}",
+            remedy=remedy,
         )
     fraction = options.test_fraction
     split_info: SplitInfo = {"method": "seeded", "seed": options.seed, "test_fraction": fraction}

@@ -162,6 +162,16 @@ def test_rejects_missing_data_before_start(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize(("recipe", "flag"), [("translation", "--target"), ("text", "--test-data")])
+def test_rejects_missing_second_file_before_start(tmp_path: Path, recipe: str, flag: str) -> None:
+    (tmp_path / "a.en").write_text("one\ntwo\n")
+    argv = [sys.executable, "-m", "paceline", "train", recipe, "--data", "a.en", flag, "a.de"]
+    completed = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert f"{flag} a.de: no such file or folder" in completed.stderr
+    assert f"Did you mean {flag} a.en?" in completed.stderr
+
+
 def test_rejects_missing_relative_data_on_other_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,20 +103,24 @@ def check_data_exists(
     ctx: click.Context, options: Options, cluster: Cluster, dispatch: Dispatch
 ) -> None:
     """Raises SettingError for missing data, unless other hosts may have the path."""
-    data, is_remote = options.data, has_remote_host(cluster)
+    is_remote = has_remote_host(cluster)
     is_here = dispatch.kind == "run" and dispatch.scheduler.is_direct and not ctx.params["image"]
-    path = Path(data).expanduser()
-    if not is_here or options.data_dir or (is_remote and path.is_absolute()):
+    if not is_here or options.data_dir:
         return
-    if is_path(data) and not is_hub_id(data) and not path.exists():
+    for field in ("data", "test_data", "target"):
+        data = getattr(options, field, "")
+        path, flag = Path(data).expanduser(), f"--{field.replace('_', '-')}"
+        is_name = not data or (field == "data" and (not is_path(data) or is_hub_id(data)))
+        if is_name or path.exists() or (is_remote and path.is_absolute()):
+            continue
         names = list[str]()
         with suppress(OSError):
             names = [entry.name for entry in path.parent.iterdir()]
         match = closest_match(path.name, names)
-        remedy = [f"Did you mean --data {path.parent / match}?"] if match else []
+        remedy = [f"Did you mean {flag} {path.parent / match}?"] if match else []
         remedy += ["If only the hosts have it, give its absolute path"] if is_remote else []
         raise SettingError(
-            f"--data {data}: no such file or folder",
+            f"{flag} {data}: no such file or folder",
             found=f"no {path.absolute()}",
             remedy="\n".join(remedy),
         )

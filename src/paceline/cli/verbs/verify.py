@@ -9,7 +9,7 @@ import click
 from paceline.cli.options import RUN_DIR_OF, settings_options
 from paceline.cli.runs.run_lookup import current_run
 from paceline.cli.verb import Verb, say
-from paceline.spec.formatting import format_size
+from paceline.spec.formatting import format_size, pluralize
 from paceline.spec.terminal import format_for
 
 
@@ -36,7 +36,7 @@ def command(ctx: click.Context, /, **_: object) -> None:
         if not details and checkpoint.manifest is not None:
             entries = checkpoint.manifest.files.values()
             size = format_size(sum(entry.bytes for entry in entries))
-            details = f"{len(entries)} files, {size}"
+            details = f"{pluralize(len(entries), 'file')}, {size}"
         line = f"{checkpoint.name:<12} {checkpoint.status:<9} {details}"
         say(format_for(line, sys.stdout))
     if not num_checkpoints:

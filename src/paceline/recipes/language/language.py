@@ -44,6 +44,7 @@ from paceline.recipes.language.token_files import (
 from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.tokens import TOKENIZER
 from paceline.spec import rundir
+from paceline.spec.formatting import pluralize
 from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import Best, files
 from paceline.train.comms import parse_texts
@@ -236,7 +237,9 @@ def summary(figures: dict[str, float], held_out: TokenRows) -> str:
 
 def describe_corpus(corpus: Corpus) -> str:
     """Describes the data in a line."""
-    skipped = f"; {corpus.num_skipped:,} files left out: no text" if corpus.num_skipped else ""
+    skipped = (
+        f"; {pluralize(corpus.num_skipped, 'file')} left out: no text" if corpus.num_skipped else ""
+    )
     return f"{corpus.source}: {corpus.num_characters:,} characters{skipped}"
 
 

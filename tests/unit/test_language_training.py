@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import io
 import json
 import math
@@ -23,7 +24,12 @@ from command_lines import overridden
 from paceline.recipes.language import memory
 from paceline.recipes.language.corpus import PIECE_CHARACTERS, Corpus, cut
 from paceline.recipes.language.decoder import Decoder, Shape
-from paceline.recipes.language.language import derive, main, read_once_per_host
+from paceline.recipes.language.language import (
+    derive,
+    describe_corpus,
+    main,
+    read_once_per_host,
+)
 from paceline.recipes.language.muon import MuonWithAuxiliary, orthogonalize
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.token_files import (
@@ -94,7 +100,7 @@ def test_reads_texts_and_tables_of_folder(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/config").write_text("hidden")
     loaded = corpus(tmp_path)
-    assert loaded.num_skipped == 1
+    assert loaded.skipped == ["c.png"]
     assert sorted("".join(map("".join, texts(loaded).values()))) == sorted("firstsecondthird")
 
 
@@ -138,6 +144,41 @@ def test_separate_test_file_is_held_out(data: Path, tmp_path: Path) -> None:
     other.write_text("other")
     parts = texts(corpus(data, test_data=str(other)))
     assert parts == {"train": [data.read_text()], "test": ["other"]}
+
+
+@pytest.mark.parametrize("content", ["schöne Größe\n".encode("latin-1"), "Größe".encode("utf-16")])
+@pytest.mark.parametrize("name", ["b.txt", "val/b.txt", "train/b"])
+def test_text_in_other_encoding_is_refused_in_folder(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
+    for path in (tmp_path / "train/a.txt", tmp_path / name):
+        path.parent.mkdir(exist_ok=True)
+    (tmp_path / "train/a.txt").write_text("one")
+    (tmp_path / name).write_bytes(content * 1000)
+    if name == "b.txt":
+        (tmp_path / "train/a.txt").rename(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=f"{name} is not in UTF-8") as caught:
+        corpus(tmp_path)
+    assert "iconv" in caught.value.remedy
+
+
+def test_binary_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"two", 9, mtime=0x10101010))
+    for name in ("c.png", "d.png", "e.png"):
+        (tmp_path / name).write_bytes(b"\x89PNG\0")
+    described = describe_corpus(corpus(tmp_path))
+    assert described.endswith("4 files left out, not text: b.gz, c.png, d.png and 1 more")
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_part_without_text_is_refused(part: str, tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_bytes(b"\0" if name == part else b"text")
+    with pytest.raises(DataError, match=f"holds no text for {part}") as caught:
+        corpus(tmp_path)
+    assert caught.value.found == f"1 file left out, not text: {part}/a.txt"
 
 
 @pytest.mark.parametrize(

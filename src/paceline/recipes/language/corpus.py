@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from paceline.recipes.data.tables import conversion_to_utf8
 from paceline.recipes.language.options import LanguageOptions
 from paceline.recipes.language.records import read_file
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 
 TABLES = (".jsonl", ".parquet")
 """Suffixes of files with one text in each row; any other file is one text."""
@@ -22,6 +24,7 @@ PIECE_CHARACTERS = 16 << 10
 """Length of the pieces of which some are held out."""
 _BLOCK_CHARACTERS = 1 << 20  # of a file that are in memory
 _SAMPLE_BYTES = 1 << 13
+_GZIP = b"\x1f\x8b"
 _Source = Path | Iterable[Mapping[str, Any]]
 
 
@@ -32,7 +35,7 @@ class Corpus:
         source: Name of the data, as typed.
         fingerprint: Hash over texts and parts; empty until they are read.
         num_characters: Length of all texts; 0 until they are read.
-        num_skipped: Files that hold no text.
+        skipped: Files of a folder that are not text, as paths in it.
         split: How the parts were made.
 
     Args:
@@ -47,7 +50,7 @@ class Corpus:
         self, options: LanguageOptions, *, divides: bool = True, reads: bool = True
     ) -> None:
         self.source, self._column = options.data, options.text_column
-        self.fingerprint, self.num_characters, self.num_skipped = "", 0, 0
+        self.fingerprint, self.num_characters, self.skipped = "", 0, list[str]()
         self._sources = self._find(options)
         self.split: dict[str, str | float] = {"method": "as in the files"}
         self._interval = 0  # one piece of so many is held out
@@ -69,6 +72,14 @@ class Corpus:
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_characters:
             raise DataError(f"--data {self.source} holds no text")
+
+    def describe_skipped(self) -> str:
+        """Describes the files that are not text; empty if there are none."""
+        if not self.skipped:
+            return ""
+        names = ", ".join(self.skipped[:3])
+        more = f" and {len(self.skipped) - 3:,} more" if self.skipped[3:] else ""
+        return f"{pluralize(len(self.skipped), 'file')} left out, not text: {names}{more}"
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -119,28 +130,25 @@ class Corpus:
         return found
 
     def _find_files(self, folder: Path) -> dict[str, list[_Source]]:
-        """Returns the files of each part.
-
-        If none is named for training, all but shards of other parts are: a folder of code may have
-        tests.
-        """
+        """Returns the texts of each part; DataError if a part has files, and none is text."""
         files = []
         for path in sorted(folder.rglob("*")):
             is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
             if not is_hidden and path.is_file():
                 files.append(path)
-        texts = [path for path in files if path.suffix in TABLES or _is_text(path)]
-        self.num_skipped = len(files) - len(texts)
         parts: dict[str, list[_Source]] = {}
-        for path in texts:
-            parts.setdefault(_part(path.relative_to(folder)), []).append(path)
-        if "train" not in parts:
-            parts = {}
-            for path in texts:
-                parts.setdefault(_shard_part(path) or "train", []).append(path)
-            if "train" not in parts:
-                return {"train": [*texts]}
-        return {part: parts[part] for part in SPLIT_NAMES if part in parts}
+        for part, paths in _divide(files, folder).items():
+            texts = {path for path in paths if _is_text(path)}
+            parts[part] = [path for path in paths if path in texts]
+            self.skipped += [str(path.relative_to(folder)) for path in paths if path not in texts]
+        if empty := [part for part, sources in parts.items() if not sources]:
+            raise DataError(
+                f"--data {self.source} holds no text for {empty[0]}",
+                found=self.describe_skipped() or "no file",
+                remedy="text files in UTF-8, or other names: by its files' names, a folder is"
+                " divided into train, val and test",
+            )
+        return parts
 
     def _documents(self, sources: Iterable[_Source]) -> Iterator[str]:
         """Yields the texts that are not empty, a very long one in several."""
@@ -181,6 +189,24 @@ def cut(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
+def _divide(files: Sequence[Path], folder: Path) -> dict[str, list[Path]]:
+    """Returns the files of each part by their names.
+
+    If none is named for training, all but shards of other parts are: a folder of code may have
+    tests.
+    """
+    parts: dict[str, list[Path]] = {}
+    for path in files:
+        parts.setdefault(_part(path.relative_to(folder)), []).append(path)
+    if "train" not in parts:
+        parts = {}
+        for path in files:
+            parts.setdefault(_shard_part(path) or "train", []).append(path)
+        if "train" not in parts:
+            return {"train": [*files]}
+    return {part: parts[part] for part in SPLIT_NAMES if part in parts}
+
+
 def _part(path: Path) -> str:
     """Returns the part that the first folder, or the beginning of the file's name, names."""
     for name in (path.parts[0], path.stem.split("-")[0]):
@@ -198,13 +224,13 @@ def _shard_part(path: Path) -> str:
 
 
 def _is_text(path: Path) -> bool:
+    """Whether a file is a table or text in any encoding; reading refuses all but UTF-8."""
+    if path.suffix in TABLES:
+        return True
     with path.open("rb") as file:
         sample = file.read(_SAMPLE_BYTES)
-    try:
-        sample.decode()
-    except UnicodeDecodeError as error:
-        return error.start > len(sample) - 4  # a character that the sample cuts
-    return b"\0" not in sample
+    is_utf16 = sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return is_utf16 or not (b"\0" in sample or sample.startswith(_GZIP))
 
 
 def _read_text(path: Path) -> Iterator[str]:

@@ -237,10 +237,8 @@ def summary(figures: dict[str, float], held_out: TokenRows) -> str:
 
 def describe_corpus(corpus: Corpus) -> str:
     """Describes the data in a line."""
-    skipped = (
-        f"; {pluralize(corpus.num_skipped, 'file')} left out: no text" if corpus.num_skipped else ""
-    )
-    return f"{corpus.source}: {corpus.num_characters:,} characters{skipped}"
+    skipped = corpus.describe_skipped()
+    return f"{corpus.source}: {corpus.num_characters:,} characters{skipped and f'; {skipped}'}"
 
 
 def describe_training(options: LanguageOptions, shape: Shape, training: TokenRows) -> str:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from command_lines import overridden
 from paceline.recipes.language import memory
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, checkpoint_gradients
-from paceline.recipes.language.base_model import content_hash, settings_hash
+from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.chat_templates import template_render
 from paceline.recipes.language.conversations import parse_row
 from paceline.recipes.language.examples import Encoder, ExampleSet
@@ -28,6 +28,8 @@ from paceline.recipes.language.rows import make_rows, pack
 from paceline.recipes.language.sft import add_end_tokens, keeps_apart, main
 from paceline.recipes.language.sft import generate as continue_tokens
 from paceline.recipes.use import evaluate, export, generate, predict
+from paceline.spec import rundir
+from paceline.spec.errors import DataError
 from paceline.spec.terminal import clean
 
 lacks_peft = importlib.util.find_spec("peft") is None  # importing it takes seconds in each worker
@@ -202,6 +204,7 @@ def test_evaluation_reproduces_training_metrics(
     from transformers import AutoModelForCausalLM
 
     assert train(input_dir, tmp_path, "--epochs=1", "--lr=0.01", "--lora-rank=4") == 0
+    (tmp_path / rundir.KEY).touch()  # which the launcher makes
     result = tmp_path / "figures.json"
     assert evaluate.main([f"--run={tmp_path}", f"--figures={result}", "--device=cpu"]) == 0
     figures = json.loads(result.read_text())
@@ -229,6 +232,13 @@ def test_evaluation_reproduces_training_metrics(
         expected = adapted.double()(tokens).logits
         torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
     assert (folder / "transformers/chat_template.jinja").is_file()
+
+    for part in (tmp_path, tmp_path / "model", tmp_path / "adapters/last"):
+        with pytest.raises(DataError, match="is part of a run of Paceline") as caught:
+            BaseModel(str(part)).check_no_run()
+        command, then = caught.value.remedy.splitlines()
+        assert command == f"paceline export {tmp_path}"
+        BaseModel(then.removeprefix("Then: --model ")).load()
 
 
 def test_chat_prompts_include_message_history(

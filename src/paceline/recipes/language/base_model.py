@@ -51,6 +51,18 @@ class BaseModel:
         """The folder or file on this host."""
         return local_path(Path(self.name).expanduser())
 
+    def check_no_run(self) -> None:
+        """Raises DataError for a folder of a run that transformers cannot load."""
+        path = self.path
+        for folder in (path, *path.parents[:2]):  # RUN, RUN/model, RUN/adapters/last
+            if path.is_dir() and is_run(folder) and not _describes_model(path):
+                exported = folder / "export/transformers"
+                raise DataError(
+                    f"--model {self.name} is part of a run of Paceline",
+                    remedy=f"{shell_text(['paceline', 'export', str(folder)])}\n"
+                    f"Then: --model {shell_text([str(exported)])}",
+                )
+
     def outline(self) -> Any:
         """Builds the model without its weights, on the device ``meta``.
 
@@ -159,13 +171,6 @@ class BaseModel:
     def _prepare(self) -> tuple[Any, dict[str, Any]]:
         """Returns the library, and the arguments of its loaders."""
         path = self.path
-        for folder in (path, *path.parents[:2]):  # RUN, RUN/model, RUN/adapters/last
-            if path.is_dir() and not (path / "config.json").exists() and is_run(folder):
-                raise DataError(
-                    f"--model {self.name} is part of a run of Paceline",
-                    remedy=f"{shell_text(['paceline', 'export', str(folder)])}\n"
-                    f"Then: --model {shell_text([str(folder / 'export')])}",
-                )
         check_folder(path, self.name)
         if path.is_file():  # its tensors have a progress bar that cannot be turned off otherwise
             os.environ.setdefault("TQDM_DISABLE", "1")
@@ -190,6 +195,15 @@ class BaseModel:
         if not path.is_dir() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
             raise DataError(f"--model {self.name} is not there", found=f"no {path.absolute()}")
         return transformers, {"pretrained_model_name_or_path": source, **location}
+
+
+def _describes_model(folder: Path) -> bool:
+    """Whether a folder has a description for transformers; that of a run is of the same name."""
+    try:
+        description = json.loads(files.read_bytes_limited(folder / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(description, dict) and "model_type" in description
 
 
 def content_hash(model: nn.Module) -> str:

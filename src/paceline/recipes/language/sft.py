@@ -83,6 +83,7 @@ def train_sft(options: SftOptions) -> None:
         common.agree_on_precision(session, options)
         if options.method == "qlora":
             session.together(lambda: check_quantization(session.device))
+        session.together(base.check_no_run)
         tokenizer = session.together(base.load_tokenizer)
         encoder = session.together(lambda: make_encoder(tokenizer, options))
         training, held_out = session.together(lambda: encode_parts(encoder, data, options))

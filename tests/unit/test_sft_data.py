@@ -390,7 +390,17 @@ def decoded_targets(built: Example) -> str:
 
 def test_targets_are_answer_tokens() -> None:
     built = example(("user", "Größe?"), ("assistant", "100 €"))
-    assert decoded_targets(built) == "100 €<|end|>\n"
+    assert decoded_targets(built) == "100 €<|end|>"
+
+
+def test_targets_end_with_the_token_that_ends_a_turn() -> None:
+    turns = [("user", "a"), ("assistant", "b\n"), ("user", "c"), ("assistant", "d")] * 2
+    for space in ("", "\n", " \n\n"):
+        built = example(*turns, template=CHATML.replace("<|end|>\n", f"<|end|>{space}"))
+        assert decoded_targets(built) == "b\n<|end|>d<|end|>" * 2
+        plain = Conversation("f", text=f"a<|end|>{space}")
+        (rendered,) = render_conversation(plain, plain_render)
+        assert decoded_targets(encode(rendered, "f", make_tokenizer(), is_plain=True)) == "<|end|>"
 
 
 def test_adds_end_token_if_template_has_none() -> None:
@@ -441,9 +451,10 @@ def test_rejects_example_without_targets() -> None:
 def test_show_example_marks_targets() -> None:
     built = example(("user", "a\nb"), ("assistant", "c\nd"))
     listing = show_example(built, make_tokenizer().decode)
-    *context, first, second = listing.splitlines()[1:]
-    assert context == ["  | <|start|>user", "  | a", "  | b<|end|>", "  | <|start|>assistant"]
-    assert (first, second) == ("  > c", "  > d<|end|>")
+    assert listing.splitlines()[1:] == [
+        *("  | <|start|>user↵", "  | a↵", "  | b<|end|>↵", "  | <|start|>assistant↵"),
+        *("  > c↵", "  > d<|end|>", "  | ↵"),
+    ]
 
 
 # -- lengths -------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def answer_log_probs(model: Any, row: Mapping[str, str]) -> list[float]:
     for answer in (row["chosen"], row["rejected"]):
         prompt = f"<|start|>user\n{row['prompt']}<|end|>\n<|start|>assistant\n"
         start = len(tokenizer(prompt)["input_ids"])
-        tokens = torch.tensor(tokenizer(f"{prompt}{answer}<|end|>\n")["input_ids"])
+        tokens = torch.tensor(tokenizer(f"{prompt}{answer}<|end|>")["input_ids"])
         with torch.no_grad():
             scores = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
         chosen = scores[:-1].gather(1, tokens[1:, None])[:, 0]

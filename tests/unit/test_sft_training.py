@@ -332,7 +332,7 @@ def test_show_examples_exits_before_training(
     output = capsys.readouterr().out
     assert "messages format" in output
     assert output.count("trained on (>)") == 2
-    assert "22 examples for training: 1,831 tokens, 501 of them trained on (27%)" in output
+    assert "22 examples for training: 1,831 tokens, 474 of them trained on (26%)" in output
     assert not (tmp_path / "model").exists()
 
 

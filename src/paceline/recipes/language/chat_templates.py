@@ -205,8 +205,8 @@ def _limited_memory() -> Iterator[None]:
 def encode(rendered: Rendered, location: str, tokenizer: Any, *, is_plain: bool) -> Example:
     """Returns the tokens of a text and which are trained on.
 
-    The text ends with the end of a turn, so that the model learns to stop; it is added if the
-    template has none.
+    An answer ends with the token that ends a turn, so that the model learns to stop; it is added at
+    the end of a text whose template has none.
 
     Args:
         is_plain: The text has no template: what the tokenizer adds at a text's beginning is added.
@@ -218,15 +218,18 @@ def encode(rendered: Rendered, location: str, tokenizer: Any, *, is_plain: bool)
     tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
     # A token that begins before a part and ends in it belongs to the part.
-    targets = np.zeros(len(tokens), dtype=np.bool_)
+    targets, special = np.zeros(len(tokens), dtype=np.bool_), special_tokens(tokenizer)
     for start, end in rendered.spans:
+        visible_end = len(rendered.text[:end].rstrip())
+        if special.intersection(tokens[offsets[:, 1] == visible_end].tolist()):
+            end = visible_end  # the model stops there: white space after it is the template's
         targets |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
     ends = rendered.spans[-1][1] == len(rendered.text)
     if ends and not _ends_turn(tokens, offsets, rendered.text, tokenizer):
         tokens = np.append(tokens, tokenizer.eos_token_id)
         targets = np.append(targets, True)
     elif ends and is_plain:  # the tokenizer may have added it
-        targets[-1] = True
+        targets[-1] |= int(tokens[-1]) in special
     targets[:1] = False
     if not targets.any():
         raise DataError(

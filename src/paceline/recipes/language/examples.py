@@ -390,13 +390,16 @@ class PairSet(ExampleSet):
 
 
 def show_example(example: Example, decode: Callable[[Sequence[int]], str]) -> str:
-    """Returns an example's text; lines that are trained on begin with ``>``, others with ``|``."""
+    """Returns an example's text; lines that are trained on begin with ``>``, others with ``|``.
+
+    A line break of the text ends in ``↵``, which belongs to the part before it.
+    """
     changes = np.flatnonzero(np.diff(example.targets)) + 1
     lines = [
         f"{example.location}: {len(example)} tokens, {int(example.targets.sum())} trained on (>)"
     ]
     for part in np.split(np.arange(len(example)), changes):
         mark = ">" if example.targets[part[0]] else "|"
-        text = decode(example.tokens[part].tolist()).rstrip("\n")
+        text = decode(example.tokens[part].tolist()).replace("\n", "↵\n").removesuffix("\n")
         lines += [f"  {mark} {line}" for line in text.split("\n")]
     return "\n".join(lines)

@@ -27,6 +27,7 @@ from paceline.recipes.language.decoder import Decoder, Shape
 from paceline.recipes.language.language import (
     derive,
     describe_corpus,
+    describe_training,
     main,
     read_once_per_host,
 )
@@ -292,6 +293,12 @@ def test_muon_matches_torch_and_restores_state() -> None:
 def rows(num_rows: int, length: int = 512) -> TokenRows:
     tokens = np.zeros(num_rows * length + 1, dtype=np.uint16)
     return TokenRows(tokens, length, 4 * num_rows * length, is_whole=False)
+
+
+def test_describes_small_network_in_the_singular() -> None:
+    options, shape = LanguageOptions(data="a", epochs=1), Shape(1, 1024, 512)
+    described = describe_training(options, shape, rows(2_000))
+    assert described.startswith("1 layer of width 64 with 1 head, 1 of keys and values, 1,024 tok")
 
 
 def test_derives_hyperparameters_from_depth_and_data() -> None:

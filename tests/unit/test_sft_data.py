@@ -478,7 +478,9 @@ def test_oversized_examples_are_rejected_cut_or_dropped() -> None:
     assert cut.num_lost_tokens == 81 + 11 + 21
     dropped = encoder(10, "drop").encode(texts)
     assert (dropped.lengths(), dropped.num_cut, dropped.num_dropped) == ([6], 0, 3)
-    assert "3 too long, left out; 143 tokens lost by that" in dropped.describe("training")
+    description = dropped.describe("training")
+    assert description.startswith("1 example for training: 6 tokens")
+    assert "3 too long, left out; 143 tokens lost by that" in description
 
 
 def test_drops_example_without_targets_after_cut() -> None:

@@ -48,9 +48,9 @@ def train_image(options: ImageOptions) -> None:
     with common.join("image", options) as session:
         session.agree("the data set", data.fingerprint)
         if data.ignored:
+            count = pluralize(data.ignored, "hidden or system file")
             session.say(
-                f"{data.ignored} hidden or system files in {options.data} are ignored "
-                "(._*, __MACOSX, Thumbs.db and the like)"
+                f"{count} in {options.data} ignored (._*, __MACOSX, Thumbs.db and the like)"
             )
         if data.damaged:
             count = pluralize(data.damaged, "damaged image")

@@ -31,6 +31,7 @@ from paceline.recipes.language.conversations import (
 from paceline.recipes.language.records import Record
 from paceline.recipes.language.rows import Rows, make_rows, pack
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.train import Draws
 from paceline.train.data.order import Ids
 
@@ -344,7 +345,7 @@ class ExampleSet:
             digest.update(example.tokens.tobytes() + example.targets.tobytes())
         return digest.hexdigest()[:16]
 
-    def describe(self, name: str, noun: str = "examples") -> str:
+    def describe(self, name: str, noun: str = "example") -> str:
         """Returns a line about number, lengths and losses by length."""
         lengths, num_targets = np.array([*map(len, self.examples)]), int(self.targets.sum())
         num_tokens, median = int(lengths.sum()), int(np.median(lengths))
@@ -353,8 +354,8 @@ class ExampleSet:
         losses += [f"{self.num_lost_tokens:,} tokens lost by that"] if losses else []
         losses += [f"{len(self.errors):,} damaged, left out"] if self.errors else []
         return "; ".join((
-            f"{len(self):,} {noun} for {name}: {num_tokens:,} tokens, {num_targets:,} of them"
-            f" trained on ({num_targets / num_tokens:.0%}); length median {median}, longest"
+            f"{pluralize(len(self), noun)} for {name}: {num_tokens:,} tokens, {num_targets:,} of"
+            f" them trained on ({num_targets / num_tokens:.0%}); length median {median}, longest"
             f" {lengths.max()}",
             *losses,
         ))  # fmt: skip
@@ -384,7 +385,7 @@ class PairSet(ExampleSet):
         chosen = [self.examples[2 * n + side] for n in ids.tolist() for side in (0, 1)]
         return make_rows(chosen, [[n] for n in range(len(chosen))], self.pad)
 
-    def describe(self, name: str, noun: str = "pairs") -> str:
+    def describe(self, name: str, noun: str = "pair") -> str:
         """Returns a line about number, lengths and losses by length."""
         return super().describe(name, noun)
 

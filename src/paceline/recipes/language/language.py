@@ -247,8 +247,9 @@ def describe_training(options: LanguageOptions, shape: Shape, training: TokenRow
     if options.steps:
         tokens = options.steps * options.global_batch * options.max_length
     return (
-        f"{shape.depth} layers of width {shape.width} with {shape.heads} heads, {shape.groups} of"
-        f" keys and values, {shape.vocabulary:,} tokens: {shape.parameters:,} parameters;"
+        f"{pluralize(shape.depth, 'layer')} of width {shape.width} with"
+        f" {pluralize(shape.heads, 'head')}, {shape.groups} of keys and values,"
+        f" {shape.vocabulary:,} tokens: {shape.parameters:,} parameters;"
         f" {training.num_targets:,} tokens of"
         f" {training.num_bytes / max(1, training.num_targets):.2f} bytes, {tokens:,} in the"
         f" training, {tokens / shape.parameters:.1f} for each parameter"

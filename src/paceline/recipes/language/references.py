@@ -20,6 +20,7 @@ from paceline.recipes.language.adapters import TrainedPart
 from paceline.recipes.language.examples import PairSet
 from paceline.recipes.language.losses import example_losses
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.train import files
 
 FILE = "losses.bin"
@@ -66,7 +67,8 @@ class Reference:
             losses = self._compute(session, pairs, at_once)
         session.once(folder, partial(_write, losses))
         source = "from the cache" if is_cached else "computed, and cached"
-        session.say(f"reference log-probabilities of {len(pairs):,} {name} pairs: {source}")
+        count = pluralize(len(pairs), f"{name} pair")
+        session.say(f"reference log-probabilities of {count}: {source}")
         return losses
 
     def _key(self, session: train.Session, pairs: PairSet) -> str:

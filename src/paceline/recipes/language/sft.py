@@ -61,6 +61,7 @@ from paceline.recipes.language.rows import with_micro_batch
 from paceline.recipes.optimization import make_optimizer
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.spec.schema import MAX_LONG_TEXT, list_of, text
 from paceline.train import Best, files
 from paceline.train.comms import parse_texts
@@ -174,8 +175,9 @@ def train_sft(options: SftOptions) -> None:
             save_adapter(session, network, "last")
         measured = {"samples": len(held_out), **figures}
         session.save_model({**metadata, "metrics": {data.held_out: measured}}, average=True)
-        noun = "pairs" if options.objective == "dpo" else "examples"
-        session.say(f"{summary(figures)}  ({len(held_out)} {data.held_out} {noun})")
+        noun = "pair" if options.objective == "dpo" else "example"
+        count = pluralize(len(held_out), f"{data.held_out} {noun}")
+        session.say(f"{summary(figures)}  ({count})")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from paceline.recipes.use.evaluate import (
 from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.spec.schema import boolean, choice, integer, number, record, text
 
 __all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
@@ -191,14 +192,16 @@ def evaluate_run(options: EvaluateOptions) -> None:
         reference = model.reference(session, network)
         objective = make_objective(session, settings, examples, reference, split, EVALUATION_BATCH)
         figures = evaluate(session, network, examples, objective)
+        noun = "pair" if settings.objective == "dpo" else "example"
+        count = pluralize(len(examples), f"{split} {noun}")
         if settings.objective == "dpo":
-            return len(examples), figures, f"{summary(figures)}  ({len(examples)} {split} pairs)"
+            return len(examples), figures, f"{summary(figures)}  ({count})"
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         answers = (decode(example.tokens[example.targets]) for example in examples.examples)
         num_bytes = sum(len(text.encode()) for text in answers)
         nats = figures["loss"] * int(examples.targets.sum())
         figures["bits_per_byte"] = nats / math.log(2) / num_bytes
         line = f"{summary(figures)}  bits per byte {figures['bits_per_byte']:.4f}"
-        return len(examples), figures, f"{line}  ({len(examples)} {split} examples)"
+        return len(examples), figures, f"{line}  ({count})"
 
     run_evaluation(options, model, data, measure)

@@ -433,8 +433,9 @@ def test_plain_render_joins_prompt_and_completion() -> None:
     pair = conversation(("user", "1, 2, "), ("assistant", "3"))
     (rendered,) = render_conversation(pair, plain_render)
     assert decoded_targets(encode(rendered, "f", make_tokenizer(None), is_plain=True)) == "3<|end|>"
-    with pytest.raises(DataError, match="refuses"):
+    with pytest.raises(DataError, match="--chat-template none joins only") as caught:
         render_conversation(conversation(*[("user", "a"), ("assistant", "b")] * 2), plain_render)
+    assert caught.value.found == "the roles are user, assistant, user, assistant"
 
 
 def test_rejects_example_without_targets() -> None:

@@ -383,8 +383,11 @@ def test_conversations_need_chat_template(
     data = tiny_language_model.write_jsonl(tmp_path / "pairs.jsonl", rows)
     common_flags = (f"--model={tmp_path}/bare", f"--data={data}", "--show-examples=1")
     assert train(input_dir, tmp_path / "run", *common_flags) == 1
-    assert "has no chat template" in capsys.readouterr().err
+    assert "FILE with a template, or none, which joins" in capsys.readouterr().err
     assert train(input_dir, tmp_path / "run", *common_flags, "--chat-template=none") == 0
+    conversations = (common_flags[0], "--show-examples=1")  # some have several answers
+    assert train(input_dir, tmp_path / "run", *conversations) == 1
+    assert "none, which joins" not in capsys.readouterr().err
     (tmp_path / "template.jinja").write_text(tiny_language_model.CHATML)
     assert (
         train(

@@ -93,6 +93,13 @@ def render_conversation(conversation: Conversation, render: Render) -> list[Rend
             check_complete(messages[: number + 1], rendered[-1].text, location)
         return rendered
     except ValueError as error:
+        if render is plain_render:
+            raise DataError(
+                f"{location}: --chat-template none joins only a prompt and its completion",
+                found=f"the roles are {', '.join(message.role for message in messages)}"[:200],
+                remedy="--chat-template FILE with a template; --system merge puts a system message"
+                " into the prompt",
+            ) from None
         raise DataError(
             f"{location}: the chat template refuses the conversation",
             found=" ".join(str(error).split())[:200],

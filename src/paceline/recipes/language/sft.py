@@ -287,11 +287,12 @@ def encode_parts(
     row = data.splits["train"][0]
     first = row.chosen if isinstance(row, Preference) else row
     if first.messages and encoder.has_template and not encoder.tokenizer.chat_template:
+        plain = ", or none, which joins prompt and completion as they are"
+        plain = plain if len(first.messages) == 2 else ""
         raise DataError(
             f"--model {options.model} has no chat template",
             found=f"the data are in the {data.format} format",
-            remedy="--chat-template FILE with a template, or none, which joins prompt and"
-            " completion as they are",
+            remedy=f"--chat-template FILE with a template{plain}",
         )
 
     training, held_out = (

@@ -148,7 +148,8 @@ class Writer:
         if free < needed + _RESERVED_BYTES:
             raise OSError(
                 f"the disk of {self._store.root} is too full:"
-                f" {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
+                f" {needed / 1e6:.1f} MB needed besides the {_RESERVED_BYTES / 1e6:.0f} MB that"
+                f" checkpoints leave, {free / 1e6:.1f} MB free"
             )
         return self._store.temporary(step)
 

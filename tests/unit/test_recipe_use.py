@@ -274,11 +274,12 @@ def test_quantized_translation_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "small.onnx"
-    monkeypatch.setattr(quantize, "to_onnx", lambda _, target: shutil.copy(exported, target))
+    monkeypatch.setattr(quantize, "write_onnx", lambda _, target: shutil.copy(exported, target))
     flags = [f"--run={reverser}", f"--to={path}", "--samples=20", "--max-drop=.1"]
     assert quantize.main(flags) == 0
     printed = capsys.readouterr().out
     assert re.search(r"bleu \d+\.\d+ → \d+\.\d+ \(20 samples\)", printed)
+    assert f"of the {exported.stat().st_size:,} that paceline export writes" in printed
     assert path.stat().st_size < 0.5 * (reverser / "model/model.safetensors").stat().st_size
     assert translate.main([f"--run={reverser}", f"--onnx={path}", "a b c", "h g"]) == 0
     assert capsys.readouterr().out == "c b a\ng h\n"

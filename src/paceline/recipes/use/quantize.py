@@ -20,9 +20,9 @@ from paceline.recipes.use.export import (
     output_path,
     require_absent,
     silence_exporters,
-    to_onnx,
+    write_onnx,
 )
-from paceline.recipes.use.onnx_file import OnnxNetwork, mark, runtime
+from paceline.recipes.use.onnx_file import OnnxNetwork, runtime
 from paceline.spec.errors import DataError
 from paceline.train import files
 
@@ -39,23 +39,24 @@ def quantize(options: QuantizeOptions) -> None:
         require_absent([target])
     with tempfile.TemporaryDirectory() as temporary:
         full, small = Path(temporary) / "whole.onnx", Path(temporary) / "small.onnx"
-        to_onnx(model, full)
+        write_onnx(model, full)
+        exported_bytes = full.stat().st_size
         prepare(full)
         if static:
             write_static(full, small, model, options.calibration)
         else:
             write_dynamic(full, small)
-        mark(small, model.config)
         samples, baseline = model.evaluate(model.network, options.samples)
         _, quantized = model.evaluate(OnnxNetwork(small, model.names), options.samples)
         name, perfect = model.figure
         check_drop(name, baseline[name], quantized[name], options.max_drop, perfect)
-        sizes = full.stat().st_size, small.stat().st_size
         try:
             files.write_bytes(target, small.read_bytes())
         except OSError as error:
             raise DataError(f"{target} cannot be written", found=str(error)) from None
-    print(f"{target}  {sizes[1]:,} bytes ({sizes[1] / sizes[0]:.0%} of {sizes[0]:,})")
+    num_bytes = target.stat().st_size
+    share = f"{num_bytes / exported_bytes:.0%} of the {exported_bytes:,}"
+    print(f"{target}  {num_bytes:,} bytes ({share} that paceline export writes)")
     print(f"{name} {baseline[name]:.4f} → {quantized[name]:.4f} ({samples} samples)")
 
 

@@ -224,6 +224,7 @@ def test_transformers_loads_exported_model(
     assert loaded.config.id2label[3] == "3"
     assert export.main([f"--run={digits}", "--format=transformers"]) == 2
     assert "--format onnx or torch" in capsys.readouterr().err
+    assert not (digits / "export/transformers").exists()
 
 
 # -- measuring and quantizing --------------------------------------------------------------

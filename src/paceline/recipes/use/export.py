@@ -53,9 +53,11 @@ def export(options: ExportOptions) -> None:
     if options.to:
         require_no_model(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as temporary:
+        # nothing is left if the model is refused
+        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".export-") as temporary:
             write(Path(temporary))
+            folder.mkdir(parents=True, exist_ok=True)
             paths = move_files(Path(temporary), folder, replaces=not options.to)
     except OSError as error:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None

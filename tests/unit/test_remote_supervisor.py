@@ -143,7 +143,7 @@ def test_fetch_of_lost_run_waits_for_lease(
     """The remote folder is removed only after the lease has expired and the ranks have ended."""
     location = SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1.0).to_json()
     lease = {"settings": {"lease_s": {"value": 30.0}}}
-    rank_states = {"time": time.time() - ago_s, "ranks": [], "hang": ""}
+    rank_states = {"run_id": "ab" * 6, "time": time.time() - ago_s, "ranks": [], "hang": ""}
     for name, content in {"detached": location, "plan": lease, "ranks": rank_states}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     lost_state = RunState("lost", None)

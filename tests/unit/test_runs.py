@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +26,14 @@ from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
 from paceline.launch.terminal.run_state import NodeWait
-from paceline.report import explanation
+from paceline.report import explanation, record
 from paceline.rundir import records
 from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.events import Event
+from paceline.spec.failure import Failure
 from paceline.spec.failure import Result as RunResult
 
 ALIVE = 4711  # a process id that is treated as alive
@@ -186,6 +188,8 @@ def test_status_names_current_straggler() -> None:
     pace = {"split": "pace", "step": 5, "computing_s": 0.1}
     (folder / "events.jsonl").write_text(json.dumps(straggler_event) + "\n")
     (folder / "metrics.jsonl").write_text(f"{json.dumps(train)}\n{json.dumps(pace)}\n")
+    ranks_record = {"time": time.time(), "ranks": [], "hang": ""}
+    (folder / "ranks.json").write_text(json.dumps(ranks_record))
     summary = run_cli("status").output
     assert "slow: rank 1 on n2 is late" in summary
     assert "loss 0.5" in summary
@@ -258,6 +262,59 @@ def test_status_rounds_metrics() -> None:
     assert "last record (12:03:44): step 12, loss 0.247818" in summary.splitlines()[-1]
 
 
+def restart_run(name: str, *, alive: bool) -> Path:
+    """Creates the folder of a run that failed, in which a later start has written nothing yet."""
+    folder = make_run(name, alive=alive)
+    owner = {"host": socket.gethostname(), "pid": ALIVE if alive else 1 << 30, "start": 1.0}
+    (folder / "owner.json").write_text(json.dumps({**owner, "run_id": "second"}))
+    failure = Failure("exception", "n1", 0, 1.0, headline="ValueError: x").to_json()
+    result = {"run_id": "first", "exit_code": 1, "first_failure": failure}
+    (folder / "result.json").write_text(json.dumps(result))
+    rank = {"rank": 0, "host": "n1", "phase": "running", "state": "failed", "trouble": "ValueError"}
+    ranks = {"run_id": "first", "time": 1000.0, "ranks": [rank], "hang": "rank 0 sleeps"}
+    (folder / "ranks.json").write_text(json.dumps(ranks))
+    return folder
+
+
+def test_killed_launcher_in_reused_folder_is_lost() -> None:
+    folder = restart_run("a", alive=False)
+    summary = run_cli("status", "a").output
+    assert "runs/a: lost\n  its launcher on " in summary
+    assert "ValueError" not in summary
+    assert json.loads(run_cli("runs", "--json").output)["runs"][0]["state"] == "lost"
+    attached_run = run_cli("attach", "a")
+    assert (attached_run.exit_code, "runs/a: lost" in attached_run.output) == (1, True)
+    assert from_run(folder).launcher is not None
+    assert not record.read(folder).has_result
+    (folder / "result.json").write_text('{"run_id": "second", "exit_code": 0}')
+    assert "runs/a: finished, exit status 0" in run_cli("status", "a").output
+    assert record.read(folder).has_result
+    assert from_run(folder).launcher is None
+
+
+def test_status_shows_no_ranks_of_earlier_start() -> None:
+    folder = restart_run("a", alive=True)
+    state = run_state.read_state(folder)
+    assert (state.word, state.ranks, state.hang) == ("running", (), "")
+    (folder / "owner.json").unlink()
+    location = SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1000.0).to_json()
+    (folder / DETACHED).write_text(json.dumps(location))
+    state = run_state.read_state(folder)
+    assert (state.word, state.ranks, state.hang) == ("running", (), "")
+    ranks = {"run_id": "ab" * 6, "time": 1000.0, "ranks": [], "hang": "rank 1 sleeps"}
+    (folder / "ranks.json").write_text(json.dumps(ranks))
+    assert run_state.read_state(folder).hang == "rank 1 sleeps"
+
+
+def test_earlier_dead_supervisor_is_no_cause_of_later_start() -> None:
+    folder = make_detached_run("one", **{FETCHED_AT: 2000.0, LAST_STATUS: "lost"})
+    (folder / "result.json").write_text('{"run_id": "second", "exit_code": 0}')
+    assert conclude(from_run(folder), load_all()).text.startswith("nothing went wrong")
+    owner = {"host": socket.gethostname(), "pid": 1 << 30, "start": 1.0, "run_id": "third"}
+    (folder / "owner.json").write_text(json.dumps(owner))
+    assert "one: lost\n  its launcher on " in run_cli("status", "one").output
+
+
 def make_detached_run(name: str, **more: object) -> Path:
     """Creates the folder of a run whose supervisor is on another host."""
     folder = Path("runs") / name
@@ -278,7 +335,10 @@ def test_unfinished_detached_run_has_no_cause() -> None:
     assert not (folder / "findings.json").exists()
     summary = conclude(from_run(folder, confirmed=False), load_all())
     assert summary.text.startswith("the supervisor on n2 still runs or was killed")
-    (folder / "result.json").write_text('{"exit_code": 0}')  # meanwhile the result has arrived
+    (folder / "result.json").write_text('{"exit_code": 0}')  # of an earlier start
+    assert from_run(folder).launcher is not None
+    result = {"run_id": "ab" * 6, "exit_code": 0}
+    (folder / "result.json").write_text(json.dumps(result))  # meanwhile the result has arrived
     assert conclude(from_run(folder), load_all()).text.startswith("nothing went wrong")
 
 

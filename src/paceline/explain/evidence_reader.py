@@ -24,10 +24,10 @@ from paceline.explain.prefixes import Line, strip_prefixes
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import (
     detached_of,
-    ended_since,
     lost,
     owner_alive,
     owner_here,
+    read_of_last_start,
     read_owner,
 )
 from paceline.rundir.records import (
@@ -81,9 +81,8 @@ def from_run(path: Path, *, confirmed: bool = True) -> Evidence:
             found="no events.jsonl, result.json or plan.json in it",
             remedy="Give the folder that the run printed (runs/NAME-DATE-TIME), or --log FILE",
         )
-    launcher = _launcher(path, confirmed)
-    # result.json of a run that has not ended is that of an earlier run in the same folder
-    result = read_object(path / names.RESULT) if launcher is None else None
+    result = read_of_last_start(path, names.RESULT)
+    launcher = _launcher(path, confirmed) if result is None else None
     events = last_start(read_events(read_records(path / names.EVENTS)))
     return from_result(path, Result.from_json(result or {}), events, launcher)
 
@@ -207,7 +206,7 @@ def _launcher(path: Path, confirmed: bool) -> Launcher | None:
         alive = owner_alive(owner) if owner_here(owner) else None
         return Launcher(owner["host"], owner["pid"], owner["since"], alive)
     detached = detached_of(path)
-    if detached is not None and not ended_since(path, detached):
+    if detached is not None:
         return _supervisor(detached, True if confirmed else None)
     detached = lost(path)
     return None if detached is None else _supervisor(detached, False)

@@ -174,7 +174,8 @@ class Recorder:
         self.run_state.waiting = self._waiting or self.get_node_wait()
         with contextlib.suppress(NodeError):  # a full disk is reported by required files
             state = self.run_state.to_json(time.monotonic(), time.time())
-            self._directory.write_json(names.RANKS, state, durable=False)
+            record = {"run_id": self._directory.run_id, **state}
+            self._directory.write_json(names.RANKS, record, durable=False)
 
     def set_waiting(self, waiting: NodeWait | None) -> None:
         """Sets what the job waits for while no ranks run, and writes ``ranks.json`` meanwhile."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.rundir.directory import short
-from paceline.rundir.ownership import owner_alive, read_owner
+from paceline.rundir.ownership import owner_alive, read_of_last_start, read_owner
 from paceline.rundir.records import (
     as_float,
     as_int,
@@ -95,11 +95,10 @@ def read(path: Path) -> Record:
     is_running = owner is not None and owner_alive(owner)
     objects = {
         name: read_object(path / name)
-        for name in (names.PLAN, names.HOSTS, names.CONFIG, names.RESULT, names.FINDINGS,
-                     names.FORECAST, names.COLLECTIVES)
+        for name in (names.PLAN, names.HOSTS, names.CONFIG, names.FINDINGS, names.FORECAST,
+                     names.COLLECTIVES)
     }  # fmt: skip
-    if owner is not None:  # the file belongs to an earlier run in this folder
-        objects[names.RESULT] = None
+    objects[names.RESULT] = read_of_last_start(path, names.RESULT)
     events, is_events_complete = sampled_records(path / names.EVENTS, EVENTS_BYTES)
     metrics, is_metrics_complete = sampled_records(path / names.METRICS, METRICS_BYTES)
     present = {name for name, value in objects.items() if value is not None}

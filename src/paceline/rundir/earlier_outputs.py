@@ -20,8 +20,8 @@ from paceline.agent.files import safe_paths
 from paceline.rundir import records
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.outputs import MAX_JOURNAL_BYTES, Output, OutputJournal, local_version
-from paceline.rundir.ownership import detached_of, ended_since, owner_alive, read_owner
-from paceline.spec.rundir import DEFAULT_PARENT, OUTPUTS, is_run
+from paceline.rundir.ownership import detached_of, owner_alive, read_of_last_start, read_owner
+from paceline.spec.rundir import DEFAULT_PARENT, OUTPUTS, RESULT, is_run
 
 MAX_READ_BYTES = 256 << 20  # of the journals of other runs, the newest first
 # of a line about a file, as OutputJournal writes it: saves the time to parse most lines
@@ -214,7 +214,7 @@ def _may_run(run: Path) -> bool:
     if owner is not None and owner_alive(owner):
         return True
     detached = detached_of(run)
-    return detached is not None and not ended_since(run, detached)
+    return detached is not None and read_of_last_start(run, RESULT) is None
 
 
 def _runs_beside(run: Path, project: Path) -> set[Path]:

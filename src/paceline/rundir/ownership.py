@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -61,11 +60,19 @@ def detached_of(path: Path) -> SupervisorLocation | None:
     return None if records.as_float(record.get(FETCHED_AT)) else SupervisorLocation.read(record)
 
 
-def ended_since(path: Path, detached: SupervisorLocation) -> bool:
-    """Whether the run has a result that is newer than its start."""
-    with contextlib.suppress(OSError):
-        return (path / names.RESULT).lstat().st_mtime >= detached.since
-    return False
+def read_of_last_start(path: Path, name: str) -> dict[str, Any] | None:
+    """Reads ``result.json`` or ``ranks.json`` if the last start in a run directory wrote it.
+
+    The file of an earlier start stays there until the last one writes its own. The last start is
+    known by its owner file or, of a detached run, by its supervisor; without these it has ended,
+    and has written its files.
+    """
+    record = records.read_object(path / name)
+    owner, detached = read_owner(path), detached_of(path)
+    if record is None or (owner is None and detached is None):
+        return record
+    run_id = owner.get("run_id") if owner else detached and detached.run_id
+    return record if record.get("run_id") == run_id else None
 
 
 def lost(path: Path) -> SupervisorLocation | None:

@@ -240,8 +240,8 @@ def _runs(parent: str = "") -> list[tuple[str, str]]:
         with contextlib.suppress(OSError):
             is_over = records.is_regular(path / rundir.RESULT)
             if is_over or records.is_regular(path / rundir.EVENTS):
-                owner = None if is_over else read_owner(path)
-                state = "over" if is_over else "running" if owner and owner_alive(owner) else ""
+                owner = read_owner(path)
+                state = "running" if owner and owner_alive(owner) else "over" if is_over else ""
                 runs.append((path.lstat().st_mtime, f"{parent}{path.name}", state))
     runs.sort(reverse=True)
     return [(name, state) for _, name, state in runs[:MAX_RUNS]]

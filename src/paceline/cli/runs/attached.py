@@ -33,6 +33,7 @@ from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir import records
 from paceline.rundir.directory import short
+from paceline.rundir.ownership import read_of_last_start
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event, read_events, shipped_copies
@@ -233,7 +234,7 @@ class Feed:
                 self._happened(event, clock)
         for line in self._records(names.METRICS):
             self.state.add_metrics(line)
-        ranks = records.read_object(self._path / names.RANKS)
+        ranks = read_of_last_start(self._path, names.RANKS)
         if ranks is not None:
             self.state.load(ranks, clock, time.time())
         for file in rank_logs(self._path):
@@ -328,7 +329,7 @@ class _GrowingFile:
 
 def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
     """Says how a run ended, as its launcher would have; returns its exit status."""
-    record = records.read_object(path / names.RESULT)
+    record = read_of_last_start(path, names.RESULT)
     if record is None:
         say(format_for(describe_run(read_state(path)), sys.stderr), err=True)
         return 1

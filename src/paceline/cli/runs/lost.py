@@ -11,7 +11,7 @@ from typing import Any
 from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.rundir.outputs import script_checkpoint
-from paceline.rundir.ownership import lost, read_owner
+from paceline.rundir.ownership import lost, read_of_last_start, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.formatting import DATE_TIME, format_duration, format_time, shell_text
 
@@ -51,9 +51,9 @@ class LostRun:
 def read_lost_run(path: Path) -> LostRun:
     """Reads what the folder of a lost run shows of its end."""
     plan = records.read_object(path / names.PLAN) or {}
-    supervisor, owner = lost(path), read_owner(path) or {}
-    role, host = "launcher", str(owner.get("host", ""))
-    if supervisor:
+    supervisor, owner = lost(path), read_owner(path)
+    role, host = "launcher", str((owner or {}).get("host", ""))
+    if supervisor and owner is None:  # else it is of an earlier start
         role, host = "supervisor", supervisor.host
     versions = (names.parse_version(item.name) for item in names.checkpoints(path))
     checkpoint = next((version[1] for version in versions if version), None)
@@ -78,7 +78,7 @@ def remaining_lease_s(path: Path, clock: float) -> float:
 
 def _last_sign_of_life(path: Path, events: list[dict[str, Any]]) -> float:
     """Returns when the launcher last wrote a file; it writes the state once a second."""
-    ranks = records.read_object(path / names.RANKS) or {}
+    ranks = read_of_last_start(path, names.RANKS) or {}
     times = (records.as_float(record.get("time")) for record in (ranks, *events[-1:]))
     return max((time for time in times if time), default=0.0)
 

@@ -13,7 +13,7 @@ from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.settings import setting
 from paceline.rundir import records
 from paceline.rundir.directory import short
-from paceline.rundir.ownership import detached_of, owner_alive, read_owner
+from paceline.rundir.ownership import detached_of, owner_alive, read_of_last_start, read_owner
 from paceline.schedulers.submission import read_submission
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED
@@ -81,7 +81,7 @@ def _is_running(path: Path) -> bool:
         return True
     if detached_of(path) is not None:
         return not read_state(path).is_over
-    if read_submission(path) is None or records.is_regular(path / names.RESULT):
+    if read_submission(path) is None or read_of_last_start(path, names.RESULT):
         return False
     state = read_state(path)  # asks the scheduler
     return not state.is_over and state.has_launcher

@@ -19,11 +19,11 @@ from paceline.remote import this_machine
 from paceline.rundir import records
 from paceline.rundir.ownership import (
     detached_of,
-    ended_since,
     is_launcher,
     lost,
     owner_alive,
     owner_here,
+    read_of_last_start,
     read_owner,
 )
 from paceline.schedulers.submission import SubmittedJob, read_submission, require_own_submission
@@ -115,7 +115,7 @@ def read_state_and_replicas(path: Path) -> RunState:
 
 def read_state(path: Path) -> RunState:
     owner = read_owner(path)
-    record = records.read_object(path / names.RESULT)
+    record = read_of_last_start(path, names.RESULT)
     result = Result.from_json(record or {})
     text = (records.recorded_cause(path) or result.failure.describe()) if result.failure else ""
     file = path / names.METRICS
@@ -123,12 +123,12 @@ def read_state(path: Path) -> RunState:
     job = read_submission(path)
     if job is not None and (state := job.state()) is not None:
         code = state.exit_code if state.is_over else None
-        batch = RunState(path, state.describe(), code, owner, job, text, last_record)
-        return batch if state.is_over else _with_ranks(batch, MAX_AGE_S)
+        batch = RunState(path, state.describe(), code, owner, job, "", last_record)
+        return replace(batch, failure=text) if state.is_over else _with_ranks(batch, MAX_AGE_S)
     if owner is not None and owner_alive(owner):
         return _with_ranks(RunState(path, "running", None, owner, job, "", last_record))
     supervisor = detached_of(path)
-    if supervisor is not None and not ended_since(path, supervisor):
+    if supervisor is not None and record is None:
         return _with_ranks(
             RunState(path, "running", None, None, job, "", last_record, supervisor=supervisor)
         )
@@ -164,16 +164,16 @@ def end_state(result: Result, exit_code: int | None) -> str:
 
 def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
     ranks = _read_ranks(state.path, max_age_s)
-    if not ranks and max_age_s < math.inf:
+    if not ranks:
         return state
-    return replace(state, straggler=_straggler(state.path), ranks=ranks.get("ranks", ()),
-                   hang=ranks.get("hang", ""), hosts=ranks.get("hosts", ()),
-                   waiting=ranks.get("waits"))  # fmt: skip
+    return replace(state, straggler=_straggler(state.path), ranks=ranks["ranks"],
+                   hang=ranks["hang"], hosts=ranks.get("hosts", ()),
+                   waiting=ranks["waits"])  # fmt: skip
 
 
 def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
     """Reads the ranks' positions that the launcher has written last; empty if unknown."""
-    record = records.read_object(path / names.RANKS)
+    record = read_of_last_start(path, names.RANKS)
     if record is None or not matches(run_state.RANKS_SCHEMA, record):
         return {}
     ago = max(0.0, time.time() - record["time"])

@@ -20,7 +20,7 @@ from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.verb import Verb, say
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
-from paceline.rundir.ownership import detached_of
+from paceline.rundir.ownership import detached_of, read_of_last_start
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.formatting import format_duration_short, shell_text
@@ -189,7 +189,7 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
         records.as_text(node.get("host"), 255) for node in records.objects_in(plan.get("nodes"))
     ]
     recorded = _recorded(path / names.METRICS)
-    step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
+    step, steps = _steps(read_of_last_start(path, names.RANKS) or {}, recorded)
     record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
     return Row(
         path.name, row_state, state.exit_code, last_started_at(path) or path.lstat().st_mtime,

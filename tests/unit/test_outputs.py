@@ -127,6 +127,22 @@ def test_outputs_arrive_at_script_paths(workspace: Workspace) -> None:
     run(work)
 
 
+def test_newest_checkpoint_is_none_that_the_user_removed(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        folder = await workspace.folder(served, "n1")
+        for step, age_s in ((1, 60), (2, 30)):
+            workspace.write("n1", f"out/ckpt_{step}.pt", torch_zip("model"), age_s=age_s)
+        await workspace.store.sync(folder)
+        (workspace.project / "out/ckpt_2.pt").unlink()
+        assert script_checkpoint(workspace.run) == "out/ckpt_1.pt"
+        shutil.rmtree(workspace.project / "out")
+        assert not script_checkpoint(workspace.run)
+        OutputJournal(workspace.run).set_project(None)  # its project is on another machine
+        assert script_checkpoint(workspace.run) == "out/ckpt_2.pt"
+
+    run(work)
+
+
 def test_does_not_replace_user_files(workspace: Workspace) -> None:
     """Covers files that existed before, and files that the user changed after they arrived."""
 

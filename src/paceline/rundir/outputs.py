@@ -1,9 +1,9 @@
 """Records in the run directory which files a script wrote, and where they are on this machine.
 
 ``outputs.jsonl`` has a line for each version of a file that arrived, for each file that the script
-removed, and for each folder that a run made in the project. A line before a file moves to its place
-says that it is *pending*. The lines say which files of this machine are sent to hosts and replaced,
-so launchers use only lines that this user sealed.
+removed, for each folder that a run made in the project, and for the project. A line before a file
+moves to its place says that it is *pending*. The lines say which files of this machine are sent to
+hosts and replaced, so launchers use only lines that this user sealed.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class OutputRecords:
         folders: Folders that these runs made in the project.
         versions: Path and SHA-256 of each version that has arrived, by the place where it did.
         arrived: Path, size and time of the last change on the host of each version.
+        project: The project at the last start; ``None`` if it was on another machine.
     """
 
     def __init__(self) -> None:
@@ -139,6 +140,7 @@ class OutputRecords:
         self.folders: set[str] = set()
         self.versions: dict[str, tuple[str, str]] = {}
         self.arrived: set[tuple[str, int, int]] = set()
+        self.project: Path | None = None
         self._local_start_us: int | None = None
 
     def read(self, line: bytes) -> None:
@@ -148,6 +150,8 @@ class OutputRecords:
             return
         if isinstance(folder := value.get("folder"), str):
             self.folders.add(folder)
+        elif isinstance(project := value.get("project"), str):
+            self.project = Path(project) if project else None
         elif type(start := value.get("local_start_us")) is int:
             self._local_start_us = start
         elif isinstance(path := value.get("removed"), str):
@@ -209,7 +213,8 @@ class OutputJournal(OutputRecords):
     def compact(self) -> None:
         """Rewrites a journal that consists mostly of versions that were replaced."""
         if self._num_lines > MIN_COMPACTED_LINES + 2 * (len(self.outputs) + len(self.folders)):
-            lines: list[dict[str, Any]] = [{"folder": folder} for folder in sorted(self.folders)]
+            lines: list[dict[str, Any]] = [{"project": str(self.project or "")}]
+            lines += [{"folder": folder} for folder in sorted(self.folders)]
             for output in [*self.removed.values()][-MAX_COMPACTED_REMOVALS:]:
                 lines += [asdict(output), {"removed": output.path}]
             lines += [asdict(output) for output in self.outputs.values()]
@@ -248,6 +253,12 @@ class OutputJournal(OutputRecords):
         """Records a folder that the run makes in the project, or found empty there."""
         self._append([{"folder": folder}])
         self.folders.add(folder)
+
+    def set_project(self, project: Path | None) -> None:
+        """Records the project of this start; ``None`` if it is on another machine."""
+        if project != self.project:
+            self._append([{"project": str(project or "")}])
+            self.project = project
 
     def mark_local_start(self, timestamp_us: int) -> int:
         """Returns when rank 0 first started on this machine, which is now if it had not."""
@@ -366,8 +377,15 @@ def incomplete_checkpoints(outputs: Iterable[Output]) -> set[str]:
 
 
 def script_checkpoint(run: Path) -> str:
-    """Returns where the script's newest checkpoint is here; empty if none has arrived."""
-    newest = newest_checkpoint(OutputJournal(run).outputs.values())
+    """Returns where the script's newest checkpoint is here; empty if none is.
+
+    None that has been removed. A project on another machine cannot be looked at.
+    """
+    journal = OutputJournal(run)
+    paths = [(output, output.local_path(run, journal.project))
+             for output in journal.outputs.values()]  # fmt: skip
+    newest = newest_checkpoint(output for output, path in paths
+                               if path is None or local_version(path) is not None)  # fmt: skip
     if newest is None:
         return ""
     unit, outputs = newest

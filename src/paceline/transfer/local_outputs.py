@@ -114,6 +114,7 @@ class LocalOutputs:
             Paths in ``manifest`` that other runs wrote: they are sent as outputs, not as code.
         """
         self.project, self._earlier = project, None
+        self.journal.set_project(project)
         self.journal.confirm_pending(project)
         sent = {str(entry[0]) for entry in manifest}
         if project is not None:

@@ -152,6 +152,23 @@ def test_healthy_run_is_readable_without_javascript(tmp_path: Path) -> None:
         assert expected in text, expected
 
 
+def test_times_are_of_last_start_in_reused_folder(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    events = [json.loads(line) for line in (folder / names.EVENTS).read_text().splitlines()]
+    earlier = [{**event, "time": event["time"] - 3600} for event in events]
+    write_records(folder / names.EVENTS, [*earlier, *events])
+    run = read_run(folder)
+    assert run.timeline.started_at == START_S - 0.5  # its end, less the duration in result.json
+    assert run_page.outcome_of(run)[1] == (
+        "Finished: 2 ranks on 2 hosts trained to step 150 in 40 s."
+    )
+    other = read_run(make_run(tmp_path / "other"))
+    assert "run trained to step 150 in 40 s" in visible_text(
+        html(comparison_page.build_page([run, other]))
+    )
+    assert "an earlier start in this run directory is only in the curves" in text_of(folder)
+
+
 def test_names_straggler(tmp_path: Path) -> None:
     text = visible_text(text_of(make_run(tmp_path / "run", slow=True)))
     assert "Rank 1 on n2 held the others up for 15 s" in text

@@ -62,21 +62,20 @@ _Labeled = Sequence[tuple[str, Run]]
 
 
 def _conclusion(runs: _Labeled) -> str:
-    finished = sorted((run.duration_s, label, run.last_step) for label, run in runs
+    finished = sorted((run.duration_s, label, run.progress) for label, run in runs
                       if outcome_of(run)[0] == "good")  # fmt: skip
     if len(finished) == 1:
         seconds, label, _ = finished[0]
         return f"Only {label} of {len(runs)} runs ended well, after {format_duration(seconds)}."
     if not finished:
         return f"0 of {len(runs)} runs ended well."
-    (fastest_s, fastest, fastest_steps), *_, (slowest_s, slowest, slowest_steps) = finished
-    if fastest_steps == slowest_steps:
+    (fastest_s, fastest, progress), *_, (slowest_s, slowest, slowest_progress) = finished
+    if progress == slowest_progress:
         text = (f"{fastest} was the quickest: {format_duration(fastest_s)},"
                 f" {slowest} took {format_duration(slowest_s)}")  # fmt: skip
     else:  # the run that took longer may have been the quicker one
-        text = (f"{fastest} trained {fastest_steps:,} steps in {format_duration(fastest_s)};"
-                f" {slowest} trained {slowest_steps:,} steps in"
-                f" {format_duration(slowest_s)}")  # fmt: skip
+        text = (f"{fastest} {progress} in {format_duration(fastest_s)};"
+                f" {slowest} {slowest_progress} in {format_duration(slowest_s)}")  # fmt: skip
     failed = len(runs) - len(finished)
     return text + (f"; {failed} did not end well." if failed else ".")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.explain.evidence_reader import last_start
 from paceline.rundir.directory import short
 from paceline.rundir.ownership import owner_alive, read_of_last_start, read_owner
 from paceline.rundir.records import (
@@ -45,7 +46,8 @@ class Record:
 
     Attributes:
         plan, hosts, config, forecast, collectives: Objects of these files; empty if missing.
-        events: In the order of time.
+        events: Of the last start in the run directory, in the order of time.
+        earlier_events: Of former starts.
         has_result: Whether there is a result.json of this run.
         duration_s: By result.json; 0 when not known.
         num_recoveries: Losses that the run survived, by result.json.
@@ -61,6 +63,7 @@ class Record:
     hosts: _Object = field(default_factory=dict)
     config: _Object = field(default_factory=dict)
     events: Sequence[Event] = ()
+    earlier_events: Sequence[Event] = ()
     metrics: Sequence[_Object] = ()
     has_result: bool = False
     duration_s: float = 0.0
@@ -101,6 +104,8 @@ def read(path: Path) -> Record:
     objects[names.RESULT] = read_of_last_start(path, names.RESULT)
     events, is_events_complete = sampled_records(path / names.EVENTS, EVENTS_BYTES)
     metrics, is_metrics_complete = sampled_records(path / names.METRICS, METRICS_BYTES)
+    all_events = tuple(sorted(read_events(events), key=lambda event: event.time))
+    of_last_start = last_start(all_events)
     present = {name for name, value in objects.items() if value is not None}
     present |= {names.EVENTS} if events else set()
     present |= {names.METRICS} if metrics else set()
@@ -111,7 +116,8 @@ def read(path: Path) -> Record:
         plan=objects[names.PLAN] or {},
         hosts=objects[names.HOSTS] or {},
         config=objects[names.CONFIG] or {},
-        events=sorted(read_events(events), key=lambda event: event.time),
+        events=of_last_start,
+        earlier_events=all_events[: len(all_events) - len(of_last_start)],
         metrics=metrics,
         has_result=objects[names.RESULT] is not None,
         duration_s=as_float(result.get("seconds")),

@@ -12,6 +12,7 @@ from paceline.report.record import Record
 from paceline.report.timeline import Timeline, build_timeline
 from paceline.rundir.records import as_float, as_int
 from paceline.spec.events import Event
+from paceline.spec.formatting import pluralize
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,17 @@ class Run:
         return max([*metric_steps, *steps], default=0)
 
     @property
+    def progress(self) -> str:
+        """How far it trained, as the end of a clause; empty if it recorded no step.
+
+        What a start in a reused run directory began with is not known.
+        """
+        if not (step := self.last_step):
+            return ""
+        return (f"trained to step {step:,}" if self.record.earlier_events
+                else f"trained {pluralize(step, 'step')}")  # fmt: skip
+
+    @property
     def main_curves(self) -> list[Curve]:
         """The most important curves: of held-out data first, then of the training."""
         metrics = [curve for curve in self.curves if curve.metric != "lr"]
@@ -69,7 +81,9 @@ class Run:
 
 def make_run(record: Record, now: float = 0.0) -> Run:
     """Makes a run of its files; ``now`` is seconds since 1970 if it has not ended, else 0."""
-    metrics, has_estimated_times = curves.add_times(record.metrics, record.events)
+    metrics, has_estimated_times = curves.add_times(
+        record.metrics, [*record.earlier_events, *record.events]
+    )
     timeline = build_timeline(record, metrics, now)
     groups = [(event.time, tuple(event["members"] or ())) for event in record.events
               if event.kind in ("started", "regroup")]  # fmt: skip

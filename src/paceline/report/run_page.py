@@ -75,8 +75,8 @@ def outcome_of(run: Run) -> tuple[Status, str]:
         return "unsure", f"The outcome is not known: result.json lacks it ({size}, {duration})."
     if result.exit_code:
         return "bad", f"Failed with exit status {result.exit_code} after {duration}."
-    steps = f" trained {pluralize(step, 'step')}" if step else ""
-    sentence = "; ".join(filter(None, (f"{size}{steps} in {duration}", _describe_troubles(run))))
+    trained = f"{size} {run.progress}".rstrip()
+    sentence = "; ".join(filter(None, (f"{trained} in {duration}", _describe_troubles(run))))
     if difference := replica_difference(record.events):
         return "unsure", f"Finished: {sentence}; {difference}."
     return "good", f"Finished: {sentence}."
@@ -571,6 +571,8 @@ def _page_notes(run: Run) -> Iterator[Part]:
     items = [("bad", text) for text in run.record.missing]
     items += [("note", f"{name} is very long: only samples from all over the run were read")
               for name in run.record.sampled]  # fmt: skip
+    if run.record.earlier_events:
+        items.append(("note", "an earlier start in this run directory is only in the curves"))
     if run.has_estimated_times and run.record.metrics:
         text = f"{names.METRICS} holds no times: they are estimated from the events"
         items.append(("note", text))

@@ -25,7 +25,7 @@ from paceline.cli.verbs import report
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
-from paceline.launch.terminal.run_state import NodeWait
+from paceline.launch.terminal.run_state import NodeWait, RunState
 from paceline.report import explanation, record
 from paceline.rundir import records
 from paceline.rundir.outputs import Output, OutputJournal
@@ -238,6 +238,18 @@ def test_status_of_batch_shows_recent_ranks(
     summary = describe_run(run_state.read_state(folder))
     assert "RUNNING" in summary
     assert ("hangs: rank 1 on n2 sleeps" in summary) == told
+
+
+def test_status_says_when_hang_was_reported() -> None:
+    folder = make_run("one", alive=True)
+    reported_at = time.time() - 600
+    states = RunState()
+    hang = Event("hang", "n2", 1, reported_at, {"text": "rank 1 on n2 is frozen for 3 s"})
+    states.apply(hang, 1.0)
+    (folder / "ranks.json").write_text(json.dumps(states.to_json(1.0, time.time())))
+    at = time.strftime("%H:%M:%S", time.localtime(reported_at))
+    hang_line = f"  hangs: rank 1 on n2 is frozen for 3 s (reported at {at})\n"
+    assert hang_line in run_cli("status", "one").output
 
 
 def test_wait_of_days_shows_date() -> None:

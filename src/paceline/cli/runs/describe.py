@@ -49,7 +49,8 @@ def describe_run(state: RunState) -> str:
     ranks = [rank for rank in state.ranks if not (state.waiting and rank.get("trouble"))]
     lines += [f"  {line}" for line in [*describe_ranks(ranks), *describe_loads(state.hosts)]]
     if state.hang:
-        lines.append(f"  hangs: {state.hang}")
+        reported = f" (reported at {format_time(state.hang_time)})" if state.hang_time else ""
+        lines.append(f"  hangs: {state.hang}{reported}")
     if state.straggler:
         lines.append(f"  slow: {state.straggler}")
     if state.replica_difference not in state.failure:  # nor empty

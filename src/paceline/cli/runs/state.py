@@ -53,6 +53,7 @@ class RunState:
         job: For a batch: what its scheduler knows it by.
         failure, straggler, hang: The first failure, and the rank that holds the others up or keeps
             them waiting, while it does; one line each.
+        hang_time: When the hang was reported, in seconds since 1970; 0: not known.
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hosts: How busy each host is, as far as it is known: see ``launch/terminal/run_state.py``.
         replica_difference: Which ranks train different models, if :func:`read_state_and_replicas`
@@ -70,6 +71,7 @@ class RunState:
     straggler: str = ""
     ranks: Sequence[Mapping[str, Any]] = ()
     hang: str = ""
+    hang_time: float = 0.0
     hosts: Sequence[Mapping[str, Any]] = ()
     supervisor: SupervisorLocation | None = None
     waiting: run_state.NodeWait | None = None
@@ -167,8 +169,8 @@ def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
     if not ranks:
         return state
     return replace(state, straggler=_straggler(state.path), ranks=ranks["ranks"],
-                   hang=ranks["hang"], hosts=ranks.get("hosts", ()),
-                   waiting=ranks["waits"])  # fmt: skip
+                   hang=ranks["hang"], hang_time=ranks.get("hang_time", 0.0),
+                   hosts=ranks.get("hosts", ()), waiting=ranks["waits"])  # fmt: skip
 
 
 def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:

@@ -52,7 +52,7 @@ _HOST = record(
     name=text(255),
 )  # fmt: skip
 RANKS_SCHEMA = record(
-    {"hosts": list_of(_HOST, 1 << 20), "progress": any_json,
+    {"hosts": list_of(_HOST, 1 << 20), "progress": any_json, "hang_time": number,
      "slow": optional(record(rank=RANK, cause=SHORT_TEXT, part=number)),
      "waits": optional(record(text=text(MAX_LONG_TEXT), since=number, until=number))},
     time=number, ranks=list_of(_RANK, 1 << 20), hang=text(MAX_LONG_TEXT),
@@ -203,6 +203,7 @@ class RunState:
         progress: The last event ``progress``: step, steps, epoch, epochs, loss, samples_per_s.
         straggler: The rank that slows the others down, if any.
         hang: Which rank hangs, in one line; empty if none does.
+        hang_time: When that was reported, in seconds since 1970.
         waiting: What the job waits for, if it does.
         curves: By metric: ``train loss``, ``test accuracy``, …
         news: The latest news, oldest first.
@@ -214,7 +215,7 @@ class RunState:
         self.hosts: dict[str, HostState] = {}
         self.progress: dict[str, Any] = {}
         self.straggler: Straggler | None = None
-        self.hang = ""
+        self.hang, self.hang_time = "", 0.0
         self.waiting: NodeWait | None = None
         self.curves: dict[str, Curve] = {}
         self.latest_values: dict[str, float] = {}
@@ -336,7 +337,7 @@ class RunState:
         elif event.kind == "straggler over":
             self.straggler = None
         elif event.kind == "hang":
-            self.hang = str(event["text"] or "")
+            self.hang, self.hang_time = str(event["text"] or ""), event.time
         elif event.kind == "hang over":
             self.hang = ""
         elif event.kind == "keeps checkpoints":
@@ -425,6 +426,7 @@ class RunState:
             "ranks": [_rank_json(self.ranks[rank], now) for rank in sorted(self.ranks)],
             "hosts": [_host_json(host) for host in hosts],
             "hang": self.hang,
+            "hang_time": self.hang_time,
             "waits": None if self.waiting is None else asdict(self.waiting),
             "slow": None if self.straggler is None else asdict(self.straggler),
         }  # fmt: skip

@@ -233,6 +233,30 @@ def test_library_exception_does_not_blame_script() -> None:
     assert "also seen:\n    rank 1 ended first: rank 0 lost its connection" in text
 
 
+def test_evidence_has_line_of_script_and_first_failure_is_no_consequence() -> None:
+    calls = "".join(f"""\
+[rank1]:   File "/v/lib/python3.11/site-packages/torch/nn/module.py", line {line}, in call
+[rank1]:     return forward(input)
+""" for line in range(20))  # fmt: skip
+    log = f"""\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/w/train.py", line 5, in <module>
+[rank1]:     main()
+[rank1]:   File "/w/train.py", line 3, in main
+[rank1]:     model(x)
+{calls}[rank1]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x20 and 21x5)
+"""
+    conclusion = conclude(from_log(log), load_all())
+    assert [rule.code for rule, _ in conclusion.matches] == ["shapes-differ", "exception"]
+    evidence_lines = conclusion.matches[0][1].lines
+    assert len(evidence_lines) == 12
+    assert evidence_lines[:3] == (
+        '  File "/w/train.py", line 3, in main', "    model(x)", "  ..."
+    )  # fmt: skip
+    assert evidence_lines[-1].startswith("RuntimeError: mat1 and mat2")
+    assert "also seen:" not in lines(conclusion, from_log(log))
+
+
 def test_error_of_paceline_in_script_keeps_its_remedy() -> None:
     log = """\
 [rank0]: Traceback (most recent call last):

@@ -40,11 +40,19 @@ def lines(conclusion: Conclusion, evidence: Evidence) -> list[str]:
     if conclusion.matches:
         _, match = conclusion.matches[0]
         text += _describe_match(*conclusion.matches[0])
-        others = conclusion.matches[1 : MAX_CANDIDATES + 1]
-        text += _describe_candidates(others, is_certain=match.confidence >= MIN_CONFIDENCE)
+        others = [(rule, other) for rule, other in conclusion.matches[1:]
+                  if not (rule.symptom and _quotes_same_error(match, other))]  # fmt: skip
+        text += _describe_candidates(
+            others[:MAX_CANDIDATES], is_certain=match.confidence >= MIN_CONFIDENCE
+        )
     elif not conclusion.is_healthy:
         text += _describe_unknown(evidence)
     return text + library_lines(evidence)
+
+
+def _quotes_same_error(match: Match, other: Match) -> bool:
+    last_line = match.lines[-1:]
+    return bool(last_line) and (last_line, match.rank) == (other.lines[-1:], other.rank)
 
 
 def _describe_unknown(evidence: Evidence) -> list[str]:

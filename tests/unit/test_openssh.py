@@ -156,6 +156,16 @@ def test_classifies_recorded_ssh_errors(words: str, cause: str, remedy: str) -> 
     assert result.is_transient == (cause == "dropped before the login")
 
 
+def test_remedy_of_refused_port_names_where_it_was_set() -> None:
+    words = "ssh: connect to host n2 port 2222: Connection refused\n"
+    assert classify(words, 255, HOST).remedy.endswith(
+        "or correct its port, 2222, in the host file or wherever you list it"
+    )
+    assert "`Port N` in ~/.ssh/config" in classify(words, 255, Host("n2")).remedy
+    words = "ssh: connect to host n2 port 2222: Connection timed out\n"
+    assert classify(words, 255, HOST).remedy.endswith("nc -vz n2 2222")
+
+
 def test_changed_host_key_details() -> None:
     result = classify(CHANGED, 255, HOST)
     assert "SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU" in result.details

@@ -243,8 +243,7 @@ CAUSES: tuple[_Cause, ...] = (
     _Cause(
         "refused",
         r"Connection refused",
-        "Nothing listens there: start sshd on {name} (sudo systemctl start ssh), or set its port "
-        "(`Port N` in ~/.ssh/config)",
+        "Nothing listens there: start sshd on {name} (sudo systemctl start ssh), or {port_setting}",
     ),
     _Cause(
         "sshd does not speak",
@@ -255,7 +254,7 @@ CAUSES: tuple[_Cause, ...] = (
     _Cause(
         "no answer",
         r"Connection timed out|Operation timed out",
-        "The machine is off, or a firewall drops TCP to its SSH port: nc -vz {name} 22",
+        "The machine is off, or a firewall drops TCP to its SSH port: nc -vz {name} {port}",
     ),
     _Cause(
         "no job on this host",
@@ -457,8 +456,13 @@ _OFFER = re.compile(r"Their offer: ([\w@.-]{1,100})")
 def _fill(remedy: str, host: Host, text: str, target: str) -> str:
     offending = offending_line(text)
     key_name = re.search(r"Host key for (\S{1,300}) has changed", text)  # as known_hosts calls it
+    port_setting = "set its port (`Port N` in ~/.ssh/config)"
+    if host.port is not None:
+        port_setting = f"correct its port, {host.port}, in the host file or wherever you list it"
     values = {
         "name": host.name,
+        "port": str(host.port or 22),
+        "port_setting": port_setting,
         "address": _address(host, text),
         "target": target,
         "known": shell_text([key_name.group(1) if key_name else host.address]),
@@ -466,7 +470,7 @@ def _fill(remedy: str, host: Host, text: str, target: str) -> str:
         "offer": offer.group(1) if (offer := _OFFER.search(text)) else "ALGORITHM",
     }
     return re.sub(
-        r"\{(name|address|target|known|file|offer)\}",
+        r"\{(name|address|target|known|file|offer|port|port_setting)\}",
         lambda match: values[match.group(1)],
         remedy,
     )

@@ -55,20 +55,20 @@ Matcher = Callable[[Evidence], Match | None]
 
 def match_unit(unit: Unit, cause: str, confidence: float, **texts: Any) -> Match:
     """A match of one message of a log."""
-    lines = _last_lines(unit)
+    lines = _evidence_lines(unit)
     return Match(cause, unit.hosts, unit.rank, confidence, lines, unit=unit, **texts)
 
 
-def _last_lines(unit: Unit) -> tuple[str, ...]:
+def _evidence_lines(unit: Unit) -> tuple[str, ...]:
     """The last lines of a message; of a traceback, with the last frame of the script."""
-    begin = len(unit.lines) - MAX_EVIDENCE_LINES
+    start = len(unit.lines) - MAX_EVIDENCE_LINES
     frame = unit.error.script_frame if unit.error else None
     location = f'File "{frame.file}", line {frame.line},' if frame else ""
     in_script = [index for index, line in enumerate(unit.lines) if frame and location in line]
-    if not in_script or in_script[-1] >= begin:
+    if not in_script or in_script[-1] >= start:
         return unit.lines[-MAX_EVIDENCE_LINES:]
     frame_lines = unit.lines[in_script[-1] : in_script[-1] + 2]
-    return (*frame_lines, "  ...", *unit.lines[begin + 3 :])
+    return (*frame_lines, "  ...", *unit.lines[start + 3 :])
 
 
 def match_exit(end: Event, cause: str, confidence: float, **texts: Any) -> Match:

@@ -206,7 +206,7 @@ def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, 
         return model, report, tuple(old_classes[number] for number in sorted(old_classes))
 
     def read_config() -> Any:
-        check_counts(transformers, hub_model.source, location)
+        check_sizes(transformers, hub_model.source, location)
         return load_config(hub_model.source, **location, **names)
 
     config = fetch(f"--model {hub_model.name}", read_config)
@@ -251,7 +251,7 @@ def build_from_description(kind: Kind, description: dict[str, Any]) -> nn.Module
     return model.float()
 
 
-def check_counts(transformers: Any, source: str, location: Mapping[str, Any]) -> None:
+def check_sizes(transformers: Any, source: str, location: Mapping[str, Any]) -> None:
     """Raises DataError if a model's ``config.json`` counts more parts than a network can have.
 
     transformers makes lists of that length when it reads the file.
@@ -265,7 +265,7 @@ def check_counts(transformers: Any, source: str, location: Mapping[str, Any]) ->
 def check_description(description: Mapping[str, Any]) -> None:
     """Raises DataError if a model's description counts more parts than a network can have."""
     for key, value in _settings(description):
-        if key.endswith(_COUNTS) and isinstance(value, (int, float)) and value > MAX_TENSORS:
+        if key.endswith(_SIZES) and isinstance(value, (int, float)) and value > MAX_TENSORS:
             raise DataError(
                 "the described network is larger than its weights or than the memory of this"
                 " machine",
@@ -274,7 +274,7 @@ def check_description(description: Mapping[str, Any]) -> None:
             )
 
 
-_COUNTS = ("blocks", "labels", "layer", "layers")
+_SIZES = ("blocks", "labels", "layer", "layers")
 
 
 def check_config(config: Any) -> None:

@@ -139,9 +139,9 @@ def read_state(path: Path) -> RunState:
         return RunState(path, end_state(result, code), code, None, job, text, last_record)
     if owner or lost(path):
         return RunState(path, "lost", None, None, job, "", last_record, lost=read_lost_run(path))
-    has_begun = last_record is not None or records.is_regular(path / names.EVENTS)
-    word = NO_LAUNCHER if has_begun else NOT_STARTED
-    return RunState(path, word, None, None, job, "", last_record)
+    has_records = last_record is not None or records.is_regular(path / names.EVENTS)
+    label = NO_LAUNCHER if has_records else NOT_STARTED
+    return RunState(path, label, None, None, job, "", last_record)
 
 
 def last_started_at(path: Path) -> float:

@@ -11,7 +11,7 @@ from paceline.spec.events import Event
 from paceline.spec.schema import memory_bytes
 
 REPORT = "replica checksums"
-NOTHING_EXCHANGED = (
+NO_EXCHANGE = (
     ", and DistributedDataParallel has exchanged no gradients: the script has to call the"
     " DistributedDataParallel object, not the module inside it"
 )
@@ -92,6 +92,6 @@ def find_difference(reports: Mapping[int, Event]) -> Difference | None:
             moment = f"after step {step}" if step else "before the first step"
             sentence = f"{text} {verb} {than}: {name} differs {moment}"
             if step and all(event["exchanges"] is False for event in reports.values()):
-                sentence += NOTHING_EXCHANGED
+                sentence += NO_EXCHANGE
             return Difference(step, reports[ranks[-1]].host, ranks[-1], name, sentence)
     return None

@@ -188,8 +188,8 @@ def _source_of(entry: Entry) -> bytes:
     if entry.kind == "module":
         path = entry.target.replace(".", "/")
         paths = [f"{path}.py", f"{path}/__main__.py"]
-    found = (Path(path) for path in paths if path.endswith(".py") and Path(path).is_file())
-    return next((path.read_bytes() for path in found), b"")
+    files = (Path(path) for path in paths if path.endswith(".py") and Path(path).is_file())
+    return next((path.read_bytes() for path in files), b"")
 
 
 def _python_target(args: tuple[str, ...]) -> list[str]:

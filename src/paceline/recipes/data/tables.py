@@ -28,7 +28,7 @@ def read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError:
         raise DataError(
             f"{path} is not in UTF-8",
-            found=_find_undecodable(content),
+            found=_locate_undecodable(content),
             remedy=conversion_to_utf8(content),
         ) from None
     lines = text.split("\n")
@@ -42,7 +42,7 @@ def conversion_to_utf8(content: bytes) -> str:
     return f"convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 
-def _find_undecodable(content: bytes) -> str:
+def _locate_undecodable(content: bytes) -> str:
     """Describes the first line that is not in UTF-8."""
     for number, line in enumerate(content.split(b"\n"), 1):
         text = line.decode("utf-8", "replace")
@@ -144,16 +144,17 @@ def _detect_delimiter(
     return default
 
 
-def has_other_delimiter(rows: Sequence[Sequence[str]], delimiter: str) -> bool:
+def has_different_delimiter(rows: Sequence[Sequence[str]], delimiter: str) -> bool:
     """Tells whether the only column of several rows has another delimiter equally often in each."""
-    counts = [{row[0].count(mark) for row in rows} for mark in _DELIMITERS if mark != delimiter]
-    return len(rows) > 1 and any(len(numbers) == 1 and 0 not in numbers for numbers in counts)
+    marks = [mark for mark in _DELIMITERS if mark != delimiter]
+    frequencies = [{row[0].count(mark) for row in rows} for mark in marks]
+    return len(rows) > 1 and any(len(numbers) == 1 and 0 not in numbers for numbers in frequencies)
 
 
-def cell_delimiter(path: Path, given: str) -> str:
+def cell_delimiter(path: Path, explicit: str) -> str:
     """Returns what stands between the cells of a table."""
     default = "\t" if path.suffix.lower() == ".tsv" else ","
-    return {"": default, "\\t": "\t"}.get(given, given)
+    return {"": default, "\\t": "\t"}.get(explicit, explicit)
 
 
 def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:

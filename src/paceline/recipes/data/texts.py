@@ -19,7 +19,7 @@ from paceline.recipes.data.tables import (
     cell_delimiter,
     delimiter_remedy,
     first_row,
-    has_other_delimiter,
+    has_different_delimiter,
     read_rows,
 )
 from paceline.recipes.options import TextOptions
@@ -222,7 +222,7 @@ def _read_file(path: Path, options: TextOptions, columns: Columns | None) -> Tab
     are_named = bool(options.label_column or options.text_column)
 
     def is_header(names: Sequence[str]) -> bool:
-        return are_named or all(find_columns(names, columns))
+        return are_named or all(select_columns(names, columns))
 
     rows = read_rows(path, options.delimiter, is_header)
     if not rows:
@@ -232,16 +232,16 @@ def _read_file(path: Path, options: TextOptions, columns: Columns | None) -> Tab
     if columns is None and all(len(row) > 1 for row in rows):
         _refuse_header(path, rows)
     return Table(
-        _without_header(path, rows, "each row: label, text; --delimiter names what stands between")
+        _parse_rows(path, rows, "each row: label, text; --delimiter names what stands between")
     )
 
 
-def _without_header(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[Row]:
+def _parse_rows(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[Row]:
     """Returns the label in the first column, and the text in the others."""
     first = next((i for i, row in enumerate(rows) if len(row) < 2), None)
     if first is not None:
-        found = repr(str(rows[first])[:80])
-        raise DataError(f"{path} row {first + 1} has one column only", found=found, remedy=remedy)
+        example = repr(str(rows[first])[:80])
+        raise DataError(f"{path} row {first + 1} has one column only", found=example, remedy=remedy)
     return [(row[0].strip(), " ".join(row[1:])) for row in rows]
 
 
@@ -258,7 +258,7 @@ def read_texts(path: Path, delimiter: str, columns: Columns) -> list[str]:
     """
 
     def is_header(names: Sequence[str]) -> bool:
-        return bool(find_columns(names, columns)[1])
+        return bool(select_columns(names, columns)[1])
 
     rows = read_rows(path, delimiter, is_header)
     if not rows:
@@ -266,7 +266,7 @@ def read_texts(path: Path, delimiter: str, columns: Columns) -> list[str]:
     name = columns[1] or "text"
     remedy = f"write {name} over the column of texts, in the first line"
     if isinstance(rows[0], dict):
-        if not (column := find_columns(rows[0], columns)[1]):
+        if not (column := select_columns(rows[0], columns)[1]):
             raise DataError(
                 f"{path} has no column that is known to hold a text",
                 found=f"columns: {', '.join(map(str, rows[0]))}",
@@ -274,7 +274,7 @@ def read_texts(path: Path, delimiter: str, columns: Columns) -> list[str]:
             )
         return [text for (text,) in _select_cells(str(path), rows, [column], first_row(path))]
     is_single = all(len(row) == 1 for row in rows)
-    has_columns = not is_single or has_other_delimiter(rows, cell_delimiter(path, delimiter))
+    has_columns = not is_single or has_different_delimiter(rows, cell_delimiter(path, delimiter))
     if has_columns and (columns[1] or is_single):
         raise DataError(
             f"{path} has several columns, and none that is known to hold a text",
@@ -284,7 +284,7 @@ def read_texts(path: Path, delimiter: str, columns: Columns) -> list[str]:
     if is_single:
         return [row[0] for row in rows]
     remedy = f"a cell with a delimiter in it needs quotes; or {remedy}"
-    return [text for _, text in _without_header(path, rows, remedy)]
+    return [text for _, text in _parse_rows(path, rows, remedy)]
 
 
 def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
@@ -294,10 +294,10 @@ def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
     classes are in the first column, or, if every row has its own text there, in the last one.
     """
     for column, text_column in ((0, 1), (-1, 0)):
-        first, *others = (row[column].strip() for row in rows)
-        if len({*others}) == len(others):
+        first, *remaining = (row[column].strip() for row in rows)
+        if len({*remaining}) == len(remaining):
             continue
-        if _is_number(first) or first in others:
+        if _is_number(first) or first in remaining:
             return
         label, text = (shlex.quote(rows[0][place].strip()) for place in (column, text_column))
         raise DataError(
@@ -308,17 +308,17 @@ def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
         )
 
 
-def find_columns(names: Iterable[str], preferred: Columns | None = None) -> Columns:
+def select_columns(names: Iterable[str], preferred: Columns | None = None) -> Columns:
     """Returns the preferred columns with labels and texts, else the first with usual names."""
     existing = [name for name in names if name]
     spellings = {name.lower(): name for name in reversed(existing)}
 
-    def find(usual: Sequence[str], first: str) -> str:
-        usual_names = (spellings[name] for name in usual if name in spellings)
-        return first if first in existing else next(usual_names, "")
+    def select(candidates: Sequence[str], first: str) -> str:
+        matching = (spellings[name] for name in candidates if name in spellings)
+        return first if first in existing else next(matching, "")
 
     label, text = preferred or ("", "")
-    return find(_LABEL_COLUMNS, label), find(_TEXT_COLUMNS, text)
+    return select(_LABEL_COLUMNS, label), select(_TEXT_COLUMNS, text)
 
 
 def _select_columns(
@@ -359,10 +359,10 @@ def _require_columns(
     name: str, names: Sequence[str], options: TextOptions, preferred: Columns | None
 ) -> Columns:
     """Returns the columns that the options name, else those that are found."""
-    label, text = find_columns(names, preferred)
+    label, text = select_columns(names, preferred)
     columns = options.label_column or label, options.text_column or text
-    given = options.label_column, options.text_column
-    for flag, required, column in zip(("label", "text"), given, columns, strict=True):
+    explicit = options.label_column, options.text_column
+    for flag, required, column in zip(("label", "text"), explicit, columns, strict=True):
         if column not in names:
             raise DataError(
                 f"{name} has no column {required or f'that is known to hold a {flag}'}",
@@ -374,10 +374,10 @@ def _require_columns(
     return columns
 
 
-def _column_remedy(flag: str, given: str, columns: Sequence[str]) -> str:
+def _column_remedy(flag: str, explicit: str, columns: Sequence[str]) -> str:
     if remedy := delimiter_remedy(columns):
         return remedy
-    near = difflib.get_close_matches(given.lower(), [column.lower() for column in columns], 1)
+    near = difflib.get_close_matches(explicit.lower(), [column.lower() for column in columns], 1)
     meant = next((column for column in columns if [column.lower()] == near), "NAME")
     return f"--{flag}-column {shlex.quote(meant)}"
 
@@ -417,8 +417,8 @@ def _find_labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _list_labels(labels: Sequence[str]) -> str:
     """Returns the first labels, shortened."""
-    shown = ", ".join(label[:40] for label in labels[:20])
-    return f"{shown} and {len(labels) - 20} more" if labels[20:] else shown
+    listed = ", ".join(label[:40] for label in labels[:20])
+    return f"{listed} and {len(labels) - 20} more" if labels[20:] else listed
 
 
 def _is_number(label: str) -> bool:

@@ -21,8 +21,8 @@ from paceline.recipes.language.gguf_header import MAX_ELEMENTS_PER_BYTE, check_g
 from paceline.recipes.pretrained import (
     check_adapters,
     check_config,
-    check_counts,
     check_folder,
+    check_sizes,
 )
 from paceline.spec.errors import DataError
 from paceline.spec.formatting import pluralize, shell_text
@@ -150,7 +150,7 @@ class BaseModel:
 
         def read() -> Any:
             if "gguf_file" not in arguments:  # whose header is checked
-                check_counts(transformers, source, {"local_files_only": local})
+                check_sizes(transformers, source, {"local_files_only": local})
             return transformers.AutoConfig.from_pretrained(**arguments)
 
         config = self._get(label, read)

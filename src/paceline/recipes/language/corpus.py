@@ -78,8 +78,8 @@ class Corpus:
         if not self.skipped:
             return ""
         names = ", ".join(self.skipped[:3])
-        more = f" and {len(self.skipped) - 3:,} more" if self.skipped[3:] else ""
-        return f"{pluralize(len(self.skipped), 'file')} left out, not text: {names}{more}"
+        suffix = f" and {len(self.skipped) - 3:,} more" if self.skipped[3:] else ""
+        return f"{pluralize(len(self.skipped), 'file')} left out, not text: {names}{suffix}"
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -63,9 +63,9 @@ def check_gguf(path: Path, name: str) -> None:
             remedy="copy the file again from where it comes",
         ) from None
     if (num_parts := header.settings.get("split.count", 0)) > 1:
-        whole = _PART_NAME.sub(".gguf", str(path))
+        merged = _PART_NAME.sub(".gguf", str(path))
         first = _PART_NAME.sub(r"-00001-of-\1.gguf", str(path))
-        names = [first, whole] if whole != first else ["FIRST-PART.gguf", "WHOLE.gguf"]
+        names = [first, merged] if merged != first else ["FIRST-PART.gguf", "WHOLE.gguf"]
         raise DataError(
             f"{label} is one of the {num_parts} parts of a split file",
             found=f"its split.count is {num_parts}",
@@ -74,14 +74,14 @@ def check_gguf(path: Path, name: str) -> None:
         )
     blocks = [count for key, count in header.settings.items() if key.endswith(".block_count")]
     if max(blocks, default=0) > header.num_tensors:
-        found = f"{max(blocks):,} blocks of layers, and {header.num_tensors:,} tensors"
+        excess = f"{max(blocks):,} blocks of layers, and {header.num_tensors:,} tensors"
     elif header.num_elements > MAX_ELEMENTS_PER_BYTE * num_bytes:
-        found = f"tensors of {header.num_elements:,} numbers in {num_bytes:,} bytes"
+        excess = f"tensors of {header.num_elements:,} numbers in {num_bytes:,} bytes"
     else:
         return
     raise DataError(
         f"{label} describes a network that is larger than its weights",
-        found=found,
+        found=excess,
         remedy="copy the file again from where it comes",
     )
 

@@ -287,12 +287,12 @@ def encode_parts(
     row = data.splits["train"][0]
     first = row.chosen if isinstance(row, Preference) else row
     if first.messages and encoder.has_template and not encoder.tokenizer.chat_template:
-        plain = ", or none, which joins prompt and completion as they are"
-        plain = plain if len(first.messages) == 2 else ""
+        alternative = ", or none, which joins prompt and completion as they are"
+        alternative = alternative if len(first.messages) == 2 else ""
         raise DataError(
             f"--model {options.model} has no chat template",
             found=f"the data are in the {data.format} format",
-            remedy=f"--chat-template FILE with a template{plain}",
+            remedy=f"--chat-template FILE with a template{alternative}",
         )
 
     training, held_out = (

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
-from paceline.recipes.data.texts import find_columns, meals
+from paceline.recipes.data.texts import meals, select_columns
 
 BATCH = 32  # texts of one step over all processes: the result is the same at any number of them
 MAX_TOKENS = 128  # tokens of a text that are used
@@ -40,7 +40,7 @@ def read(path: str) -> tuple[list[Sample], list[str], list[str]]:
     if path != "meals":
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         table = [*csv.reader(lines)]
-        if all(columns := find_columns(table[0])):  # the first row is a header
+        if all(columns := select_columns(table[0])):  # the first row is a header
             table = [[row[name] for name in columns] for row in csv.DictReader(lines)]
         rows = [(label, text) for label, text in table]
     texts = [re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_TOKENS] for _, text in rows]

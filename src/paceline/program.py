@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -69,5 +70,6 @@ def library(name: str, purpose: str, remedy: str = "") -> Any:
         raise SettingError(
             f"{purpose} with the library `{name}`",
             found=f"it cannot be imported: {error}",
-            remedy=remedy or f"{sys.executable} -m pip install {distribution}",
+            remedy=remedy
+            or f"{shlex.quote(sys.executable)} -m pip install --upgrade {distribution}",
         ) from None

@@ -654,6 +654,7 @@ MPIS = {
     "openmpi": "mpiexec --mca plm_rsh_agent '/c/ssh : ssh' --mca plm_rsh_no_tree_spawn 1 "
     "--mca plm_rsh_args '-F /c/ssh_config' "
     "--mca orte_enable_recovery 1 --mca orte_abort_on_non_zero_status 0 "
+    "--mca orte_keep_fqdn_hostnames 1 "
     "--mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0 --host n1:1,10.0.0.2:1 -np 2 "
     "--map-by seq --bind-to none -v",
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.conclusion import conclude
-from paceline.explain.evidence_reader import from_run
+from paceline.explain.evidence_reader import _is_data, from_run
 from paceline.explain.rules import load_all
 from paceline.transfer.tree import files_of
 
@@ -67,6 +67,13 @@ def test_remedy_sends_folder_outside_project(tmp_path: Path) -> None:
     assert rule.code == "missing-file"
     assert f"{data} is on the launching machine, but not on the host" in match.cause
     assert f"--data '{data.parent}'" in match.remedy
+
+
+@pytest.mark.parametrize("path", ["/usr/bin/env", "/etc/hosts", "/tmp/.hidden/file"])
+def test_remedy_sends_no_system_folder(tmp_path: Path, path: str) -> None:
+    assert not _is_data(path, str(tmp_path))
+    assert _is_data("/data/images/a.png", str(tmp_path))
+    assert not _is_data(str(tmp_path.parent / "a.bin"), str(tmp_path))
 
 
 def test_locally_missing_file_is_not_blamed_on_git(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ STREAM_HEAD_BYTES = 1 << 20  # read of a log that the user names
 STREAM_TAIL_BYTES = 3 << 20
 MAX_STREAM_BYTES = 1 << 30  # read of a log that comes through a pipe
 _MAX_MISSED_FILES = 100  # that are looked up
+_SYSTEM_FOLDERS = ("/bin/", "/boot/", "/dev/", "/etc/", "/lib/", "/lib64/", "/opt/", "/proc/",
+                   "/run/", "/sbin/", "/sys/", "/usr/", "/var/")  # fmt: skip
 _MARKER_FILES = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER, DETACHED)
 
 
@@ -163,16 +165,23 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
             ]  # fmt: skip
             present = [path for path in paths if Path(path).is_file()]
             names |= {path: name for path in present if path.startswith(f"{source}/")}
-            if pattern is MISSED_FILE and (
-                outside := [path for path in present if path not in names]
-            ):
-                unsent[name] = outside[0]
+            if pattern is MISSED_FILE and present and _is_data(present[0], source):
+                unsent[name] = present[0]
         if names:
             output = run_git(Path(source), "--literal-pathspecs", "ls-files", "-z", "--others",
                              "--ignored", "--exclude-standard", "--", *names)  # fmt: skip
             listed = (f"{source}/{path}" for path in (output or "").split("\0"))
             ignored |= {names[path]: path for path in listed if path in names}
     return ignored, unsent
+
+
+def _is_data(path: str, project: str) -> bool:
+    """Whether a file may be data of the user, in a folder that can be sent as a whole."""
+    folder = str(Path(path).parent)
+    is_above = f"{project}/".startswith(f"{folder}/")
+    is_personal = "/." in path or folder in ("/home", "/tmp", str(Path.home()))  # noqa: S108
+    is_inside = path.startswith(f"{project}/")
+    return not (is_above or is_inside or is_personal or path.startswith(_SYSTEM_FOLDERS))
 
 
 def _local_workdirs(copies: Sequence[ShippedCopy], plan: Mapping[str, Any]) -> dict[str, list[str]]:

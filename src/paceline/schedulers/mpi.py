@@ -164,7 +164,9 @@ def _openmpi(hosts: Sequence[Host], options: Options, ssh_folder: str,
     # daemons look for the agent, too; with a tree, they would call each other
     mca = {"plm_rsh_agent": f"{ssh_folder}/{SSH} : ssh", "plm_rsh_no_tree_spawn": "1",
            "plm_rsh_args": f"-F {ssh_folder}/{CONFIG}",
-           "orte_enable_recovery": "1", "orte_abort_on_non_zero_status": "0"}  # fmt: skip
+           "orte_enable_recovery": "1", "orte_abort_on_non_zero_status": "0",
+           # the mapper below compares whole names
+           "orte_keep_fqdn_hostnames": "1"}  # fmt: skip
     if options.interface:
         mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
     settings = [word for name, value in mca.items() for word in ("--mca", name, value)]
@@ -184,7 +186,8 @@ _RENDERERS: dict[str, _Renderer] = {
 def mpiexec_variables(mpi: Mpi, ssh_folder: str, is_root: bool) -> dict[str, str | None]:
     """Returns the variables to set for mpiexec itself; ``None`` removes one."""
     if mpi.flavour == "openmpi":
-        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if is_root else ()
+        names = ["PRTE_MCA_prte_keep_fqdn_hostnames"]  # as of orte above, in Open MPI 5
+        names += ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] if is_root else []
         return dict.fromkeys(names, "1")
     ssh, arguments = f"{ssh_folder}/{SSH}", f"-F {ssh_folder}/{CONFIG}"
     return {

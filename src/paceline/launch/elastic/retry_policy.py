@@ -23,6 +23,7 @@ from paceline.spec.job import Job
 MAX_LINE_BYTES = 300
 _KINDS_OF_HOSTS = ("lost", "agent", "lease", "forkserver", "launcher")
 MAX_HOST_LOSSES = 3  # of one host within the window, after which it is left out
+RECIPES = "paceline.recipes."  # begins the names of their modules
 MAX_STARTS = 3  # in a row without a step, after which a loss ends the job
 NEWCOMER_DELAYS_S = (0.0, 1.0, 5.0)  # before each start of a newcomer; then it is left out
 MAX_STRIKES = 3  # signals that end the same rank without a step in between
@@ -63,6 +64,7 @@ class StartupTracker:
 
     def __init__(self, job: Job) -> None:
         self.is_session = job.trains
+        self._is_recipe = job.entry.kind == "module" and job.entry.target.startswith(RECIPES)
         self._started: set[int | None] = set()  # ranks whose programs run
         self._joining: set[int | None] = set()  # ranks that joined a group, or wait for the others
         self._has_output = False  # for people, or for its other ranks
@@ -100,9 +102,10 @@ class StartupTracker:
 
         A program that does not join a process group may have done anything, whatever it imports.
         One that joins has made no step before: a session reports its steps, and another program has
-        made none while its ranks are not connected and it has written nothing.
+        made none while its ranks are not connected and it has written nothing. A recipe only reads
+        its data before it joins.
         """
-        if self._started - self._joining:
+        if self._started - self._joining and not self._is_recipe:
             return True
         return self._step > self._first_step if self.is_session else self._has_output
 

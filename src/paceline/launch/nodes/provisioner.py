@@ -348,7 +348,8 @@ def _no_fork_server(fleet: Fleet, node: Node, error: ForkServerError, job: Job) 
         return NodeError(f"{node.name} could not start its ranks", found=text)
     output = "\n".join(error.text.strip().splitlines()[-8:])
     remedy = f"Look there: {python} -c 'import {modules}'"
-    if missing := re.search(r"No module named '([\w-]+)", error.text):
+    # what the parts of Paceline need that were sent
+    if missing := re.search(r"No module named '(numpy|psutil|safetensors)\b", error.text):
         remedy = f"On {node.name}: {shlex.quote(python)} -m pip install {missing[1]}"
     pythons = {peer.name: str(peer.facts["python"]["version"]) for peer in fleet.nodes}
     for difference in agreement.differences("Python", pythons):  # built for another one

@@ -116,8 +116,11 @@ def test_reused_pid_is_not_signalled() -> None:
 
 def test_job_environment() -> None:
     base = {"PATH": "/usr/bin", "HOME": "/root", "KEEP": "1"}
-    request = {"python": "/venv/bin/python", "env": {"NEW": "2"}, "unset": ["HOME"], "token": "t"}
+    base["PYTHONPATH"] = "/of/login"
+    request = {"python": "/venv/bin/python", "env": {"NEW": "2"}, "unset": ["HOME"], "token": "t",
+               "package": "/sent"}  # fmt: skip
     result = activation.job_environment(base, request)
+    assert result.pop("PYTHONPATH") == "/sent:/of/login"
     assert result.pop("TORCHINDUCTOR_CACHE_DIR")  # a private folder
     assert result == {
         "PATH": "/venv/bin:/usr/bin",

@@ -306,6 +306,20 @@ def test_send_replaces_what_was_sent_before(workspace: Workspace) -> None:
     run(work)
 
 
+def test_send_keeps_what_the_user_replaced(workspace: Workspace) -> None:
+    async def work(served: Served) -> None:
+        folder = await workspace.folder(served, "n1")
+        workspace.write("n1", "out/last.pt", torch_zip("of the script"))
+        await workspace.store.sync(folder, has_ended=True, has_succeeded=True)
+        (workspace.project / "out/last.pt").write_bytes(torch_zip("of the user"))
+        await workspace.store.send(folder)
+        out = workspace.copy("n1") / "out"
+        assert (out / "last.pt").read_bytes() == torch_zip("of the user")
+        assert (out / ".last.pt.superseded").read_bytes() == torch_zip("of the script")
+
+    run(work)
+
+
 def test_send_sets_divergent_files_aside(workspace: Workspace) -> None:
     """Sent files keep rank 0's times; other files of the node are moved aside, not deleted."""
 

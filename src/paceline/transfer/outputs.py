@@ -557,7 +557,7 @@ class OutputStore(LocalOutputs):
                   and not (all(file.is_whole for file in group)
                            and (is_source or is_of_other_rank(group, paths)))]  # fmt: skip
         missing: list[str] = []
-        ours: list[str] = []  # earlier versions, which were sent from here or have arrived
+        ours: list[str] = []  # versions that the script has replaced, not the user
         # another host's shard, which is here, may differ from one that the source had before
         compared = [entry for entry in manifest if not is_source or is_shard(str(entry[0]))]
         if compared:
@@ -565,7 +565,9 @@ class OutputStore(LocalOutputs):
             difference = await folder.channel.request("compare_tree", root=folder.root,
                                                       manifest=entries)  # fmt: skip
             different = [folder.prefix + path for path in difference["different"]]
-            ours = [file.path for file in files if file.path in different
+            own = {str(path) for path, sha256, *_ in manifest
+                   if self.journal.outputs[str(path)].sha256 == sha256}  # fmt: skip
+            ours = [file.path for file in files if file.path in own.intersection(different)
                     and folder.fetched.get(file.path) == file.version]  # fmt: skip
             hidden += different
             missing = [*different, *(folder.prefix + path for path in difference["missing"])]

@@ -73,10 +73,10 @@ def _preload(modules: List[str]) -> Message:
 
 
 def _import(module: str) -> None:
-    """Imports a module; if the name ends in ``?``, only if the module exists."""
+    """Imports a module; if the name ends in ``?``, only if that is possible."""
     try:
         importlib.import_module(module.rstrip("?"))
-    except ImportError:
+    except Exception:  # such as TypeError in an old Python
         if not module.endswith("?"):
             raise
 

@@ -101,6 +101,9 @@ def job_environment(base: Dict[str, str], request: Dict[str, Any]) -> Dict[str, 
         folder = os.path.dirname(request["python"])
         env["PATH"] = os.pathsep.join([folder, env.get("PATH", os.defpath)])
     env.update(request["env"])
+    if request.get("package"):
+        folders = [request["package"], env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if INDUCTOR_CACHE not in (*env, *request.get("unset", ())):
         # torch's default is /tmp/torchinductor_USER, which anybody can create first
         cache = snapshot.cache_folder() / "torchinductor"

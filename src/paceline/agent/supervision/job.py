@@ -100,8 +100,9 @@ class NodeJob:
         It is called again if the fork server died.
 
         Args:
-            request: ``python`` (absolute path), ``preload`` (modules), ``env`` (added), ``unset``
-                (removed names), ``token``, ``defaults`` (names that yield to activation scripts).
+            request: ``python`` (absolute path), ``preload`` (modules), ``env`` (added),
+                ``package`` (folder that comes first in ``PYTHONPATH``), ``unset`` (removed names),
+                ``token``, ``defaults`` (names that yield to activation scripts).
         """
         self.token = "%s-%s" % (request["token"], self._token_suffix)
         self._yielded_names = self._activated_names.intersection(request.get("defaults", ()))

@@ -109,7 +109,8 @@ class RankProcess:
     def close_pipes(self, post: Post) -> None:
         """Posts what is left in its pipes and closes them."""
         for fd in list(self.fds):
-            self.read(fd, post)
+            if fd in self.fds:  # reading one may end another
+                self.read(fd, post)
         for fd in self.fds:
             os.close(fd)
         self.fds = {}

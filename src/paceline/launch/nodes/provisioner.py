@@ -134,14 +134,13 @@ async def start_fork_server(node: Node, request: Request, package: Tree | None,
     python = planner.python_of(job, node.host)
     early, defaults = planner.early_env(job, node.host, node.facts)
     env = {**job.environment.variables(), **early}
-    if root:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     node.preparation = {
         "python": python,
         "activate": list(job.activate.value),
         "defaults": defaults,
         "preload": list(job.preload),
         "env": env,
+        "package": root,
         "unset": list(job.environment.unset),
         "token": token,
     }

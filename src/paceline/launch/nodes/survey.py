@@ -259,10 +259,10 @@ def package_of(request: Request) -> Tree | None:
         return request.supplies.package
     if not request.needs_package:
         return None
-    is_complete = (
-        request.package is True or request.job.trains
-    )  # a script may use recipes' networks
-    return package_tree(OF_RECIPES if is_complete else request.package or OF_TRAIN)
+    if request.package is True:
+        return package_tree(OF_RECIPES)
+    # a script may import anything of it
+    return package_tree(request.job.trains or request.package or OF_TRAIN)
 
 
 def package_tree(parts: Package) -> Tree:

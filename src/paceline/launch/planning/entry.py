@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -187,9 +188,12 @@ def _source_of(entry: Entry) -> bytes:
     paths = [entry.target] if entry.kind == "script" else []
     if entry.kind == "module":
         path = entry.target.replace(".", "/")
-        paths = [f"{path}.py", f"{path}/__main__.py"]
-    files = (Path(path) for path in paths if path.endswith(".py") and Path(path).is_file())
-    return next((path.read_bytes() for path in files), b"")
+        paths = [f"{path}/__main__.py", f"{path}.py"]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.endswith(".py") and Path(path).is_file():
+                return Path(path).read_bytes()
+    return b""
 
 
 def _python_target(args: tuple[str, ...]) -> list[str]:

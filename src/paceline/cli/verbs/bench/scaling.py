@@ -19,7 +19,7 @@ from paceline.cli.job_options import build_job
 from paceline.cli.options import launch_options
 from paceline.cli.recipe_job import parse_recipe_options, prepared_job
 from paceline.cli.verb import Verb, say
-from paceline.launch.planning.entry import entry_of, opens_store
+from paceline.launch.planning.entry import entry_of, opens_store, preload_of
 from paceline.recipes import RECIPES
 from paceline.rundir.directory import write_text
 from paceline.schedulers.scheduler import Scheduler
@@ -77,7 +77,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             job = stack.enter_context(prepared_job(ctx, script, options, cluster))
         else:
             entry = entry_of(script, args, module=module, no_python=False)
-            job = build_job(ctx, entry, name=Path(script).stem, opens_store=opens_store(entry))
+            job = build_job(ctx, entry, name=Path(script).stem, opens_store=opens_store(entry),
+                            preload=preload_of(entry))  # fmt: skip
         if dispatch.kind == "submit":
             ctx.exit(submit(ctx, job, folder, dispatch.scheduler, "--out"))
         measured = run_ladder(ctx, job, cluster, folder, repeat, package=recipe)

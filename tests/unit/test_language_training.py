@@ -172,6 +172,34 @@ def test_binary_files_are_named(tmp_path: Path) -> None:
     assert described.endswith("4 files left out, not text: b.gz, c.png, d.png and 1 more")
 
 
+@pytest.mark.parametrize("start", [b"%PDF-1.4\n%\xe2\xe3", b"BZh91AY&SY\xe2", b"\x28\xb5\x2f\xfd"])
+def test_binary_files_without_nul_are_left_out(start: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b").write_bytes(start + b"\n1 0 obj" * 9)
+    assert corpus(tmp_path).skipped == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "binary", "parts"),
+    [
+        (["input.txt", "readme.md"], ["train.bin", "val.bin"], ["train", "val"]),
+        (["a.txt", "b.txt"], ["train-loss.png"], ["train", "val"]),
+        (["train.txt"], ["test.png", "plots/test-loss.png"], ["train", "val"]),
+        (["train.txt", "test/a.txt"], ["val.png", "test/b.png"], ["train", "test"]),
+        (["a.py", "b.py"], ["test/c.bin"], ["train", "val"]),
+    ],
+)
+def test_binary_files_define_no_splits(
+    names: list[str], binary: list[str], parts: list[str], tmp_path: Path
+) -> None:
+    for name in (*names, *binary):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\0" if name in binary else b"text of a part")
+    loaded = corpus(tmp_path)
+    assert [*loaded.splits] == parts
+    assert sorted(loaded.skipped) == sorted(binary)
+
+
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_part_without_text_is_refused(part: str, tmp_path: Path) -> None:
     for name in ("train", "val"):

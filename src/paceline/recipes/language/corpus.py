@@ -24,7 +24,8 @@ PIECE_CHARACTERS = 16 << 10
 """Length of the pieces of which some are held out."""
 _BLOCK_CHARACTERS = 1 << 20  # of a file that are in memory
 _SAMPLE_BYTES = 1 << 13
-_GZIP = b"\x1f\x8b"
+_NO_TEXT = (b"%PDF-", b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd")
+"""Beginnings of formats that may have no NUL: PDF, gzip, bzip2 and zstd."""
 _Source = Path | Iterable[Mapping[str, Any]]
 
 
@@ -130,17 +131,19 @@ class Corpus:
         return found
 
     def _find_files(self, folder: Path) -> dict[str, list[_Source]]:
-        """Returns the texts of each part; DataError if a part has files, and none is text."""
+        """Returns the texts of each part; DataError if a part's folder has none."""
         files = []
         for path in sorted(folder.rglob("*")):
             is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
             if not is_hidden and path.is_file():
                 files.append(path)
+        texts = {path for path in files if _is_text(path)}
+        self.skipped = [str(path.relative_to(folder)) for path in files if path not in texts]
+        # Other files count only in the folder of a part, so that the part does not disappear.
+        counted = [path for path in files if path in texts or _is_in_part(path, folder)]
         parts: dict[str, list[_Source]] = {}
-        for part, paths in _divide(files, folder).items():
-            texts = {path for path in paths if _is_text(path)}
+        for part, paths in _divide(counted, folder).items():
             parts[part] = [path for path in paths if path in texts]
-            self.skipped += [str(path.relative_to(folder)) for path in paths if path not in texts]
         if empty := [part for part, sources in parts.items() if not sources]:
             raise DataError(
                 f"--data {self.source} holds no text for {empty[0]}",
@@ -216,6 +219,12 @@ def _part(path: Path) -> str:
     return _shard_part(path)
 
 
+def _is_in_part(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder that names a part."""
+    outermost = path.relative_to(folder).parent.parts[:1]
+    return any(name in spellings for name in outermost for spellings in SPLIT_NAMES.values())
+
+
 def _shard_part(path: Path) -> str:
     """Returns the part that a table's name names, or that of a text like ``test_1.txt``."""
     is_shard = path.suffix in TABLES or re.fullmatch(r"[a-z]+([-_.]?\d.*)?\.txt", path.name)
@@ -230,7 +239,7 @@ def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
         sample = file.read(_SAMPLE_BYTES)
     is_utf16 = sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return is_utf16 or not (b"\0" in sample or sample.startswith(_GZIP))
+    return is_utf16 or not (b"\0" in sample or sample.startswith(_NO_TEXT))
 
 
 def _read_text(path: Path) -> Iterator[str]:

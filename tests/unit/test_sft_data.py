@@ -403,6 +403,15 @@ def test_targets_end_with_the_token_that_ends_a_turn() -> None:
         assert decoded_targets(encode(rendered, "f", make_tokenizer(), is_plain=True)) == "<|end|>"
 
 
+def test_empty_answer_without_end_token_is_a_target() -> None:
+    template = CHATML.replace("<|end|>\n", "\n")
+    turns = [("user", "a"), ("assistant", ""), ("user", "c"), ("assistant", "d")]
+    header = template.replace("{{ m.role }}\n", "{{ m.role }}<|start|>\n")
+    header = header.replace("assistant\n{%", "assistant<|start|>\n{%")
+    assert decoded_targets(example(*turns, template=header)) == "\nd\n<|end|>"
+    assert decoded_targets(example(*turns[:2], template=header)) == "\n"
+
+
 def test_adds_end_token_if_template_has_none() -> None:
     template_without_end = CHATML.replace("<|end|>\n", "\n")
     built = example(("user", "a"), ("assistant", "b"), template=template_without_end)

@@ -228,7 +228,8 @@ def encode(rendered: Rendered, location: str, tokenizer: Any, *, is_plain: bool)
     targets, special = np.zeros(len(tokens), dtype=np.bool_), special_tokens(tokenizer)
     for start, end in rendered.spans:
         visible_end = len(rendered.text[:end].rstrip())
-        if special.intersection(tokens[offsets[:, 1] == visible_end].tolist()):
+        last = tokens[offsets[:, 1] == visible_end].tolist()
+        if visible_end > start and special.intersection(last):
             end = visible_end  # the model stops there: white space after it is the template's
         targets |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
     ends = rendered.spans[-1][1] == len(rendered.text)

@@ -178,6 +178,23 @@ def test_export_does_not_replace_files(
     assert (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize("to", ["notes.txt", "notes.txt/export"])
+def test_export_refuses_file_as_folder_before_it_writes(
+    digits: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    to: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setattr(export, "write_portable", lambda *_, form: pytest.fail(f"writes {form}"))
+    assert export.main([f"--run={digits}", f"--to={tmp_path / to}", "--format=torch"]) == 1
+    error = capsys.readouterr().err
+    assert f"{to} cannot be written" in error
+    assert "name another folder: --to" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_export_does_not_write_into_model_of_unfinished_run(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

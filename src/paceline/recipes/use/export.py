@@ -53,14 +53,16 @@ def export(options: ExportOptions) -> None:
     if options.to:
         require_no_model(folder)
     try:
-        # nothing is left if the model is refused
-        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+        # Nothing is left if the model is refused; a file in place of a folder is refused here.
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         with tempfile.TemporaryDirectory(dir=existing, prefix=".export-") as temporary:
             write(Path(temporary))
             folder.mkdir(parents=True, exist_ok=True)
             paths = move_files(Path(temporary), folder, replaces=not options.to)
     except OSError as error:
-        raise DataError(f"{folder} cannot be written", found=str(error)) from None
+        raise DataError(
+            f"{folder} cannot be written", found=str(error), remedy="name another folder: --to"
+        ) from None
     for path in paths:
         print(f"{clean_line(str(path))}  {path.stat().st_size:,} bytes")
 

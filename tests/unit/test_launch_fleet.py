@@ -523,6 +523,16 @@ class FailingLauncher(Launcher):
         await fleet.close()
 
 
+def test_start_is_recorded_with_its_run_id() -> None:
+    launcher = FailingLauncher(0, Setting(0))
+    launcher.recorder = Mock()
+    node = SimpleNamespace(name="n1", channel=Mock(fingerprint=""))
+    Launcher._record_connected(launcher, Mock(everyone=[node]), {})
+    launcher.recorder.event.assert_called_once_with(
+        "connected", run_id=launcher._request.run_id, hosts=["n1"]
+    )
+
+
 @pytest.mark.parametrize(
     ("losses", "asked", "connected"),
     [

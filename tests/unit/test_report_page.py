@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 from chromium import PROGRAM, Chromium
 from paceline.cli import program
+from paceline.cli.runs.state import read_state_and_replicas
+from paceline.explain.evidence_reader import from_run
 from paceline.report import comparison_page, run_page
 from paceline.report.comparison_page import Goal
 from paceline.report.curves import Point, thin_points
@@ -167,6 +169,35 @@ def test_times_are_of_last_start_in_reused_folder(tmp_path: Path) -> None:
         html(comparison_page.build_page([run, other]))
     )
     assert "an earlier start in this run directory is only in the curves" in text_of(folder)
+
+
+def test_refused_start_leaves_page_of_earlier_start(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", lost=True)
+    result = json.loads((folder / names.RESULT).read_text())
+    (folder / names.RESULT).write_text(json.dumps({**result, "run_id": "first"}))
+    connected, *events = map(json.loads, (folder / names.EVENTS).read_text().splitlines())
+    text = "ranks 0 and 1 train different models"
+    differ = {"time": START_S + 35, "event": "replicas differ", "text": text}
+    started = {"event": "started", "attempt": 0, "world_size": 2}
+    refused = [{**connected, "run_id": "refused"}, started, {"event": "ended", "attempt": 0,
+               "exit_code": 2, "seconds": 1}]  # fmt: skip
+    history = [{**connected, "run_id": "first"}, *events, differ,
+               *({**event, "time": START_S + 3600 + at} for at, event in enumerate(refused))
+               ]  # fmt: skip
+    write_records(folder / names.EVENTS, history)
+    run = read_run(folder)
+    assert run.timeline.started_at == START_S - 0.5
+    assert run.record.earlier_events == ()
+    status, sentence = run_page.outcome_of(run)
+    assert (status, text in sentence) == ("unsure", True)
+    assert from_run(folder).replica_difference == text
+    assert read_state_and_replicas(folder).replica_difference == text
+    # while a start goes on, the page is about it
+    owner = {"host": "elsewhere", "pid": 7, "run_id": "refused"}
+    (folder / names.OWNER).write_text(json.dumps(owner))
+    record = read_run(folder).record
+    assert [event.kind for event in record.events] == ["connected", "started", "ended"]
+    assert len(record.earlier_events) == len(history) - len(record.events)
 
 
 def test_names_straggler(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from paceline.rundir.ownership import (
     owner_here,
     read_of_last_start,
     read_owner,
+    start_id,
 )
 from paceline.rundir.records import (
     as_text,
@@ -45,6 +46,7 @@ from paceline.spec.errors import DataError
 from paceline.spec.events import (
     Event,
     ShippedCopy,
+    events_of_start,
     last_attempt,
     log_offsets,
     read_events,
@@ -85,18 +87,9 @@ def from_run(path: Path, *, confirmed: bool = True) -> Evidence:
         )
     result = read_of_last_start(path, names.RESULT)
     launcher = _launcher(path, confirmed) if result is None else None
-    events = last_start(read_events(read_records(path / names.EVENTS)))
+    events = read_events(read_records(path / names.EVENTS))
+    events = events_of_start(events, start_id(path))
     return from_result(path, Result.from_json(result or {}), events, launcher)
-
-
-def last_start(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The events of the last of several starts in one run directory."""
-    first_attempts = [number for number, event in enumerate(events)
-                      if event.kind == "started" and not event["attempt"]]  # fmt: skip
-    begin = max(first_attempts, default=0)
-    while begin and events[begin].kind != "connected":
-        begin -= 1
-    return events[begin:] if len(first_attempts) > 1 else events
 
 
 def from_result(path: Path, result: Result, events: tuple[Event, ...],

@@ -358,7 +358,8 @@ class Launcher:
         for node in fleet.everyone:
             if node.channel.fingerprint:
                 self._screen.note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
-        self.recorder.event("connected", hosts=[node.name for node in fleet.everyone])
+        self.recorder.event("connected", run_id=self._request.run_id,
+                            hosts=[node.name for node in fleet.everyone])  # fmt: skip
         if missing:
             hosts = ", ".join(f"{host} ({why or 'no answer'})" for host, why in missing.items())
             self._screen.note(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from paceline.explain.evidence_reader import last_start
 from paceline.rundir.directory import short
-from paceline.rundir.ownership import owner_alive, read_of_last_start, read_owner
+from paceline.rundir.ownership import owner_alive, read_of_last_start, read_owner, start_id
 from paceline.rundir.records import (
     as_float,
     as_int,
@@ -25,7 +25,7 @@ from paceline.rundir.records import (
     sampled_records,
 )
 from paceline.spec import rundir as names
-from paceline.spec.events import Event, read_events
+from paceline.spec.events import Event, events_of_start, read_events
 from paceline.spec.failure import Result
 
 EVENTS_BYTES = 1536 << 10  # read of events.jsonl; samples of a longer one
@@ -46,7 +46,7 @@ class Record:
 
     Attributes:
         plan, hosts, config, forecast, collectives: Objects of these files; empty if missing.
-        events: Of the last start in the run directory, in the order of time.
+        events: Of the last start in the run directory that was not refused, in the order of time.
         earlier_events: Of former starts.
         has_result: Whether there is a result.json of this run.
         duration_s: By result.json; 0 when not known.
@@ -105,7 +105,7 @@ def read(path: Path) -> Record:
     events, is_events_complete = sampled_records(path / names.EVENTS, EVENTS_BYTES)
     metrics, is_metrics_complete = sampled_records(path / names.METRICS, METRICS_BYTES)
     all_events = tuple(sorted(read_events(events), key=lambda event: event.time))
-    of_last_start = last_start(all_events)
+    of_start = events_of_start(all_events, start_id(path))
     present = {name for name, value in objects.items() if value is not None}
     present |= {names.EVENTS} if events else set()
     present |= {names.METRICS} if metrics else set()
@@ -116,8 +116,8 @@ def read(path: Path) -> Record:
         plan=objects[names.PLAN] or {},
         hosts=objects[names.HOSTS] or {},
         config=objects[names.CONFIG] or {},
-        events=of_last_start,
-        earlier_events=all_events[: len(all_events) - len(of_last_start)],
+        events=of_start,
+        earlier_events=tuple(takewhile(lambda event: event is not of_start[0], all_events)),
         metrics=metrics,
         has_result=objects[names.RESULT] is not None,
         duration_s=as_float(result.get("seconds")),

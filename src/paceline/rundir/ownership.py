@@ -75,6 +75,18 @@ def read_of_last_start(path: Path, name: str) -> dict[str, Any] | None:
     return record if record.get("run_id") == run_id else None
 
 
+def start_id(path: Path) -> str:
+    """The run id of the start whose state a run directory shows; empty if it is not known.
+
+    That is the last one, unless it was refused: then ``result.json`` is that of an earlier one.
+    """
+    if (owner := read_owner(path)) is not None:
+        return str(owner.get("run_id", ""))
+    if (detached := detached_of(path)) is not None:
+        return detached.run_id
+    return records.as_text((records.read_object(path / names.RESULT) or {}).get("run_id"), 64)
+
+
 def lost(path: Path) -> SupervisorLocation | None:
     """Where the run's supervisor was, if it had died when the results were fetched."""
     record = records.read_object(path / DETACHED) or {}

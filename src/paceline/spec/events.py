@@ -119,6 +119,7 @@ FIELDS: dict[str, Schema] = {
     "reason": SHORT_TEXT,  # one word, for the launcher
     "replica": SIZE,  # number of a DistributedDataParallel of the script
     "resumed": boolean,  # the training continues an earlier one
+    "run_id": SHORT_TEXT,  # of the start
     "samples": SIZE,  # over all ranks
     "saved": integer(),  # step of the newest complete checkpoint; 0: none
     "seconds": number,
@@ -262,7 +263,7 @@ KINDS: dict[str, Kind] = {
     # where output of a rank's start begins in its file, unless at byte 0; recorded before the start
     "log begins": _kind("launcher", "bytes"),
     "debug log begins": _kind("launcher", "bytes"),
-    "connected": _kind("launcher", "hosts", optional="late"),
+    "connected": _kind("launcher", "hosts", optional="late run_id"),
     "copied": _kind("launcher", "copy home"),
     "started": _kind("launcher", "attempt world_size"),
     "ended": _kind("launcher", "attempt exit_code seconds"),
@@ -410,6 +411,27 @@ def replica_difference(events: Iterable[Event]) -> str:
         elif event.kind == "replicas differ":
             text = str(event["text"] or "")
     return text
+
+
+def events_of_start(events: tuple[Event, ...], run_id: str) -> tuple[Event, ...]:
+    """The events of one of several starts in a run directory.
+
+    Args:
+        run_id: Of the start. If no event has it, which is so with those of earlier versions, the
+            last start is returned.
+    """
+    run_ids = [(number, event["run_id"]) for number, event in enumerate(events)
+               if event.kind == "connected" and event["run_id"]]  # fmt: skip
+    begin = next((number for number, value in run_ids if value == run_id), None)
+    if begin is not None:
+        later = (number for number, value in run_ids if number > begin and value != run_id)
+        return events[begin : next(later, None)]
+    first_attempts = [number for number, event in enumerate(events)
+                      if event.kind == "started" and not event["attempt"]]  # fmt: skip
+    begin = max(first_attempts, default=0)
+    while begin and events[begin].kind != "connected":
+        begin -= 1
+    return events[begin:] if len(first_attempts) > 1 else events
 
 
 def last_attempt(events: Sequence[Event]) -> Sequence[Event]:

@@ -24,7 +24,6 @@ from paceline.cli.runs.run_end import (
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.verb import say
-from paceline.explain.evidence_reader import last_start
 from paceline.launch.interrupts import EchoFilter
 from paceline.launch.results.outputs import LINK_SHARE, POLL_S
 from paceline.launch.results.run_outcome import RunOutcome, is_resumable
@@ -33,10 +32,10 @@ from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir import records
 from paceline.rundir.directory import short
-from paceline.rundir.ownership import read_of_last_start
+from paceline.rundir.ownership import read_of_last_start, start_id
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
-from paceline.spec.events import Event, read_events, shipped_copies
+from paceline.spec.events import Event, events_of_start, read_events, shipped_copies
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.formatting import shell_text
 from paceline.spec.terminal import format_for
@@ -334,7 +333,8 @@ def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
         say(format_for(describe_run(read_state(path)), sys.stderr), err=True)
         return 1
     result = Result.from_json(record)
-    events = last_start(read_events(records.read_records(path / names.EVENTS)))
+    all_events = read_events(records.read_records(path / names.EVENTS))
+    events = events_of_start(all_events, start_id(path))
     plan = records.read_object(path / names.PLAN) or {}
     run_dir = path.absolute()
     outcome = RunOutcome(

@@ -25,12 +25,13 @@ from paceline.rundir.ownership import (
     owner_here,
     read_of_last_start,
     read_owner,
+    start_id,
 )
 from paceline.schedulers.submission import SubmittedJob, read_submission, require_own_submission
 from paceline.spec import rundir as names
 from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import NodeError
-from paceline.spec.events import read_events, replica_difference
+from paceline.spec.events import events_of_start, read_events, replica_difference
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.schema import matches
 
@@ -110,9 +111,10 @@ class RunState:
 
 
 def read_state_and_replicas(path: Path) -> RunState:
-    """Reads the state of a run and, from all of its events, whether its replicas differ."""
+    """Reads the state of a run and, from its events, whether its replicas differ."""
     events = read_events(records.read_records(path / names.EVENTS))
-    return replace(read_state(path), replica_difference=replica_difference(events))
+    difference = replica_difference(events_of_start(events, start_id(path)))
+    return replace(read_state(path), replica_difference=difference)
 
 
 def read_state(path: Path) -> RunState:

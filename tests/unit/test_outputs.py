@@ -137,6 +137,8 @@ def test_newest_checkpoint_is_none_that_the_user_removed(workspace: Workspace) -
         assert script_checkpoint(workspace.run) == "out/ckpt_1.pt"
         shutil.rmtree(workspace.project / "out")
         assert not script_checkpoint(workspace.run)
+        workspace.project.rename(workspace.project.with_name("moved"))
+        assert script_checkpoint(workspace.run) == "out/ckpt_2.pt"
         OutputJournal(workspace.run).set_project(None)  # its project is on another machine
         assert script_checkpoint(workspace.run) == "out/ckpt_2.pt"
 

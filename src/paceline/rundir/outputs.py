@@ -379,10 +379,13 @@ def incomplete_checkpoints(outputs: Iterable[Output]) -> set[str]:
 def script_checkpoint(run: Path) -> str:
     """Returns where the script's newest checkpoint is here; empty if none is.
 
-    None that has been removed. A project on another machine cannot be looked at.
+    None that has been removed. A project on another machine, or one that has been moved, cannot be
+    looked at.
     """
     journal = OutputJournal(run)
-    paths = [(output, output.local_path(run, journal.project))
+    is_here = os.path.isdir(journal.project or "")  # noqa: PTH112 - false if it cannot be read
+    project = journal.project if is_here else None
+    paths = [(output, output.local_path(run, project))
              for output in journal.outputs.values()]  # fmt: skip
     newest = newest_checkpoint(output for output, path in paths
                                if path is None or local_version(path) is not None)  # fmt: skip

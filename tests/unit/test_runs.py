@@ -318,6 +318,25 @@ def test_status_shows_no_ranks_of_earlier_start() -> None:
     assert run_state.read_state(folder).hang == "rank 1 sleeps"
 
 
+def test_ranks_without_run_id_count_if_written_since_the_start() -> None:
+    folder = restart_run("a", alive=True)
+    owner = json.loads((folder / "owner.json").read_text())
+    ranks = json.loads((folder / "ranks.json").read_text())
+    del ranks["run_id"]
+    (folder / "ranks.json").write_text(json.dumps(ranks))  # of time 1000
+    for start_s, hang in ((900.0, "rank 0 sleeps"), (1100.0, "")):
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start_s))
+        (folder / "owner.json").write_text(json.dumps({**owner, "since": since}))
+        assert run_state.read_state(folder).hang == hang
+    (folder / "owner.json").write_text(json.dumps({**owner, "since": "yesterday"}))
+    assert not run_state.read_state(folder).hang
+    (folder / "owner.json").unlink()
+    for start_s, hang in ((900.0, "rank 0 sleeps"), (1100.0, ""), (0.0, "")):
+        location = SupervisorLocation("ab" * 6, "n2", "n2", "/x", start_s).to_json()
+        (folder / DETACHED).write_text(json.dumps(location))
+        assert run_state.read_state(folder).hang == hang
+
+
 def test_earlier_dead_supervisor_is_no_cause_of_later_start() -> None:
     folder = make_detached_run("one", **{FETCHED_AT: 2000.0, LAST_STATUS: "lost"})
     (folder / "result.json").write_text('{"run_id": "second", "exit_code": 0}')

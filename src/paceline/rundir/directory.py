@@ -25,7 +25,7 @@ from paceline.rundir.records import objects_in, open_regular, read_object
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.finding import Finding
-from paceline.spec.formatting import shell_text
+from paceline.spec.formatting import DATE_TIME, shell_text
 from paceline.spec.job import MASK
 
 MAX_OPEN_FILES = 64  # at once; there is a log for every rank
@@ -119,7 +119,7 @@ class RunDirectory:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "start": this_machine.start_time(os.getpid()),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "since": time.strftime(DATE_TIME),
             **({"run_id": self.run_id} if self.run_id else {}),
         }
         self.write_json(names.OWNER, owner_record)

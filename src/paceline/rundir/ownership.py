@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from paceline.remote import this_machine
 from paceline.rundir import records
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, SupervisorLocation
+from paceline.spec.formatting import DATE_TIME
 
 FETCHED_AT = "home_since"  # in detached.json: when all results were fetched, in seconds since 1970
 LAST_STATUS = "stands"  # in detached.json: the run's status at that time
@@ -65,14 +68,27 @@ def read_of_last_start(path: Path, name: str) -> dict[str, Any] | None:
 
     The file of an earlier start stays there until the last one writes its own. The last start is
     known by its owner file or, of a detached run, by its supervisor; without these it has ended,
-    and has written its files.
+    and has written its files. Launchers of earlier versions write no run id into ``ranks.json``:
+    then its time counts.
     """
     record = records.read_object(path / name)
     owner, detached = read_owner(path), detached_of(path)
     if record is None or (owner is None and detached is None):
         return record
     run_id = owner.get("run_id") if owner else detached and detached.run_id
-    return record if record.get("run_id") == run_id else None
+    written_at = records.as_float(record.get("time"))
+    is_later = "run_id" not in record and written_at > _start_time(owner, detached)
+    return record if is_later or record.get("run_id") == run_id else None
+
+
+def _start_time(owner: dict[str, Any] | None, detached: SupervisorLocation | None) -> float:
+    """When the last start began, in seconds since 1970; infinite if that is not known."""
+    if owner is None:
+        return (detached and detached.since) or math.inf
+    try:
+        return time.mktime(time.strptime(owner["since"], DATE_TIME))
+    except (OverflowError, ValueError):
+        return math.inf
 
 
 def start_id(path: Path) -> str:

@@ -105,4 +105,4 @@ def test_missing_lm_eval_error_names_package(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert evaluate.main([f"--run={run}", "--tasks=quiz"]) == 2
-    assert "pip install lm-eval" in capsys.readouterr().err
+    assert "pip install --upgrade lm-eval" in capsys.readouterr().err

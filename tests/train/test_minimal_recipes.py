@@ -86,7 +86,9 @@ def test_matches_golden_losses_and_resumes_at_any_world_size(name: str, tmp_path
     assert {key: last[key] for key in figures} == figures
 
 
-@pytest.mark.parametrize("header", ["", "Label,Text\n", "text,id,sentiment\n"])
+@pytest.mark.parametrize(
+    "header", ["", "\n", "Label,Text\n", "label, text\n", "text,id,sentiment\n"]
+)
 def test_text_script_reads_table_with_and_without_header(header: str, tmp_path: Path) -> None:
     row = "a b,1,yes\n" if "id" in header else "yes,a b\n"
     (tmp_path / "d.csv").write_text(header + 3 * row, encoding="utf-8-sig")

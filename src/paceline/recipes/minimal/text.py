@@ -39,9 +39,10 @@ def read(path: str) -> tuple[list[Sample], list[str], list[str]]:
     rows = meals(seed=0)
     if path != "meals":
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-        table = [*csv.reader(lines)]
+        table = [row for row in csv.reader(lines, skipinitialspace=True) if any(row)]
         if all(columns := select_columns(table[0])):  # the first row is a header
-            table = [[row[name] for name in columns] for row in csv.DictReader(lines)]
+            places = [table[0].index(name) for name in columns]
+            table = [[row[place] for place in places] for row in table[1:]]
         rows = [(label, text) for label, text in table]
     texts = [re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_TOKENS] for _, text in rows]
     seen = Counter(word for n, text in enumerate(texts) if n % 10 for word in text)

@@ -109,6 +109,14 @@ def test_only_row_of_a_class_is_for_training(tmp_path: Path, place: int) -> None
     assert sum(len(labels) for _, labels in data.splits.values()) == len(rows)
 
 
+def test_description_holds_any_label_of_a_training() -> None:
+    labels = ["short", "long " * 999]
+    data = {"source": "", "config": "", "fingerprint": "", "split": {"method": ""}}
+    data |= {"test": "", "columns": ["", ""], "delimiter": ""}
+    names = {"classes": labels, "labels": labels}
+    use_text._DESCRIPTION({**names, "max_length": 8, "data": data, "number_format": "fp16"}, "")
+
+
 def test_part_to_train_on_is_required(tmp_path: Path) -> None:
     write_csv(tmp_path / "test.csv", ROWS)
     with pytest.raises(DataError, match="has no part to train on"):

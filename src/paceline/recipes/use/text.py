@@ -38,15 +38,15 @@ from paceline.recipes.use.export import (
 )
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
-from paceline.spec.schema import integer, list_of, record, text, tuple_of
+from paceline.spec.schema import MAX_LONG_TEXT, integer, list_of, record, text, tuple_of
 
 NAMES = ("ids", "mask")
 """Names of the network's inputs."""
 BATCH = 64
 """Texts classified at once."""
 _DESCRIPTION = record(
-    classes=list_of(text()),
-    labels=list_of(text()),
+    classes=list_of(text(MAX_LONG_TEXT)),
+    labels=list_of(text(MAX_LONG_TEXT)),
     max_length=integer(1),
     data=recorded_data(test=text(), columns=tuple_of(text(), text()), delimiter=text()),
     number_format=NUMBER_FORMAT,

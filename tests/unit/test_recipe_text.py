@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.recipes import parse_options, pretrained, text
 from paceline.recipes.data.tables import read_jsonl, read_lines
-from paceline.recipes.data.texts import TextData, load_texts
+from paceline.recipes.data.texts import Recorded, TextData, load_texts
 from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
@@ -107,6 +107,30 @@ def test_only_row_of_a_class_is_for_training(tmp_path: Path, place: int) -> None
     assert ("neutral", "so so") in trained
     assert trained == [row for row in rows if row in trained]
     assert sum(len(labels) for _, labels in data.splits.values()) == len(rows)
+
+
+def test_each_file_is_read_with_the_delimiter_of_the_training(tmp_path: Path) -> None:
+    rows = [("no", "bad, it says"), ("yes", "good, it says")]
+    write_csv(tmp_path / "train.csv", rows, ";")
+    write_csv(tmp_path / "test.tsv", rows, "\t")
+    recorded = Recorded(("", ""), ";", "one.csv")
+    for name in (tmp_path, tmp_path / "train.csv", tmp_path / "test.tsv"):
+        data = load_texts(TextOptions(data=str(name)), ("no", "yes"), recorded)
+        texts = [text for texts, _ in data.splits.values() for text in texts]
+        assert {*texts} == {text for _, text in rows}
+    assert Recorded(("", ""), ";").delimiter_of(tmp_path / "test.tsv") == ";"
+    assert Recorded(("", ""), ";", "data.v2").delimiter_of(tmp_path / "train.csv") == ";"
+
+
+def test_remedy_of_an_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "d.csv", ROWS)
+    with pytest.raises(DataError) as error:
+        load_texts(TextOptions(data=str(path)), ("no", "perhaps"), Recorded(("", "")))
+    assert error.value.remedy == "correct or remove such rows (each row: label, text)"
+    path.write_text("no\nyes\n")
+    with pytest.raises(DataError) as error:
+        load_texts(TextOptions(data=str(path)), ("no", "yes"), Recorded(("", "")))
+    assert error.value.remedy == "each row: label, text"
 
 
 def test_description_holds_any_label_of_a_training() -> None:

@@ -59,6 +59,25 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """How a training read its data, as far as the run records it.
+
+    Attributes:
+        columns: Preferred to usual names.
+        source: Name or path of the data set; empty if the same is read again.
+    """
+
+    columns: Columns
+    delimiter: str = ""
+    source: str = ""
+
+    def delimiter_of(self, path: Path) -> str:
+        """Returns the delimiter, if the training did not read the other kind of table."""
+        suffixes = {Path(self.source).suffix.lower(), path.suffix.lower()}
+        return "" if suffixes == {".csv", ".tsv"} else self.delimiter
+
+
+@dataclass(frozen=True)
 class TextData:
     """Texts with class labels.
 
@@ -91,22 +110,21 @@ class TextData:
 
 
 def load_texts(
-    options: TextOptions, labels: tuple[str, ...] = (), columns: Columns | None = None
+    options: TextOptions, labels: tuple[str, ...] = (), recorded: Recorded | None = None
 ) -> TextData:
     """Reads the data set; DataError names files and rows.
 
     Args:
         labels: Required labels, in this order; by default those of the files.
-        columns: Columns of the data that a model was trained on, preferred to usual names;
-            ``None`` for a training.
+        recorded: How the data that a model was trained on were read; ``None`` for a training.
     """
     name = options.data
-    tables, names = _read_splits(options, columns)
+    tables, names = _read_splits(options, recorded)
     # Only for an evaluation, the data set may lack a part to train on.
     first = tables.get("train") or next(iter(tables.values()))
     if options.test_data:
         path = find_data(options.test_data, options.data_dir)
-        tables["test"] = _read_file(path, options, columns or first.columns)
+        tables["test"] = _read_file(path, options, recorded or _record(first, options))
     parts = {split: table.rows for split, table in tables.items()}
     if not labels and "train" not in parts:
         raise DataError(f"{name} has no part to train on", found=f"it has {', '.join(parts)}")
@@ -128,7 +146,12 @@ def load_texts(
     labels = labels or _find_labels(name, parts["train"])
     classes = _class_names(name, labels, options.class_names or names)
     number = {label: place for place, label in enumerate(labels)}
-    splits = {split: _encode_labels(name, split, rows, number) for split, rows in parts.items()}
+    remedy = "correct or remove such rows (each row: label, text)"
+    if recorded is None:
+        remedy += ", or add rows with this label to the training part"
+    splits = {
+        split: _encode_labels(name, split, rows, number, remedy) for split, rows in parts.items()
+    }
     return TextData(
         name,
         classes,
@@ -143,7 +166,7 @@ def load_texts(
 
 
 def _read_splits(
-    options: TextOptions, columns: Columns | None
+    options: TextOptions, recorded: Recorded | None
 ) -> tuple[dict[str, Table], tuple[str, ...]]:
     """Reads the rows of each part, and the names of the classes if the data set has them."""
     name = options.data
@@ -153,15 +176,15 @@ def _read_splits(
     if name in TEXT_SETS:
         dataset, download = TEXT_SETS[name], DownloadOptions(options.offline, options.mirror)
         path = find_or_download(dataset, options.data_dir, _is_complete, download)
-        return _read_files(_find_files(path), options, columns), dataset.classes
+        return _read_files(_find_files(path), options, recorded), dataset.classes
     if path.is_file():
-        return {"train": _read_file(path, options, columns)}, ()
+        return {"train": _read_file(path, options, recorded)}, ()
     if path.is_dir() and not is_saved(path) and (files := _find_files(path)):
-        return _read_files(files, options, columns), ()
+        return _read_files(files, options, recorded), ()
     if tars.matches(path):
         return {split: Table(rows) for split, rows in tars.texts(path).items()}, ()
     if path.is_dir() or (is_hub_id(name)):
-        return _from_hub(options, columns)
+        return _from_hub(options, recorded)
     raise DataError(
         f"--data {name}: no such file or folder",
         found=f"no {path.absolute()}",
@@ -207,33 +230,38 @@ def _find_files(folder: Path) -> dict[str, Path]:
 
 
 def _read_files(
-    paths: Mapping[str, Path], options: TextOptions, columns: Columns | None
+    paths: Mapping[str, Path], options: TextOptions, recorded: Recorded | None
 ) -> dict[str, Table]:
     """Reads the file of each part, preferably the same columns of all."""
     tables: dict[str, Table] = {}
     for split, path in paths.items():
-        tables[split] = _read_file(path, options, columns)
-        columns = columns or tables[split].columns
+        tables[split] = _read_file(path, options, recorded)
+        recorded = recorded or _record(tables[split], options)
     return tables
 
 
-def _read_file(path: Path, options: TextOptions, columns: Columns | None) -> Table:
-    """Reads a file; ``columns`` are preferred, and ``None`` for a file to train on."""
+def _record(table: Table, options: TextOptions) -> Recorded:
+    return Recorded(table.columns, options.delimiter)
+
+
+def _read_file(path: Path, options: TextOptions, recorded: Recorded | None) -> Table:
+    """Reads a file; ``recorded`` is ``None`` for a file to train on."""
     are_named = bool(options.label_column or options.text_column)
+    preferred = recorded.columns if recorded else None
+    delimiter = recorded.delimiter_of(path) if recorded else options.delimiter
 
     def is_header(names: Sequence[str]) -> bool:
-        return are_named or all(select_columns(names, columns))
+        return are_named or all(select_columns(names, preferred))
 
-    rows = read_rows(path, options.delimiter, is_header)
+    rows = read_rows(path, delimiter, is_header)
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
     if isinstance(rows[0], dict):
-        return _select_columns(str(path), rows, options, columns, first_row(path))
-    if columns is None and all(len(row) > 1 for row in rows):
+        return _select_columns(str(path), rows, options, preferred, first_row(path))
+    if recorded is None and all(len(row) > 1 for row in rows):
         _refuse_header(path, rows)
-    return Table(
-        _parse_rows(path, rows, "each row: label, text; --delimiter names what stands between")
-    )
+    remedy = "; --delimiter names what stands between" if recorded is None else ""
+    return Table(_parse_rows(path, rows, f"each row: label, text{remedy}"))
 
 
 def _parse_rows(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[Row]:
@@ -245,17 +273,18 @@ def _parse_rows(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[
     return [(row[0].strip(), " ".join(row[1:])) for row in rows]
 
 
-def read_texts(path: Path, delimiter: str, columns: Columns) -> list[str]:
+def read_texts(path: Path, recorded: Recorded) -> list[str]:
     """Reads texts to classify, one a row, from where :func:`load_texts` expects them.
 
     A table without a header may also have a single column, of texts.
 
     Args:
-        columns: Columns of the data that the model was trained on, preferred to usual names.
+        recorded: How the data that the model was trained on were read.
 
     Raises:
         DataError: The texts are not found, or a row has none.
     """
+    columns, delimiter = recorded.columns, recorded.delimiter_of(path)
 
     def is_header(names: Sequence[str]) -> bool:
         return bool(select_columns(names, columns)[1])
@@ -383,13 +412,14 @@ def _column_remedy(flag: str, explicit: str, columns: Sequence[str]) -> str:
 
 
 def _from_hub(
-    options: TextOptions, columns: Columns | None
+    options: TextOptions, recorded: Recorded | None
 ) -> tuple[dict[str, Table], tuple[str, ...]]:
     parts = load_rows(options.data, options.data_config, options.offline)
     tables = {}
+    preferred = recorded.columns if recorded else None
     for split, part in parts.items():
-        tables[split] = _select_columns(options.data, part, options, columns)
-        columns = columns or tables[split].columns
+        tables[split] = _select_columns(options.data, part, options, preferred)
+        preferred = preferred or tables[split].columns
     features = getattr(parts["train"], "features", None) or {}
     names = getattr(features.get(tables["train"].columns[0]), "names", None) or ()
     # Public benchmarks hide the labels of their test part as -1.
@@ -447,7 +477,7 @@ def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> 
 
 
 def _encode_labels(
-    name: str, split: str, rows: Sequence[Row], number: Mapping[str, int]
+    name: str, split: str, rows: Sequence[Row], number: Mapping[str, int], remedy: str
 ) -> tuple[list[str], list[int]]:
     if not rows:
         raise DataError(f"{name} has no texts for {split}", remedy="add some")
@@ -456,8 +486,7 @@ def _encode_labels(
         raise DataError(
             f"{name}: label {wrong!r} of {split} is not among the training labels",
             found=f"these are {_list_labels([*number])}",
-            remedy="correct such rows (each row: label, text), or add rows with this label to the"
-            " training part",
+            remedy=remedy,
         )
     return [text for _, text in rows], [number[label] for label, _ in rows]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.data.tables import TABLE_FILES, read_lines
-from paceline.recipes.data.texts import TextData, load_texts, read_texts
+from paceline.recipes.data.texts import Recorded, TextData, load_texts, read_texts
 from paceline.recipes.networks import build_text_network
 from paceline.recipes.options import TextOptions
 from paceline.recipes.text import TextTensors, evaluate
@@ -66,20 +66,19 @@ class TrainedTextModel(TrainedModel):
     def load_data(self, options: EvaluateOptions) -> TextData:
         """Loads the training's data, or others in the same way."""
         recorded = self.config["data"]
-        split, (label, text) = recorded["split"], recorded["columns"]
-        source = options.data or recorded["source"]
+        split = recorded["split"]
         labels = tuple(self.config["labels"])
         text_options = TextOptions(
-            data=source,
+            data=options.data or recorded["source"],
             data_config="" if options.data else recorded["config"],
             data_dir=options.data_dir,
             test_data="" if options.data else recorded["test"],
-            delimiter=_delimiter(source, recorded),
             class_names=self.classes if self.classes != labels else (),
             test_fraction=split.get("test_fraction", 0.1),
             seed=split.get("seed", 0),
         )
-        return load_texts(text_options, labels, (label, text))
+        source = recorded["source"] if options.data else ""
+        return load_texts(text_options, labels, _recorded(recorded, source))
 
 
 def load_trained(run: str) -> TrainedTextModel:
@@ -156,7 +155,6 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
 
 def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str]:
     """Yields the texts; ``trained_on`` describes the data of the training."""
-    label, text = trained_on["columns"]
     for name in inputs:
         path, suffix = Path(name), Path(name).suffix.lower()
         if suffix in (*TABLE_FILES, ".txt") and " " not in name and not path.is_file():
@@ -165,17 +163,16 @@ def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str
                 remedy="correct its name; a text that ends like one needs a blank in it",
             )
         if suffix in TABLE_FILES and path.is_file():
-            yield from read_texts(path, _delimiter(name, trained_on), (label, text))
+            yield from read_texts(path, _recorded(trained_on, trained_on["source"]))
         elif suffix == ".txt" and path.is_file():
             yield from filter(None, read_lines(path))
         else:
             yield name
 
 
-def _delimiter(name: str, trained_on: Mapping[str, Any]) -> str:
-    """Returns the delimiter of the training for files of the same kind, else that of the suffix."""
-    source, other = (Path(str(path)).suffix.lower() for path in (trained_on["source"], name))
-    return str(trained_on["delimiter"]) if source in ("", other) else ""
+def _recorded(trained_on: Mapping[str, Any], source: str) -> Recorded:
+    label, text = trained_on["columns"]
+    return Recorded((label, text), trained_on["delimiter"], source)
 
 
 @torch.inference_mode()

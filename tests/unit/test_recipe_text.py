@@ -109,6 +109,19 @@ def test_only_row_of_a_class_is_for_training(tmp_path: Path, place: int) -> None
     assert sum(len(labels) for _, labels in data.splits.values()) == len(rows)
 
 
+@pytest.mark.parametrize("header", ["topic,label,text", "label,title,text"])
+def test_refuses_usual_columns_of_which_the_run_records_none(tmp_path: Path, header: str) -> None:
+    """An older version read the leftmost ones, and recorded only options."""
+    path = tmp_path / "d.csv"
+    path.write_text(f"{header}\na,b,c\nb,a,c\n")
+    options = TextOptions(data=str(path))
+    with pytest.raises(DataError, match="has 2 columns that may hold a") as error:
+        load_texts(options, ("a", "b"), Recorded(("", "")))
+    assert error.value.found.startswith(("topic, label;", "title, text;"))
+    assert "read the leftmost one" in error.value.remedy
+    load_texts(options, ("a", "b", "c"), Recorded(("label", "text")))
+
+
 def test_each_file_is_read_with_the_delimiter_of_the_training(tmp_path: Path) -> None:
     rows = [("no", "bad, it says"), ("yes", "good, it says")]
     write_csv(tmp_path / "train.csv", rows, ";")
@@ -487,7 +500,7 @@ def test_unknown_model_folder_error(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("a,b\n1,2\n", "a", ["1"]),
         ("pos,good\nneg,bad\n", "", ["good", "bad"]),
         ("good\nbad\n", "", ["good", "bad"]),
-        ("title,text\nnews,good\n", "", ["good"]),
+        ("title,text\nnews,good\n", "words", ["good"]),
         ("text,title\nnews,good\n", "title", ["good"]),
         ("pos,good,day\n", "", ["good day"]),
         ('"yes, good"\n"no, bad"\n', "words", ["yes, good", "no, bad"]),
@@ -514,6 +527,7 @@ def test_predict_selects_text_column(
         ("t.csv", b"text\ncaf\xe9\n", "", "convert it: iconv"),
         ("t.txt", b"caf\xe9\n", "", "convert it: iconv"),
         ("t.jsonl", b'{"words": "good"}\n', "", "rename it to text"),
+        ("t.csv", b"title,text\nnews,good\n", "", "older version .* read the leftmost one"),
     ],
 )
 def test_predict_refuses_files_without_a_text_in_each_row(

@@ -41,6 +41,7 @@ _TEXT_COLUMNS = (
     *("text", "txt", "sentence", "content", "review"),
     *("message", "comment", "description", "title"),
 )
+_USUAL_COLUMNS = {"label": _LABEL_COLUMNS, "text": _TEXT_COLUMNS}
 _MAX_CLASSES = 1000
 _MAX_DIGITS = 20  # of a numeric label
 
@@ -301,6 +302,7 @@ def read_texts(path: Path, recorded: Recorded) -> list[str]:
                 found=f"columns: {', '.join(map(str, rows[0]))}",
                 remedy=f"rename it to {name}",
             )
+        _refuse_choice(str(path), [*rows[0]], "text", columns[1])
         return [text for (text,) in _select_cells(str(path), rows, [column], first_row(path))]
     is_single = all(len(row) == 1 for row in rows)
     has_columns = not is_single or has_different_delimiter(rows, cell_delimiter(path, delimiter))
@@ -391,7 +393,11 @@ def _require_columns(
     label, text = select_columns(names, preferred)
     columns = options.label_column or label, options.text_column or text
     explicit = options.label_column, options.text_column
-    for flag, required, column in zip(("label", "text"), explicit, columns, strict=True):
+    known = preferred or columns
+    for flag, required, recorded, column in zip(
+        _USUAL_COLUMNS, explicit, known, columns, strict=True
+    ):
+        _refuse_choice(name, names, flag, required or recorded)
         if column not in names:
             raise DataError(
                 f"{name} has no column {required or f'that is known to hold a {flag}'}",
@@ -401,6 +407,21 @@ def _require_columns(
                 else f"rename it to {flag}",
             )
     return columns
+
+
+def _refuse_choice(name: str, names: Sequence[str], flag: str, recorded: str) -> None:
+    """Raises DataError for several columns with usual names if none is recorded.
+
+    The runs of older versions do not record which one they were trained on: the leftmost.
+    """
+    usual = [column for column in names if column and column.lower() in _USUAL_COLUMNS[flag]]
+    if not recorded and len(usual) > 1:
+        raise DataError(
+            f"{name} has {len(usual)} columns that may hold a {flag}",
+            found=f"{', '.join(usual)}; the training recorded no name",
+            remedy="rename all but one of them; an older version that trained on such a header read"
+            f" the leftmost one: keep that, or train again with --{flag}-column",
+        )
 
 
 def _column_remedy(flag: str, explicit: str, columns: Sequence[str]) -> str:

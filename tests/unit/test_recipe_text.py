@@ -17,6 +17,7 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from safetensors.torch import load_file, save_file
 
 from paceline.recipes import parse_options, pretrained, text
+from paceline.recipes.data import tables
 from paceline.recipes.data.tables import read_jsonl, read_lines
 from paceline.recipes.data.texts import Recorded, TextData, load_texts
 from paceline.recipes.options import TextOptions
@@ -506,14 +507,45 @@ def test_unknown_model_folder_error(tmp_path: Path, capsys: pytest.CaptureFixtur
         ('"yes, good"\n"no, bad"\n', "words", ["yes, good", "no, bad"]),
         ('id;Text\n1;good, "and" cheap\n2;\n', "", ['good, "and" cheap', ""]),
         ("id;words\n1;good, cheap\n", "words", ["good, cheap"]),
+        ("Review; it is good\nbad thing\n", "", ["Review; it is good", "bad thing"]),
+        ("Content | a\nb | c\nd\n", "", ["Content | a", "b | c", "d"]),
+        ("Title\tit is good\nbad\n", "", ["Title\tit is good", "bad"]),
+        ("Review; it is good\n", "", ["Review; it is good"]),
+        ("Good; cheap\nBad; dear\n", "", ["Good; cheap", "Bad; dear"]),
+        ("Good | :D\nBad | :(\n", "", ["Good | :D", "Bad | :("]),
+        ("comment,Nice work\nquestion,What is it?\n", "", ["Nice work", "What is it?"]),
+        ("comment,label\nNice work,x\n", "", ["Nice work"]),
+        ("comment,id\nNice work,1\n", "comment", ["Nice work"]),
     ],
 )
 def test_predict_selects_text_column(
     tmp_path: Path, table: str, column: str, expected: list[str]
 ) -> None:
     (tmp_path / "t.csv").write_text(table, encoding="utf-8-sig")
+    assert predicted_texts(tmp_path / "t.csv", column) == expected
+
+
+def predicted_texts(path: Path, column: str) -> list[str]:
+    """Reads texts for a model with a class named like a column."""
     trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
-    assert [*use_text._texts([str(tmp_path / "t.csv")], trained_on)] == expected
+    return [*use_text._texts([str(path)], trained_on, ["comment", "question"])]
+
+
+def test_predict_reads_punctuation_in_tsv_file(tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_text("Great,food\nNice,place\n")
+    assert predicted_texts(tmp_path / "t.tsv", "") == ["Great,food", "Nice,place"]
+
+
+def test_predict_reads_file_that_the_csv_module_rejects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*_: object, **__: object) -> None:
+        raise csv.Error("line contains NUL")  # from Python 3.10
+
+    monkeypatch.setattr(tables, "parse_rows", lambda *_: [["good"], ["bad"]])
+    monkeypatch.setattr(csv, "reader", reject)
+    (tmp_path / "t.csv").write_text("good\nbad\n")
+    assert predicted_texts(tmp_path / "t.csv", "") == ["good", "bad"]
 
 
 @pytest.mark.parametrize(
@@ -528,15 +560,15 @@ def test_predict_selects_text_column(
         ("t.txt", b"caf\xe9\n", "", "convert it: iconv"),
         ("t.jsonl", b'{"words": "good"}\n', "", "rename it to text"),
         ("t.csv", b"title,text\nnews,good\n", "", "older version .* read the leftmost one"),
+        ("t.csv", b"label;text\npos;good\nneg\n", "", "row 3 lacks text"),
     ],
 )
 def test_predict_refuses_files_without_a_text_in_each_row(
     tmp_path: Path, name: str, content: bytes, column: str, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
     with pytest.raises(DataError, match=message):
-        [*use_text._texts([str(tmp_path / name)], trained_on)]
+        predicted_texts(tmp_path / name, column)
 
 
 def test_wrong_encoding_error_names_line(tmp_path: Path) -> None:

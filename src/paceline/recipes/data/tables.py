@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from paceline.program import library
 from paceline.spec.errors import DataError
 from paceline.train import files
 
+IsHeader = Callable[[Sequence[str]], bool]
+"""Whether the cells of the first row are names of columns."""
 _DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -109,12 +112,20 @@ def first_row(path: Path) -> int:
     return 1 if path.suffix.lower() in _OBJECT_READERS else 2
 
 
-def read_rows(path: Path, delimiter: str, is_header: Callable[[Sequence[str]], bool]) -> list[Any]:
-    """Reads the rows as dictionaries, or as lists of cells if a table has no header."""
+def read_rows(
+    path: Path, delimiter: str, is_header: IsHeader, is_certain: IsHeader | None = None
+) -> list[Any]:
+    """Reads the rows as dictionaries, or as lists of cells if a table has no header.
+
+    Args:
+        is_certain: Whether names prove a header, which a text with a delimiter in it may look like;
+            by default, all that ``is_header`` accepts do.
+    """
     if reader := _OBJECT_READERS.get(path.suffix.lower()):
         return reader(path)
     lines = [f"{line}\n" for line in read_lines(path)]
-    delimiter = _detect_delimiter(lines, cell_delimiter(path, delimiter), is_header)
+    default = cell_delimiter(path, delimiter)
+    delimiter = _detect_delimiter(lines, default, is_header, is_certain or is_header)
     rows = parse_rows(path, lines, delimiter)
     header = [cell.strip() for cell in rows[0]] if rows else []
     if not rows or not is_header(header):
@@ -133,21 +144,42 @@ def read_rows(path: Path, delimiter: str, is_header: Callable[[Sequence[str]], b
 
 
 def _detect_delimiter(
-    lines: Sequence[str], default: str, is_header: Callable[[Sequence[str]], bool]
+    lines: Sequence[str], default: str, is_header: IsHeader, is_certain: IsHeader
 ) -> str:
-    """Returns the first delimiter with which the first line is a header, else the default."""
-    line = lines[0][: csv.field_size_limit()] if lines else ""
+    """Returns the first delimiter with which the first line is a header, else the default.
+
+    If the header is not certain, a delimiter other than the default has to divide all rows alike.
+    """
     for delimiter in (default, *_DELIMITERS):
-        cells = next(csv.reader([line], delimiter=delimiter), [])
-        if is_header([cell.strip() for cell in cells]):
+        names = [cell.strip() for row in _split(lines[:1], delimiter) for cell in row]
+        if is_certain(names) or (
+            is_header(names) and (delimiter == default or _divides_alike(lines, delimiter))
+        ):
             return delimiter
     return default
 
 
+def _divides_alike(lines: Sequence[str], delimiter: str) -> bool:
+    """Tells whether there are several rows, of the same number of cells."""
+    sizes = [len(row) for row in _split(lines, delimiter) if any(row)]
+    return len(sizes) > 1 and len({*sizes}) == 1
+
+
+def _split(lines: Iterable[str], delimiter: str) -> list[list[str]]:
+    """Returns the cells of each row; none if they cannot be read."""
+    try:
+        return [*csv.reader(lines, delimiter=delimiter)]
+    except csv.Error:
+        return []
+
+
 def has_different_delimiter(rows: Sequence[Sequence[str]], delimiter: str) -> bool:
-    """Tells whether the only column of several rows has another delimiter equally often in each."""
-    marks = [mark for mark in _DELIMITERS if mark != delimiter]
-    frequencies = [{row[0].count(mark) for row in rows} for mark in marks]
+    """Tells whether the only column of several rows has another delimiter equally often in each.
+
+    As a punctuation mark of a text, it would have a blank at one side.
+    """
+    patterns = [rf'(?<=\S){re.escape(mark)}(?=[\w"])' for mark in ";\t|" if mark != delimiter]
+    frequencies = [{len(re.findall(pattern, row[0])) for row in rows} for pattern in patterns]
     return len(rows) > 1 and any(len(numbers) == 1 and 0 not in numbers for numbers in frequencies)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -274,23 +274,28 @@ def _parse_rows(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[
     return [(row[0].strip(), " ".join(row[1:])) for row in rows]
 
 
-def read_texts(path: Path, recorded: Recorded) -> list[str]:
+def read_texts(path: Path, recorded: Recorded, labels: Collection[str]) -> list[str]:
     """Reads texts to classify, one a row, from where :func:`load_texts` expects them.
 
     A table without a header may also have a single column, of texts.
 
     Args:
         recorded: How the data that the model was trained on were read.
+        labels: Its labels: a row that starts with one is an example, even if it is a usual name.
 
     Raises:
         DataError: The texts are not found, or a row has none.
     """
     columns, delimiter = recorded.columns, recorded.delimiter_of(path)
 
-    def is_header(names: Sequence[str]) -> bool:
-        return bool(select_columns(names, columns)[1])
+    def is_certain(names: Sequence[str]) -> bool:
+        return all(select_columns(names, columns))
 
-    rows = read_rows(path, delimiter, is_header)
+    def is_header(names: Sequence[str]) -> bool:
+        is_example = not columns[1] and len(names) > 1 and names[0] in labels
+        return is_certain(names) or (bool(select_columns(names, columns)[1]) and not is_example)
+
+    rows = read_rows(path, delimiter, is_header, is_certain)
     if not rows:
         raise DataError(f"{path} is empty")
     name = columns[1] or "text"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
     model = load_trained(options.run)
     with local_session(options.device, model.config) as session:
         network = model.load_or_open(session, options.onnx, NAMES)
-        texts = list(_texts(options.inputs, model.config["data"]))
+        texts = list(_texts(options.inputs, model.config["data"], model.config["labels"]))
         for start in range(0, len(texts), BATCH):
             chunk = texts[start : start + BATCH]
             rows = probabilities(session, model, network, chunk)
@@ -153,7 +153,9 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
                 yield Prediction(text, chances, model.classes)
 
 
-def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str]:
+def _texts(
+    inputs: Iterable[str], trained_on: Mapping[str, Any], labels: Collection[str]
+) -> Iterator[str]:
     """Yields the texts; ``trained_on`` describes the data of the training."""
     for name in inputs:
         path, suffix = Path(name), Path(name).suffix.lower()
@@ -163,7 +165,7 @@ def _texts(inputs: Iterable[str], trained_on: Mapping[str, Any]) -> Iterator[str
                 remedy="correct its name; a text that ends like one needs a blank in it",
             )
         if suffix in TABLE_FILES and path.is_file():
-            yield from read_texts(path, _recorded(trained_on, trained_on["source"]))
+            yield from read_texts(path, _recorded(trained_on, trained_on["source"]), labels)
         elif suffix == ".txt" and path.is_file():
             yield from filter(None, read_lines(path))
         else:

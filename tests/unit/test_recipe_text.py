@@ -110,6 +110,13 @@ def test_only_row_of_a_class_is_for_training(tmp_path: Path, place: int) -> None
     assert sum(len(labels) for _, labels in data.splits.values()) == len(rows)
 
 
+def test_copy_of_training_data_is_divided_in_the_same_way(tmp_path: Path) -> None:
+    rows = [(f"class {n // 2}", f"text {n}") for n in range(20)]
+    path = write_csv(tmp_path / "d.csv", rows)
+    data = read(path, test_fraction=0.5)
+    assert read(path, data.labels, test_fraction=0.5).fingerprint == data.fingerprint
+
+
 @pytest.mark.parametrize("header", ["topic,label,text", "label,title,text"])
 def test_refuses_usual_columns_of_which_the_run_records_none(tmp_path: Path, header: str) -> None:
     """An older version read the leftmost ones, and recorded only options."""

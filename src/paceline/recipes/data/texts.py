@@ -205,16 +205,19 @@ def split_seeded(items: Sequence[T], fraction: float, seed: int) -> dict[str, li
 def _hold_out(rows: Sequence[Row], fraction: float, seed: int) -> dict[str, list[Row]]:
     """Draws the test part by the seed; of each class, at least one row is for training.
 
-    If no row were left to test on, nothing is moved.
+    If no row were left to test on, nothing is moved. An evaluation draws in the same way: a copy
+    of the training's data has the same parts.
     """
     divided = split_seeded(range(len(rows)), fraction, seed)
     learned = {rows[i][0] for i in divided["train"]}
     moved = {rows[i][0]: i for i in reversed(divided["val"]) if rows[i][0] not in learned}
     if len(moved) == len(divided["val"]):
         moved = {}
-    training = sorted([*divided["train"], *moved.values()])
-    held_out = [i for i in divided["val"] if i not in moved.values()]
-    return {"train": [rows[i] for i in training], "test": [rows[i] for i in held_out]}
+    training = {*divided["train"], *moved.values()}
+    return {
+        "train": [rows[i] for i in sorted(training)],
+        "test": [rows[i] for i in divided["val"] if i not in training],
+    }
 
 
 def _is_complete(folder: Path) -> bool:

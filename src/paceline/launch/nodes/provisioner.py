@@ -128,8 +128,7 @@ async def start_fork_server(node: Node, request: Request, package: Tree | None,
         token: Identifies processes of the job.
     """
     job, root = request.job, ""
-    is_own_python = node.host.local and planner.python_of(job, node.host) == sys.executable
-    if package is not None and not is_own_python:
+    if package is not None and not await _has_package(node, job, package):
         root = await _send_package(node, package, request)
     python = planner.python_of(job, node.host)
     early, defaults = planner.early_env(job, node.host, node.facts)
@@ -152,6 +151,21 @@ async def start_fork_server(node: Node, request: Request, package: Tree | None,
         raise _not_activated(node, refusal, job) from None
 
 
+async def _has_package(node: Node, job: Job, package: Tree) -> bool:
+    """Whether a node's interpreter imports the same package, as from a shared disk."""
+    if planner.python_of(job, node.host) != sys.executable:
+        return False
+    if node.host.local:
+        return True
+    # else this interpreter may have it from there, which the node's does not
+    return "PYTHONPATH" not in os.environ and await _has_tree(node, str(package.root), package)
+
+
+async def _has_tree(node: Node, root: str, tree: Tree) -> bool:
+    difference = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
+    return bool(difference["exists"] and not difference["missing"] + difference["different"])
+
+
 async def _send_package(node: Node, package: Tree, request: Request) -> str:
     """Returns the folder of ``paceline`` on a node; sends it unless a warm fork server has it."""
     warm_slot = node.channel.warm_slot
@@ -160,11 +174,8 @@ async def _send_package(node: Node, package: Tree, request: Request) -> str:
         return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
     name = f"{FOLDER_PREFIX}{warm_slot.name}"
     root = placement.copy_target(node.facts, name, "paceline")
-    if is_warm:
-        manifest = package.manifest
-        differs = await node.channel.request("compare_tree", root=root, manifest=manifest)
-        if differs["exists"] and not differs["missing"] and not differs["different"]:
-            return root
+    if is_warm and await _has_tree(node, root, package):
+        return root
     return await send_folder(node, package, "paceline", name)
 
 

@@ -743,6 +743,8 @@ def test_fetches_files_of_powered_off_host_at_next_start(workspace: Workspace) -
         workspace.write("n1", "out/first.pt", torch_zip("first"))
         await workspace.store.sync(folder)
         workspace.write("n1", "out/last.pt", torch_zip("last"), age_s=10)
+        # follows in the queue in which the agent has noted where the files are
+        await served.ask("set_outputs_aside", root=folder.root, paths=[], discarded=[])
         sources = json.loads((uncollected / snapshot.SOURCES_FILE).read_text())
         assert [*sources] == [str(workspace.copy("n1"))]
         (workspace.jobs.parents[1] / "elsewhere").mkdir()

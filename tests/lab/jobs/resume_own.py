@@ -42,9 +42,9 @@ for step in range(begin, steps):
         out.mkdir(exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                  "step": step + 1, "ballast": ballast}  # fmt: skip
-        torch.save(state, out / f"ckpt_{step + 1}.pt")
         with (out / "log.txt").open("a") as log:
             log.write(f"step {step + 1}\n")
+        torch.save(state, out / f"ckpt_{step + 1}.pt")
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 print(f"rank {rank} ends {hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]}", flush=True)
 dist.destroy_process_group()

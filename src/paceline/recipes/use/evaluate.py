@@ -52,16 +52,26 @@ def _fraction(value: Any, path: str) -> None:
         reject(path, value, "a fraction")
 
 
-NUMBER_FORMAT = choice(*get_args(Dtype))
+_NUMBER_FORMAT = choice(*get_args(Dtype))
 _SEED = integer(-(1 << 64), 1 << 64)
 _SPLIT = record(
     {"val_fraction": _fraction, "test_fraction": _fraction, "seed": _SEED}, method=text()
 )
 
 
-def recorded_data(**fields: Schema) -> Schema:
-    """Returns the schema of what a model's description says about its data; others may follow."""
-    return record({}, source=text(), config=text(), fingerprint=text(), split=_SPLIT, **fields)
+def description_schema(
+    data: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None, **fields: Schema
+) -> Schema:
+    """Returns the schema of a model's ``config.json``: what all recipes record, and more fields.
+
+    Args:
+        data: Schemas of what one recipe records about its data.
+        optional: Schemas of fields that may be missing.
+    """
+    common = {"source": text(), "config": text(), "fingerprint": text(), "split": _SPLIT}
+    return record(
+        optional, data=record({}, **common, **data), number_format=_NUMBER_FORMAT, **fields
+    )
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
@@ -147,7 +157,7 @@ def model_config(run: str, task: str, schema: Schema = any_json) -> Iterator[dic
 def local_session(device: str, config: Mapping[str, Any]) -> train.Session:
     """Starts a session of this process only, in the precision of the training."""
     try:
-        NUMBER_FORMAT(config.get("number_format"), "number_format")
+        _NUMBER_FORMAT(config.get("number_format"), "number_format")
     except InvalidValue as error:
         raise DataError(
             "the run's model cannot be used", found=f"model/config.json: {error}"

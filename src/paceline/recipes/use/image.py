@@ -26,12 +26,11 @@ from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import ImageTensors, Normalisation, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
-    NUMBER_FORMAT,
     Measured,
     TrainedModel,
+    description_schema,
     local_session,
     model_config,
-    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.export import (
@@ -50,15 +49,14 @@ _MAX_CHANNELS = 4
 NAMES = ("images",)
 """Names of the network's inputs."""
 _SHAPE = tuple_of(*[integer(1)] * 3)
-_DESCRIPTION = record(
+_DESCRIPTION = description_schema(
+    {"skip_damaged": boolean, "folder": text()},
     shape=_SHAPE,
     decoded=_SHAPE,
     crop=boolean,
     channels_last=boolean,
     classes=list_of(text()),
     normalisation=record(mean=list_of(number), deviation=list_of(number)),
-    data=recorded_data(skip_damaged=boolean, folder=text()),
-    number_format=NUMBER_FORMAT,
 )
 
 

@@ -18,27 +18,25 @@ from paceline.recipes.language.token_files import END_TOKEN, encoded_rows
 from paceline.recipes.tokens import TOKENIZER, read_tokenizer
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.evaluate import (
-    NUMBER_FORMAT,
     Measured,
     TrainedModel,
+    description_schema,
     model_config,
-    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
-from paceline.spec.schema import integer, record, text
+from paceline.spec.schema import integer, text
 from paceline.train.weights import build_limited, fill, saved_state
 
 __all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
 
 
-_DESCRIPTION = record(
+_DESCRIPTION = description_schema(
+    {"test": text(), "column": text()},
     depth=integer(1),
     vocab_size=integer(1),
     max_length=integer(2),
-    data=recorded_data(test=text(), column=text()),
-    number_format=NUMBER_FORMAT,
 )
 
 

@@ -32,18 +32,17 @@ from paceline.recipes.language.sft import (
 )
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.evaluate import (
-    NUMBER_FORMAT,
     Measured,
     TrainedModel,
+    description_schema,
     model_config,
-    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
 from paceline.spec.formatting import pluralize
-from paceline.spec.schema import boolean, choice, integer, number, record, text
+from paceline.spec.schema import boolean, choice, integer, number, text
 
 __all__ = ["evaluate_run", "load_generator", "portable", "predictions"]
 
@@ -52,7 +51,8 @@ _TYPES = get_type_hints(SftOptions)
 _CHOICES = {
     name: choice(*get_args(_TYPES[name])) for name in ("method", "objective", "system", "too_long")
 }
-_DESCRIPTION = record(
+_DESCRIPTION = description_schema(
+    {"test": text(), "format": text()},
     {"objective": _CHOICES.pop("objective"), "dpo_beta": number, "base_settings": text()},
     **_CHOICES,
     model=text(),
@@ -63,8 +63,6 @@ _DESCRIPTION = record(
     max_length=integer(2),
     pack=boolean,
     skip_damaged=boolean,
-    data=recorded_data(test=text(), format=text()),
-    number_format=NUMBER_FORMAT,
 )
 
 

@@ -20,12 +20,11 @@ from paceline.recipes.text import TextTensors, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
-    NUMBER_FORMAT,
     Measured,
     TrainedModel,
+    description_schema,
     local_session,
     model_config,
-    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.export import (
@@ -38,18 +37,17 @@ from paceline.recipes.use.export import (
 )
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
-from paceline.spec.schema import MAX_LONG_TEXT, integer, list_of, record, text, tuple_of
+from paceline.spec.schema import MAX_LONG_TEXT, integer, list_of, text, tuple_of
 
 NAMES = ("ids", "mask")
 """Names of the network's inputs."""
 BATCH = 64
 """Texts classified at once."""
-_DESCRIPTION = record(
+_DESCRIPTION = description_schema(
+    {"test": text(), "columns": tuple_of(text(), text()), "delimiter": text()},
     classes=list_of(text(MAX_LONG_TEXT)),
     labels=list_of(text(MAX_LONG_TEXT)),
     max_length=integer(1),
-    data=recorded_data(test=text(), columns=tuple_of(text(), text()), delimiter=text()),
-    number_format=NUMBER_FORMAT,
 )
 
 

@@ -32,27 +32,25 @@ from paceline.recipes.translation import (
 )
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
-    NUMBER_FORMAT,
     Measured,
     TrainedModel,
+    description_schema,
     model_config,
-    recorded_data,
     run_evaluation,
 )
 from paceline.recipes.use.export import Figures, PortableModel, batches, spread_ids
 from paceline.recipes.use.predict import Prediction
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
-from paceline.spec.schema import integer, record, text, tuple_of
+from paceline.spec.schema import integer, text, tuple_of
 
 NAMES = ("source", "target")
 """Names of the network's inputs."""
-_DESCRIPTION = record(
+_DESCRIPTION = description_schema(
+    {"target": text()},
     languages=tuple_of(text(), text()),
     seq_len=integer(1),
     beam=integer(1),
-    data=recorded_data(target=text()),
-    number_format=NUMBER_FORMAT,
 )
 
 

@@ -558,9 +558,10 @@ def test_predict_reads_file_that_the_csv_module_rejects(
 @pytest.mark.parametrize(
     ("name", "content", "column", "message"),
     [
-        ("t.csv", b"id,text\n1,good\n2\n", "", "row 3 lacks text"),
+        ("t.csv", b"id,text\n1,good\n2\n", "", "row 3 has fewer columns than the header"),
         ("t.csv", b"pos,good\nneg\n", "", "row 2 has one column only"),
         ("t.csv", b"text\nyes, good\n", "", "row 2 has more columns than the header"),
+        ("t.csv", b"Review, this is good\nbad\n", "", "row 2 has fewer columns than the header"),
         ("t.csv", b"nr;words\n1;good\n", "", "write text over the column of texts"),
         ("t.csv", b"nr,stars\n1,good\n", "words", "write words over the column of texts"),
         ("t.csv", b"text\ncaf\xe9\n", "", "convert it: iconv"),

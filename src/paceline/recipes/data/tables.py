@@ -125,7 +125,8 @@ def read_rows(
         return reader(path)
     lines = [f"{line}\n" for line in read_lines(path)]
     default = cell_delimiter(path, delimiter)
-    delimiter = _detect_delimiter(lines, default, is_header, is_certain or is_header)
+    is_certain = is_certain or is_header
+    delimiter = _detect_delimiter(lines, default, is_header, is_certain)
     rows = parse_rows(path, lines, delimiter)
     header = [cell.strip() for cell in rows[0]] if rows else []
     if not rows or not is_header(header):
@@ -133,10 +134,12 @@ def read_rows(
     check_header(path, header)
     if len(rows) == 1:
         raise DataError(f"{path} has a header and no rows", found=f"line 1: {lines[0][:80]!r}")
+    min_columns = 1 if is_certain(header) else len(header)
     for number, row in enumerate(rows[1:], 2):
-        if any(row[len(header) :]):
+        if any(row[len(header) :]) or len(row) < min_columns:
             raise DataError(
-                f"{path} row {number} has more columns than the header",
+                f"{path} row {number} has {'more' if row[len(header) :] else 'fewer'} columns than"
+                " the header",
                 found=f"{len(row)} columns, {len(header)} in the header",
                 remedy=delimiter_remedy(header) or "a cell with a delimiter in it needs quotes",
             )

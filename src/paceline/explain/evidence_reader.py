@@ -56,6 +56,7 @@ from paceline.spec.events import (
 from paceline.spec.failure import Failure, Result
 from paceline.spec.formatting import DATE_TIME, format_time
 from paceline.transfer.git import run_git
+from paceline.transfer.tree import is_no_project
 
 HEAD_BYTES = 64 << 10  # read of a log's beginning
 TAIL_BYTES = 256 << 10  # read of a log's end, where causes usually are
@@ -171,11 +172,10 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
 
 def _is_data(path: str, project: str) -> bool:
     """Whether a file may be data of the user, in a folder that can be sent as a whole."""
-    folder = str(Path(path).parent)
-    is_above = f"{project}/".startswith(f"{folder}/")
-    is_personal = "/." in path or folder in ("/home", "/tmp", str(Path.home()))  # noqa: S108
-    is_inside = path.startswith(f"{project}/")
-    return not (is_above or is_inside or is_personal or path.startswith(_SYSTEM_FOLDERS))
+    folder = Path(path).parent
+    is_code = Path(project).is_relative_to(folder) or folder.is_relative_to(project)
+    is_personal = "/." in path or is_no_project(folder)
+    return not (is_code or is_personal or path.startswith(_SYSTEM_FOLDERS))
 
 
 def _local_workdirs(copies: Sequence[ShippedCopy], plan: Mapping[str, Any]) -> dict[str, list[str]]:

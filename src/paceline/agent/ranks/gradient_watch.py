@@ -59,7 +59,7 @@ class GradientWatch:
         self._largest_call = 0
         self._group_rank = self._group_size = 0  # in the default group while it trains
         self._exchanges = False
-        self._checked = False  # a group, which was checked then
+        self._has_destroyed = False  # a group, of which the collectives were counted before
 
     def install(self) -> None:
         """Hooks into the watched modules, now or when the script imports them."""
@@ -81,7 +81,7 @@ class GradientWatch:
         @functools.wraps(destroy)
         def destroy_process_group(*args: Any, **kwargs: Any) -> None:
             self._read_recorder()
-            self._checked = True
+            self._has_destroyed = True
             destroy(*args, **kwargs)
 
         module.destroy_process_group = destroy_process_group
@@ -161,7 +161,9 @@ class GradientWatch:
         self._calls = max(self._calls, len(entries))
         large = max(LARGE_OBJECT_BYTES, self._largest_parameter)
         self._largest_call = max([self._largest_call, *(_elements(e, large) for e in entries)])
-        was_lost = not (entries or self._checked) and any(dump.get("pg_config") for dump in dumps)
+        was_lost = not (entries or self._has_destroyed) and any(
+            dump.get("pg_config") for dump in dumps
+        )
         if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries, was_lost):
             return True
         return self._largest_call >= max(1, min(self._largest_parameter, MIN_GRADIENT_ELEMENTS))

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.program import library
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.train import files
 
 IsHeader = Callable[[Sequence[str]], bool]
@@ -140,7 +141,7 @@ def read_rows(
             raise DataError(
                 f"{path} row {number} has {'more' if row[len(header) :] else 'fewer'} columns than"
                 " the header",
-                found=f"{len(row)} columns, {len(header)} in the header",
+                found=f"{pluralize(len(row), 'column')}, {len(header)} in the header",
                 remedy=delimiter_remedy(header) or "a cell with a delimiter in it needs quotes",
             )
     return [dict(zip(header, row, strict=False)) for row in rows[1:]]

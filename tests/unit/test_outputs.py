@@ -484,6 +484,48 @@ def test_logs_arrive_together_with_checkpoint(
     run(work)
 
 
+def test_log_has_lines_of_checkpoint_saved_during_transfer(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script goes on while an earlier checkpoint, or the list of files, travels."""
+    monkeypatch.setattr(output_folders, "PAUSE_S", HOUR_S)
+    epochs = 0
+
+    def end_epoch() -> None:
+        nonlocal epochs
+        epochs += 1
+        with (workspace.copy("n1") / "history.csv").open("a") as history:
+            history.write(f"{epochs}\n")
+        workspace.write("n1", f"ckpt_{epochs}.pt", torch_zip("model"), age_s=-epochs)
+
+    async def work(served: Served) -> None:
+        folder = await workspace.folder(served, "n1")
+        receive, list_files = workspace.store.receive, workspace.store.list_files
+
+        async def receive_slowly(*args: Any, **options: Any) -> dict[str, str]:
+            if epochs < 3:
+                end_epoch()
+            return await receive(*args, **options)
+
+        async def list_before_next_epoch(folder: OutputFolder) -> list[WrittenFile]:
+            files = await list_files(folder)
+            log = next(file for file in files if file.path == "history.csv")
+            end_epoch()
+            later = await list_files(folder)
+            monkeypatch.setattr(workspace.store, "list_files", list_files)
+            return [log if file.path == log.path else file for file in later]
+
+        monkeypatch.setattr(workspace.store, "receive", receive_slowly)
+        monkeypatch.setattr(workspace.store, "list_files", list_before_next_epoch)
+        end_epoch()
+        await workspace.store.sync(folder)
+        newest = max(int(path.stem[5:]) for path in workspace.project.glob("ckpt_*.pt"))
+        lines = (workspace.project / "history.csv").read_text().split()
+        assert lines[:newest] == [str(epoch) for epoch in range(1, newest + 1)]
+
+    run(work)
+
+
 def test_transfers_checkpoints_without_suffix(workspace: Workspace) -> None:
     """Covers a checkpoint, and a text file that names the newest one and is no checkpoint."""
 

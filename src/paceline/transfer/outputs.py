@@ -213,7 +213,7 @@ class OutputStore(LocalOutputs):
 
     async def _sync(self, folder: OutputFolder, share: float, has_ended: bool,
                     has_succeeded: bool) -> None:  # fmt: skip
-        done, are_logs_fetched = set[str](), has_ended or folder.is_local
+        done = set[str]()
         files = await self.list_files(folder)
         first = split_growing_logs(group_files(files)).keys()
         while True:
@@ -238,9 +238,8 @@ class OutputStore(LocalOutputs):
             folder.fetched |= {file.path: file.version for file in files if file.path in old}
             batch = {unit: [file for file in groups[unit] if file.path not in old]
                      for unit in batch_of(units, groups)}  # fmt: skip
-            if not are_logs_fetched and (logs := accompanying_logs(folder, files, batch)):
-                await self._fetch_growing(folder, files, share, logs)
-                are_logs_fetched = True
+            if not (has_ended or folder.is_local):
+                await self._fetch_accompanying(folder, batch, share)
             if folder.is_local:
                 fetched = batch
                 await asyncio.to_thread(self._record_local, folder, batch)
@@ -258,6 +257,13 @@ class OutputStore(LocalOutputs):
         """The names of files in the checkpoint folders that are here."""
         outputs = self.journal.outputs
         return checkpoint_names({path: output.mtime_us for path, output in outputs.items()})
+
+    async def _fetch_accompanying(self, folder: OutputFolder, batch: Groups, share: float) -> None:
+        """Fetches logs as they are now, if checkpoints come next whose lines they may have."""
+        if any(is_checkpoint(unit, map(_path, group)) for unit, group in batch.items()):
+            files = await self.list_files(folder)  # the last list may have met the checkpoint later
+            if logs := accompanying_logs(folder, files, batch):
+                await self._fetch_growing(folder, files, share, logs)
 
     async def _fetch_growing(self, folder: OutputFolder, files: Sequence[WrittenFile], share: float,
                              accompanying: Set[str] = frozenset()) -> None:  # fmt: skip

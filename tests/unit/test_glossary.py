@@ -22,7 +22,7 @@ RETIRED = {
     r"keeps? the state": "save a checkpoint",
     r"shipment|mirroring|staging": "send, fetch",
     r"pulse": "heartbeat",
-    r"hears nothing of (the launcher|us)": "heartbeat timeout",
+    r"hears nothing of (the launcher|us)": "lease",
     r"lets us in|struck": "SSH login works, fault active",
 }
 GERUNDS = re.compile(r"[a-z_]*ing$")

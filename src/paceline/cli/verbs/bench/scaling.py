@@ -38,8 +38,8 @@ from paceline.spec.terminal import wrap
 @click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Number of runs of each layout.")
 @click.option("--weak", is_flag=True,
-              help="Fix the batch of each process, so that the work grows with their"
-                   " number.")  # fmt: skip
+              help="Fix the batch of each process, so that the work grows with the number of"
+                   " processes.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               help="Folder for the runs, scaling.json and scaling.svg.")  # fmt: skip
 @click.argument("script")

@@ -49,7 +49,6 @@ COVERED_BY = {
     "paceline lab ": "test_lab_commands_run",
     "paceline run --hosts hostfile --fastest": "tests/unit/test_cli_forecast.py, after a forecast",
     "paceline run --rdzv": "tests/lab/test_by_hand.py, for it is typed on several nodes at once",
-    "paceline train image --device cuda": "bench/gpu, for it needs a GPU",
     f"{SETUP_ENV} --offline": "tests/lab/test_setup.py, with a wheel that is shipped",
     "paceline completion ": "tests/contract/test_completion.py, in the shells that it is for",
     "paceline forecast ": "tests/lab/test_forecast.py, for it tries several runs",

@@ -364,6 +364,22 @@ def test_preload_matches_imports_of_module(tmp_path: Path, monkeypatch: pytest.M
     assert preload_of(entry_of("json", (), module=True, no_python=False)) == ("torch",)
 
 
+@pytest.mark.parametrize("script", ["import model", "def main():\n    from model import deep"])
+def test_preload_matches_imports_of_project_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file, text in (("train.py", script), ("model/__init__.py", "from . import deep"),
+                       ("model/deep.py", "import broken, paceline.train"), ("broken.py", "x = ("),
+                       ("model/__main__.py", "from .deep import net")):  # fmt: skip
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    (tmp_path / "paceline").mkdir()  # such as a clone; Python would not import it
+    for name, is_module in (("train.py", False), ("model", True)):
+        entry = entry_of(name, (), module=is_module, no_python=False)
+        assert preload_of(entry) == ("torch", "paceline.train?")
+
+
 def test_module_entry_preloads_only_torch() -> None:
     assert preload_of(entry_of("a.module", (), module=True, no_python=False)) == ("torch",)
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from paceline.agent.ranks.master_address import spawns_and_names_master
+from paceline.launch.planning.imports import imported_files, imports_paceline
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import closest_match, shell_text
 from paceline.spec.job import Entry
@@ -152,7 +153,7 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
     Empty for a script without it that sets a variable which torch reads when it is imported.
     """
     text = _source_of(entry)
-    if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
+    if _uses_paceline(_source_path(entry)):
         compiles = re.search(_COMPILES, text, re.MULTILINE)
         return ("torch", "paceline.train?", *((COMPILER,) if compiles else ()))
     if _SETS_IMPORT_VARIABLE.search(text):
@@ -160,6 +161,13 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
     if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
         return ("torch", COMPILER)
     return ("torch",)
+
+
+def _uses_paceline(path: Path | None) -> bool:
+    """Whether a file imports ``paceline``, itself or through modules of its project."""
+    if path is None or imports_paceline(path):
+        return path is not None
+    return any(map(imports_paceline, imported_files(path, Path.cwd())))
 
 
 _INNER_LAUNCHER = re.compile(
@@ -185,15 +193,20 @@ _COMPILES = (
 
 def _source_of(entry: Entry) -> bytes:
     """Returns the text of a script or a module in the current folder, or nothing."""
-    paths = [entry.target] if entry.kind == "script" else []
+    path = _source_path(entry)
+    with contextlib.suppress(OSError):
+        return path.read_bytes() if path else b""
+    return b""
+
+
+def _source_path(entry: Entry) -> Path | None:
+    """Returns the file of a script or of a module in the current folder, if it is of Python."""
+    names = [entry.target] if entry.kind == "script" else []
     if entry.kind == "module":
         path = entry.target.replace(".", "/")
-        paths = [f"{path}/__main__.py", f"{path}.py"]
-    for path in paths:
-        with contextlib.suppress(OSError):
-            if path.endswith(".py") and Path(path).is_file():
-                return Path(path).read_bytes()
-    return b""
+        names = [f"{path}/__main__.py", f"{path}.py"]
+    return next((Path(name) for name in names if name.endswith(".py") and Path(name).is_file()),
+                None)  # fmt: skip
 
 
 def _python_target(args: tuple[str, ...]) -> list[str]:

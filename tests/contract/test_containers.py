@@ -113,7 +113,9 @@ def test_container_gets_mounts_and_devices(name: str) -> None:
 def test_caller_runs_engine_command(name: str) -> None:
     """The caller inserts the job's interpreter, which is part of the image."""
     wrap = partial(engine(name).wrap, container=CONTAINER)
-    config = caller_config([("10.0.0.1", 5)], ["py"], [], "X", 3.0, wrap=wrap, is_single_use=True)
+    config = caller_config(
+        [("10.0.0.1", 5)], "ab", ["py"], [], "X", 3.0, wrap=wrap, is_single_use=True
+    )
     command = ["py" if argument == "@" else argument for argument in config["agent"]]
     assert command == wrap(agent_command("py"))
     assert config["once"]

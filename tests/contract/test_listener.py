@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,13 @@ SECRET = b"forwarded-secret-0123456789"
 
 
 @contextlib.asynccontextmanager
-async def sniffing(target: tuple[str, int]) -> AsyncIterator[tuple[tuple[str, int], bytearray]]:
-    """A relay between caller and launcher that records all bytes in both directions."""
+async def sniffing(
+    targets: Iterator[tuple[str, int]],
+) -> AsyncIterator[tuple[tuple[str, int], bytearray]]:
+    """A relay between caller and launcher that records all bytes in both directions.
+
+    ``targets``: where each connection leads.
+    """
     traffic = bytearray()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -217,7 +223,7 @@ async def sniffing(target: tuple[str, int]) -> AsyncIterator[tuple[tuple[str, in
         writer.close()
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream_reader, upstream_writer = await asyncio.open_connection(*target)
+        upstream_reader, upstream_writer = await asyncio.open_connection(*next(targets))
         await asyncio.gather(pump(reader, upstream_writer), pump(upstream_reader, writer))
 
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
@@ -225,6 +231,13 @@ async def sniffing(target: tuple[str, int]) -> AsyncIterator[tuple[tuple[str, in
         yield server.sockets[0].getsockname()[:2], traffic
     finally:
         server.close()
+
+
+def node_config(listener: Listener, addresses: Sequence[tuple[str, int]] = ()) -> dict[str, Any]:
+    """The configuration of a node that calls the listener back, perhaps over a relay."""
+    return caller_config(
+        addresses or listener.addresses, listener.certificate, [sys.executable], ["T_PLACE"], "X", 5
+    )
 
 
 def peer_link(peers: Peers) -> PeerLink:
@@ -244,9 +257,9 @@ def test_agent_streams_are_encrypted(size: int) -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with (
             listening(peers.admit) as listener,
-            sniffing(listener.addresses[0]) as (relay_address, traffic),
+            sniffing(itertools.repeat(listener.addresses[0])) as (relay_address, traffic),
         ):
-            config = caller_config([relay_address], ["python3"], ["T_PLACE"], "X", 5)
+            config = node_config(listener, [relay_address])
             config["agent"] = ["@", "-c", ECHO]
             child = await asyncio.create_subprocess_exec(
                 *caller_command(config),
@@ -273,7 +286,7 @@ def test_lost_launcher_closes_agent_input() -> None:
     async def scenario() -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with listening(peers.admit) as listener:
-            config = caller_config(listener.addresses, ["python3"], ["T_PLACE"], "X", 5)
+            config = node_config(listener)
             config["agent"] = ["@", "-c", "import sys; sys.stdin.buffer.read(); sys.exit(7)"]
             child = await asyncio.create_subprocess_exec(
                 *caller_command(config),
@@ -288,10 +301,10 @@ def test_lost_launcher_closes_agent_input() -> None:
 
 
 async def connect_node(
-    peers: Peers, listener: Listener
+    peers: Peers, config: Mapping[str, Any]
 ) -> tuple[asyncio.subprocess.Process, Channel]:
     """Starts a node that calls back; returns it and the channel, which survives interruptions."""
-    config = caller_config(listener.addresses, [sys.executable], ["T_PLACE"], "X", 5)
+
     child = await asyncio.create_subprocess_exec(
         *caller_command(config),
         env={**os.environ, caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
@@ -307,7 +320,7 @@ def test_killed_agent_is_reported_without_reconnect() -> None:
     async def scenario() -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with listening(peers.admit) as listener:
-            child, channel = await connect_node(peers, listener)
+            child, channel = await connect_node(peers, node_config(listener))
             reconnects = []
             channel.reconnect = lambda: reconnects.append(1)  # type: ignore[method-assign]
             os.kill(channel_agent(child.pid), signal.SIGKILL)
@@ -329,7 +342,7 @@ def test_writing_to_closed_connection_is_no_error() -> None:
     async def scenario() -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with listening(peers.admit) as listener:
-            child, channel = await connect_node(peers, listener)
+            child, channel = await connect_node(peers, node_config(listener))
             link: Any = channel._link
             for _ in range(2):
                 link.writer.close()
@@ -341,11 +354,41 @@ def test_writing_to_closed_connection_is_no_error() -> None:
     asyncio.run(scenario())
 
 
+def test_node_returns_to_no_other_launcher() -> None:
+    """Each node knows the key, so one that takes over an address could pass for the launcher."""
+
+    async def scenario() -> None:
+        peers = Peers(HostAdmission([Host("n1")]))
+        impostors: list[Connection] = []
+        async with listening(peers.admit) as launcher:
+            identity.cache_clear()
+            async with listening(impostors.append) as other:
+                targets = itertools.chain(
+                    [launcher.addresses[0]] * 2, [other.addresses[0]] * 3,
+                    itertools.repeat(launcher.addresses[0]),
+                )  # fmt: skip
+                async with sniffing(targets) as (relay_address, _):
+                    config = node_config(launcher, [relay_address])
+                    child, channel = await connect_node(peers, config)
+                    restored = asyncio.Event()
+                    channel.on_event = lambda event: restored.set()
+                    link: Any = channel._link
+                    link.writer.transport.abort()
+                    await asyncio.wait_for(restored.wait(), TIMEOUT_S)
+                    assert next(targets) == launcher.addresses[0]
+                    assert not impostors
+                    await channel.request("bye")
+                    await channel.close(5)
+                    await asyncio.wait_for(child.wait(), TIMEOUT_S)
+
+    asyncio.run(scenario())
+
+
 def test_disconnected_node_reconnects() -> None:
     async def scenario() -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with listening(peers.admit) as listener:
-            child, channel = await connect_node(peers, listener)
+            child, channel = await connect_node(peers, node_config(listener))
             event_kinds: list[str] = []
             channel.on_event = lambda event: event_kinds.append(event.kind)
             for times, wire in enumerate((0, 1, 0), 1):
@@ -385,7 +428,7 @@ def test_node_retries_failed_reconnection(monkeypatch: pytest.MonkeyPatch) -> No
     async def scenario() -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with listening(peers.admit) as listener:
-            child, channel = await connect_node(peers, listener)
+            child, channel = await connect_node(peers, node_config(listener))
             peers.by_place[0].frames.writer.transport.abort()
             assert (await asyncio.wait_for(channel.request("clock"), TIMEOUT_S))["time"] > 0
             assert not lines
@@ -400,7 +443,7 @@ def test_node_exits_after_launcher_exits() -> None:
     async def scenario() -> None:
         peers = Peers(HostAdmission([Host("n1")]))
         async with listening(peers.admit) as listener:
-            child, channel = await connect_node(peers, listener)
+            child, channel = await connect_node(peers, node_config(listener))
             channel._dial = None  # as if this process had been killed
         peers.by_place[0].frames.writer.transport.abort()
         await asyncio.wait_for(child.wait(), TIMEOUT_S)
@@ -465,7 +508,9 @@ def test_caller_reports_foreign_server() -> None:
     """A mail server gets the start of TLS, and the node reports its answer."""
     with socket.create_server(("127.0.0.1", 0)) as mailer:
         child = subprocess.Popen(
-            caller_command(caller_config([mailer.getsockname()], ["python3"], ["T_PLACE"], "X", 0)),
+            caller_command(
+                caller_config([mailer.getsockname()], "ab", ["python3"], ["T_PLACE"], "X", 0)
+            ),
             env={"PATH": os.environ["PATH"], caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -481,11 +526,13 @@ def test_caller_reports_foreign_server() -> None:
 
 
 def test_caller_command_round_trip() -> None:
-    config = caller_config([("10.0.0.1", 4)], ["/a b/python", "/c/python"], ["PMI_RANK"], "X|Y", 30)
+    config = caller_config(
+        [("10.0.0.1", 4)], "ab", ["/a b/python", "/c/python"], ["PMI_RANK"], "X|Y", 30
+    )
     command = caller_command(config)
     assert json.loads(command[5]) == config
     assert config["pythons"] == ["/a b/python", "/c/python"]
-    assert caller_config([], ["p", "p"], [], "", 1)["pythons"] == ["p"]
+    assert caller_config([], "", ["p", "p"], [], "", 1)["pythons"] == ["p"]
 
 
 def test_node_index_is_assigned_once() -> None:

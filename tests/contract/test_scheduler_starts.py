@@ -16,6 +16,7 @@ import pytest
 from paceline.agent import caller
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
+from paceline.rendezvous.listener import Listener
 from paceline.rendezvous.scheduled import ScheduledTransport, Start, _Command, end_group
 from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
 from paceline.spec.hosts import Host
@@ -241,7 +242,7 @@ def test_ends_child_of_finished_command() -> None:
     async def scenario() -> None:
         command = _Command(1, HOSTS, [sys.executable] * 2)
         start = Start((sys.executable, "-c", script), {}, (), "T_NODE")
-        await command.start(start, [("127.0.0.1", 1)], b"k" * 32)
+        await command.start(start, [("127.0.0.1", 1)], Listener(b"k" * 32, print))
         while command.status is None or not command.output:
             await asyncio.sleep(0.01)
         pid = int(command.output)
@@ -266,7 +267,7 @@ def test_ends_child_in_separate_session() -> None:
     async def scenario() -> None:
         command = _Command(1, HOSTS, [sys.executable] * 2)
         start = Start((sys.executable, "-c", script), {}, (), "T_NODE")
-        await command.start(start, [("127.0.0.1", 1)], b"k" * 32)
+        await command.start(start, [("127.0.0.1", 1)], Listener(b"k" * 32, print))
         while not command.output:
             await asyncio.sleep(0.01)
         command.peers.channels = no_channels  # type: ignore[method-assign]

@@ -21,7 +21,12 @@ from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.schema import InvalidValue
 
-LISTENING = {"listening": [["10.0.0.1", 4000]], "folder": "/h/detached/abc", "run": "/h/run"}
+LISTENING = {
+    "listening": [["10.0.0.1", 4000]],
+    "certificate": "a" * 64,
+    "folder": "/h/detached/abc",
+    "run": "/h/run",
+}
 RUNNING, LEFT, OVER = {"running": True}, {"left": True}, {"over": 0}
 TEXT, STARTING = {"text": "hello\n", "err": False}, {"starting": "sending", "done": 1, "of": 2}
 FAILED = {"over": 2, "error": {"message": "m", "found": "", "remedy": ""}}
@@ -44,9 +49,11 @@ def test_accepts_valid_supervisor_messages(messages: list[dict[str, Any]]) -> No
     [([LISTENING, LISTENING], "the message listening twice"),
      ([RUNNING], "running before listening"), ([LISTENING, LEFT], "left before running"),
      ([LISTENING, RUNNING, RUNNING], "running twice"), ([{}], "no known kind"),
-     ([{"listening": [["10.0.0.1", "x"]], "folder": "/a"}], "whole number"),
-     ([{"listening": 3, "folder": "/a"}], "a list"), ([{"listening": []}], "lacks folder"),
-     ([{"listening": [], "folder": "a"}], "absolute path"), ([{"text": 3, "err": False}], "text"),
+     ([{**LISTENING, "listening": [["10.0.0.1", "x"]]}], "whole number"),
+     ([{**LISTENING, "listening": 3}], "a list"), ([{"listening": []}], "lacks folder"),
+     ([{**LISTENING, "folder": "a"}], "absolute path"),
+     ([{**LISTENING, "certificate": "a"}], "SHA"),
+     ([{"text": 3, "err": False}], "text"),
      ([{"starting": "x"}], "lacks done"), ([{"over": "0"}], "whole number"),
      ([{"over": 1, "error": "x"}], "a table"), ([{"over": 1, "error": {}}], "lacks message")],
 )  # fmt: skip
@@ -66,14 +73,14 @@ def test_hostile_supervisor_cannot_start_callers_twice(
     monkeypatch.setattr(
         leave._DetachedStart,
         "_start_callers",
-        lambda self, login, addresses: started.append(addresses),
+        lambda self, login, addresses, certificate: started.append(addresses),
     )
     start = leave._DetachedStart.__new__(leave._DetachedStart)
     start._host, start._caller_tasks = Host("n1"), []
 
     async def follow() -> None:
         reader = asyncio.StreamReader(limit=1 << 20)
-        message = b'{"listening": [["10.0.0.1", 4000]], "folder": "/h"}'
+        message = json.dumps(LISTENING).encode()
         reader.feed_data(b"banner\n" + MARK + message + b"\n" + MARK + line + b"\n")
         reader.feed_eof()
         login = Login(Host("n1"), cast(Any, SimpleNamespace(reader=reader)))

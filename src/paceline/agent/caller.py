@@ -4,9 +4,10 @@ This source is part of the command that a scheduler or a person starts; the key 
 environment or a file, never in a command. Standard library only. It starts the agent and relays its
 standard streams, so that the agent works as over SSH.
 
-The launcher's certificate is made for this run and unverified: both sides prove that they know the
-key *and* that they see the same certificate. The caller proves first. ``mac`` is HMAC-SHA256 under
-the key, CERT the certificate's SHA-256, both hexadecimal::
+Both sides prove that they know the key *and* that they see the same certificate, which is made for
+this run; the caller proves first. All nodes know the key, so one that takes over the launcher's
+address could pass for it. The caller therefore accepts only the certificate of its configuration.
+``mac`` is HMAC-SHA256 under the key, CERT the certificate's SHA-256, both hexadecimal::
 
     node:     paceline-call NONCE mac("caller" CERT NONCE)    PROOF_BYTES bytes
     node:     ABOUT                                           one line of JSON
@@ -70,9 +71,15 @@ def index_of(environ: Mapping[str, str], names: List[Any]) -> Optional[int]:
 
 
 def dial(
-    addresses: List[Any], key: bytes, caller: Dict[str, Any], deadline: float
+    addresses: List[Any],
+    key: bytes,
+    caller: Dict[str, Any],
+    deadline: float,
+    certificate: str = "",
 ) -> ssl.SSLSocket:
     """Connects to the launcher at the first address that answers.
+
+    ``certificate``: its certificate's SHA-256; empty if any is accepted.
 
     Raises:
         CallRefused: The launcher rejects this node.
@@ -82,7 +89,8 @@ def dial(
     while True:
         for host, port in addresses:
             try:
-                return call(host, port, key, caller, CONNECT_S * 20)  # it may wait for other nodes
+                timeout_s = CONNECT_S * 20  # it may wait for other nodes
+                return call(host, port, key, caller, timeout_s, certificate)
             except OSError as error:
                 problem = OSError("%s port %d: %s" % (host, port, error.strerror or error))
         if time.monotonic() > deadline:
@@ -91,9 +99,14 @@ def dial(
 
 
 def call(
-    host: str, port: int, key: bytes, caller: Dict[str, Any], timeout_s: float
+    host: str,
+    port: int,
+    key: bytes,
+    caller: Dict[str, Any],
+    timeout_s: float,
+    certificate: str = "",
 ) -> ssl.SSLSocket:
-    """Connects to one address and authenticates both sides.
+    """Connects to one address and authenticates both sides, see :func:`dial`.
 
     ``timeout_s``: time for the launcher to accept or reject this node.
     """
@@ -107,6 +120,8 @@ def call(
             connection = encrypted = unverified().wrap_socket(sock)
         except (ssl.SSLError, ValueError):
             raise OSError("something else answers there") from None
+        if certificate and certificate != certificate_of(encrypted):
+            raise OSError("another launcher answers there")
         greet(encrypted, key, caller, timeout_s)
     except BaseException:
         connection.close()
@@ -116,7 +131,7 @@ def call(
 
 
 def unverified() -> ssl.SSLContext:
-    """Makes a TLS context that verifies no certificate; :func:`greet` authenticates the peer."""
+    """Makes a TLS context that verifies no certificate; :func:`call` authenticates the peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -124,9 +139,14 @@ def unverified() -> ssl.SSLContext:
     return context
 
 
+def certificate_of(connection: ssl.SSLSocket) -> str:
+    """Returns the SHA-256 of the other side's certificate, in hexadecimal."""
+    return hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
+
+
 def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], timeout_s: float) -> None:
     """Proves the key to the owner of the received certificate, and verifies its proof."""
-    certificate = hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
+    certificate = certificate_of(connection)
     nonce = os.urandom(16).hex()
     proof = mac(key, "caller", certificate, nonce)
     connection.sendall(("%s %s %s\n%s\n" % (MAGIC, nonce, proof, json.dumps(caller))).encode())
@@ -337,8 +357,10 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
         **config.get("about", {}),
     }
     deadline = time.monotonic() + config["timeout_s"]
-    frames = dial(config["addresses"], key, dict(caller, stream="frames"), deadline)
-    errors = dial([frames.getpeername()[:2]], key, dict(caller, stream="errors"), deadline)
+    certificate = config["certificate"]
+    frames = dial(config["addresses"], key, dict(caller, stream="frames"), deadline, certificate)
+    address = frames.getpeername()[:2]
+    errors = dial([address], key, dict(caller, stream="errors"), deadline, certificate)
     for name in [name for name in os.environ if re.match(config["strip"], name)]:
         del os.environ[name]
     pythons = config["pythons"]
@@ -350,14 +372,14 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
         signal.signal(signum, lambda number, _: agent.send_signal(number))
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks
         signal.signal(signum, signal.SIG_IGN)
-    addresses = sorted(config["addresses"], key=lambda a: a[0] != frames.getpeername()[0])
+    addresses = sorted(config["addresses"], key=lambda a: a[0] != address[0])
     connector = agent
     while StreamRelay(connector, frames, errors).run() or not has_ended(agent):
         hang_up(connector, frames, errors)
         if config.get("once"):
             dismiss(agent)
             break
-        called = reconnect(agent, addresses, key, caller)
+        called = reconnect(agent, addresses, key, caller, certificate)
         if called is None:
             break
         frames, errors = called
@@ -394,17 +416,24 @@ def hang_up(connector: "subprocess.Popen[bytes]", *wires: ssl.SSLSocket) -> None
 
 
 def reconnect(
-    agent: "subprocess.Popen[bytes]", addresses: List[Any], key: bytes, caller: Dict[str, Any]
+    agent: "subprocess.Popen[bytes]",
+    addresses: List[Any],
+    key: bytes,
+    caller: Dict[str, Any],
+    certificate: str,
 ) -> Optional[Tuple[ssl.SSLSocket, ssl.SSLSocket]]:
     """Reconnects while the agent lives; ``None`` if it ended, or the launcher has gone."""
+
+    def call_again(host: str, port: int, stream: str) -> ssl.SSLSocket:
+        about = dict(caller, stream=stream, again=True)
+        return call(host, port, key, about, ANSWER_S, certificate)
+
     refused_since = None
     while agent.poll() is None:
         num_refused = 0
         for host, port in addresses:
             try:
-                frames = call(host, port, key, dict(caller, stream="frames", again=True), ANSWER_S)
-                errors = call(host, port, key, dict(caller, stream="errors", again=True), ANSWER_S)
-                return frames, errors
+                return call_again(host, port, "frames"), call_again(host, port, "errors")
             except ConnectionRefusedError:
                 num_refused += 1
             except CallRefused:

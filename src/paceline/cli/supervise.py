@@ -34,6 +34,7 @@ from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
 from paceline.rendezvous.callback import AgentStarter, CallbackTransport
+from paceline.rendezvous.listener import Listener
 from paceline.rundir.directory import Redactor, set_display_path
 from paceline.spec import detached
 from paceline.spec.detached import DetachedRecord
@@ -260,11 +261,13 @@ def _supervise(folder: Path, run: Path, line: LauncherLink, job: Job, cluster: C
     order = line.order
     hosts, loops = choose_hosts(job, cluster), list[asyncio.AbstractEventLoop]()
 
-    def listening(addresses: Sequence[tuple[str, int]]) -> None:
+    def listening(listener: Listener) -> None:
         loops.append(asyncio.get_running_loop())
+        certificate = {"certificate": listener.certificate} if listener.certificate else {}
         line.send(
-            listening=[list(address) for address in addresses], folder=str(folder), run=str(run)
-        )
+            listening=[list(address) for address in listener.addresses], folder=str(folder),
+            run=str(run), **certificate,
+        )  # fmt: skip
 
     transport = CallbackTransport(
         hosts, bytes.fromhex(order["key"]), order["supervisor"], job.interface.value, listening,

@@ -44,7 +44,7 @@ from paceline.remote.openssh import (
     classify,
     ssh_command,
 )
-from paceline.remote.protocol import FOLDER, PORT
+from paceline.remote.protocol import FOLDER, PORT, SHA256
 from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
 from paceline.rundir import detached_file, earlier_outputs
@@ -92,7 +92,9 @@ SUPERVISOR_GRACE_S = 20.0  # for a supervisor to end an abandoned job
 _TEXT = text(MAX_MESSAGE_BYTES)
 MESSAGES: dict[str, Schema] = {
     "refused": record({"found": _TEXT, "remedy": _TEXT}, refused=_TEXT),
-    "listening": record(listening=list_of(tuple_of(text(), PORT), 1000), folder=FOLDER),
+    "listening": record(
+        {"certificate": SHA256}, listening=list_of(tuple_of(text(), PORT), 1000), folder=FOLDER
+    ),  # no certificate if no host calls
     "starting": record(starting=text(), done=SIZE, of=SIZE),
     "text": record(text=_TEXT, err=boolean),
     "running": record(running=boolean),  # the ranks; after listening
@@ -428,7 +430,8 @@ class _DetachedStart:
                 )  # fmt: skip
             if "listening" in report:
                 folder = report["folder"]
-                self._start_callers(login, [(a, p) for a, p in report["listening"]])
+                addresses = [(address, port) for address, port in report["listening"]]
+                self._start_callers(login, addresses, report.get("certificate", ""))
             elif "starting" in report:
                 self._screen.starting(report["starting"], report["done"], report["of"])
             elif "text" in report:
@@ -497,24 +500,26 @@ class _DetachedStart:
 
     # --- the callers ----------------------------------------------------------------------------
 
-    def _start_callers(self, login: Login, addresses: Sequence[tuple[str, int]]) -> None:
+    def _start_callers(
+        self, login: Login, addresses: Sequence[tuple[str, int]], certificate: str
+    ) -> None:
         local_agent = self._host.local and self._wrap is None  # it is a child of its supervisor
         for index, host in enumerate(self._request.hosts):
             if not (host.local and local_agent):
-                watching = self._watch_caller(index, host, addresses)
+                watching = self._watch_caller(index, host, addresses, certificate)
                 self._caller_tasks.append(asyncio.create_task(watching))
 
-    async def _watch_caller(self, index: int, host: Host,
-                            addresses: Sequence[tuple[str, int]]) -> None:  # fmt: skip
+    async def _watch_caller(self, index: int, host: Host, addresses: Sequence[tuple[str, int]],
+                            certificate: str) -> None:  # fmt: skip
         """Starts a caller and watches it; raises LoginError, or _CallerFailed when it ends."""
         if reason := self._hosts_without_container.get(host.name):
             raise _CallerFailed(host, reason)
         wrap, python = self._wrap, self._python(host)
         settings = {"index": index, "node": host.name}
         config = caller_config(
-            addresses, [planner.python_of(self._detached.job, host)], [], PROCESS_VARIABLES,
-            CALLER_TIMEOUT_S, settings, wrap=list if wrap is None else partial(wrap, host),
-            is_single_use=wrap is not None,
+            addresses, certificate, [planner.python_of(self._detached.job, host)], [],
+            PROCESS_VARIABLES, CALLER_TIMEOUT_S, settings,
+            wrap=list if wrap is None else partial(wrap, host), is_single_use=wrap is not None,
         )  # fmt: skip
         start = {"argv": caller_command(config), "env": {caller.KEY_VARIABLE: self._key.hex()}}
         async with self._gate:

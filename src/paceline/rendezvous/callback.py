@@ -35,7 +35,7 @@ class CallbackTransport(Transport):
         key: The secret of this run.
         me: Name of the host of this process, if it is one of them.
         interface: Interface on which agents connect; ``None`` for any address.
-        listening: Called with the addresses once it listens.
+        listening: Called once it listens.
         containers: Starts an agent in a container on a lost host; given if all agents, also local
             ones, run in containers and never reconnect.
     """
@@ -44,7 +44,7 @@ class CallbackTransport(Transport):
     dialects: tuple[str, ...] = ()
 
     def __init__(self, hosts: Sequence[Host], key: bytes, me: str | None, interface: str | None,
-                 listening: Callable[[Sequence[tuple[str, int]]], None],
+                 listening: Callable[[Listener], None],
                  containers: AgentStarter | None = None) -> None:  # fmt: skip
         self._hosts, self._me, self._interface = hosts, me, interface
         self._containers = containers
@@ -99,7 +99,7 @@ class CallbackTransport(Transport):
         use_pidfd_watcher()
         if self._containers is not None or not all(host.local for host in self._hosts):
             await self._listener.open(local_addresses(self._interface, self._hosts))
-        self._on_listening(self._listener.addresses)
+        self._on_listening(self._listener)
 
     async def _accept(self, host: Host) -> Channel:
         """Waits for the host's caller."""

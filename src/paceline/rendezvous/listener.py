@@ -154,19 +154,21 @@ class Listener:
         on_connection: Called with every proven connection; must accept or reject it.
         addresses: Where it listens, after :meth:`open`.
         strangers: Addresses of nodes with another key.
+        certificate: SHA-256 of its certificate, after :meth:`open`.
     """
 
     key: bytes
     on_connection: Callable[[Connection], None]
     addresses: list[tuple[str, int]] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
+    certificate: str = ""
     _listeners: list[tuple[socket.socket, asyncio.Task[None]]] = field(default_factory=list)
     _unproven: dict[asyncio.Task[None], unproven.Peer] = field(default_factory=dict)
     _random: random.Random = field(default_factory=random.SystemRandom)
 
     async def open(self, addresses: Sequence[str], port: int = 0) -> None:
         """Listens on each address, on ``port`` or a free one; raises OSError if all fail."""
-        self._context, self._certificate = await asyncio.to_thread(identity)
+        self._context, self.certificate = await asyncio.to_thread(identity)
         problem: OSError | None = None
         for address in addresses:
             try:
@@ -241,7 +243,7 @@ class Listener:
         magic, nonce, proof = line.decode().split()
         if magic != caller.MAGIC:
             raise ValueError(magic)
-        expected = caller.mac(self.key, "caller", self._certificate, nonce)
+        expected = caller.mac(self.key, "caller", self.certificate, nonce)
         if not hmac.compare_digest(proof.encode(), expected.encode()):
             self.strangers = [*self.strangers[-MAX_STRANGERS:], peer]
             writer.write(f"{caller.WRONG_KEY}\n".encode())
@@ -251,7 +253,7 @@ class Listener:
             raise ValueError("no description of a node")
 
         def seal(answer: str) -> str:
-            proof = caller.mac(self.key, "launcher", self._certificate, nonce, answer)
+            proof = caller.mac(self.key, "launcher", self.certificate, nonce, answer)
             return f"{proof} {answer}"
 
         return Connection(info, reader, writer, peer, seal)
@@ -279,6 +281,7 @@ def _listening(address: str, port: int) -> socket.socket:
 
 def caller_config(
     addresses: Sequence[tuple[str, int]],
+    certificate: str,
     pythons: Sequence[str],
     places: Sequence[str],
     strip: str,
@@ -293,6 +296,7 @@ def caller_config(
 
     Args:
         addresses, timeout_s: Where the launcher listens, and how long to try.
+        certificate: SHA-256 of the launcher's certificate, so that no other node passes for it.
         pythons: The interpreter for each node, in rank order.
         places, names: Variables with the node's rank and with the scheduler's name for it; the
             first that is set counts.
@@ -305,6 +309,7 @@ def caller_config(
     is_uniform = len(set(pythons)) == 1
     return {
         "addresses": [list(address) for address in addresses],
+        "certificate": certificate,
         "pythons": list(pythons[:1] if is_uniform else pythons),
         "places": list(places),
         "names": list(names),

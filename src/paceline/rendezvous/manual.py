@@ -166,11 +166,12 @@ def serve(endpoint: Endpoint, command: Sequence[str], python: str, encrypts: boo
     except (OSError, caller.CallRefused) as error:
         raise rendezvous_error(endpoint, str(error)) from None
     _print(f"joined {endpoint.host} as {_place(endpoint)}; output is shown there")
+    certificate = caller.certificate_of(status)
     with status:
-        agent = _start_agent(endpoint, addresses, info)
+        agent = _start_agent(endpoint, addresses, certificate, info)
         try:
             exit_code = _wait(status, agent, lambda: caller.dial(
-                list(addresses), endpoint.key, status_info, time.monotonic()
+                list(addresses), endpoint.key, status_info, time.monotonic(), certificate
             ))  # fmt: skip
         finally:
             _end(agent)
@@ -205,9 +206,11 @@ def rendezvous_error(endpoint: Endpoint, reason: str) -> ConnectError:
     )
 
 
-def _start_agent(endpoint: Endpoint, addresses: list[tuple[str, int]],
+def _start_agent(endpoint: Endpoint, addresses: list[tuple[str, int]], certificate: str,
                  info: dict[str, Any]) -> subprocess.Popen[bytes]:  # fmt: skip
-    config = caller_config(addresses, [info["python"]], [], PROCESS_VARIABLES, DIAL_S, info)
+    config = caller_config(
+        addresses, certificate, [info["python"]], [], PROCESS_VARIABLES, DIAL_S, info
+    )
     return subprocess.Popen(
         caller_command(config),
         env={**os.environ, caller.KEY_VARIABLE: endpoint.key.hex()},

@@ -166,7 +166,7 @@ class ScheduledTransport:
     async def _start(self, command: _Command) -> None:
         start = await self._starter.start(command.hosts)
         addresses = await self._listen(command.hosts)
-        await command.start(start, addresses, self._listener.key)
+        await command.start(start, addresses, self._listener)
         await command.wait(self._starter.hopeless)
 
     async def _listen(self, hosts: Sequence[Host]) -> list[tuple[str, int]]:
@@ -237,12 +237,15 @@ class _Command:
         self._leftovers: asyncio.Task[list[tuple[int, float]]] | None = None
         self._processes: list[tuple[int, float]] = []
 
-    async def start(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes) -> None:
-        """Starts the command; agents connect to the launcher's ``addresses`` with its ``key``."""
+    async def start(
+        self, start: Start, addresses: Sequence[tuple[str, int]], listener: Listener
+    ) -> None:
+        """Starts the command; agents connect to ``addresses`` of the launcher's listener."""
         config = caller_config(
-            addresses, self._pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
-            start.names, key_file=start.key_file,
+            addresses, listener.certificate, self._pythons, start.places, start.strip, CONNECT_S,
+            {"start": self.number}, start.names, key_file=start.key_file,
         )  # fmt: skip
+        key = listener.key
         env = {**start.env, caller.KEY_VARIABLE: None if start.key_file else key.hex()}
         if start.key_file:
             Path(start.key_file).touch(mode=0o600)

@@ -248,6 +248,14 @@ def test_skips_and_reports_impossible_version_numbers(tmp_path: Path, name: str)
     assert passed_over.startswith(f"{tmp_path / name}: ")
 
 
+def test_skips_checkpoint_with_manifest_of_another_step(tmp_path: Path) -> None:
+    publish_checkpoint(Store(tmp_path), 10)
+    shutil.copytree(tmp_path / "10", tmp_path / "70")
+    (checkpoint,), (problem,) = Store(tmp_path).scan()
+    assert checkpoint.path.name == "10"
+    assert problem == f"{tmp_path / '70'}: manifest.json is damaged: it belongs to step 10"
+
+
 def test_rejects_claim_after_highest_token(tmp_path: Path) -> None:
     (tmp_path / f"5.{MAX_TOKEN}").mkdir()
     with pytest.raises(SettingError, match="no later one can follow"):

@@ -124,11 +124,11 @@ def _read_manifest(folder: Path, name: str) -> Manifest:
     """The manifest; DamagedCheckpoint if the training side would refuse it or its step differs."""
     try:
         with records.open_regular(folder / MANIFEST) as stream:
-            manifest = parse_manifest(stream.read(records.MAX_OBJECT_BYTES))
+            manifest = parse_manifest(stream.read(records.MAX_OBJECT_BYTES), name)
     except OSError as error:
         raise DamagedCheckpoint(f"no {MANIFEST} ({error.strerror})") from None
-    if manifest.step != _version(name)[1] or not manifest.files:
-        raise DamagedCheckpoint("it has no manifest that fits its name")
+    if not manifest.files:
+        raise DamagedCheckpoint("its manifest names no files")
     return manifest
 
 

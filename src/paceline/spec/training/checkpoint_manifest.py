@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.rundir import MANIFEST
+from paceline.spec.rundir import MANIFEST, parse_version
 
 _MANIFEST_FORMAT = 1
 _TENSOR_FILES = "*.safetensors"
@@ -103,8 +103,11 @@ def _text(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=1, sort_keys=True).encode()
 
 
-def parse_manifest(raw: bytes) -> Manifest:
+def parse_manifest(raw: bytes, name: str = "") -> Manifest:
     """Parses and checks the content of a manifest.
+
+    Args:
+        name: Of the checkpoint's folder in a run. If it contains a step, that is the manifest's.
 
     Raises:
         DamagedCheckpoint: It is not in canonical form, its hash differs, or a field is invalid.
@@ -120,6 +123,9 @@ def parse_manifest(raw: bytes) -> Manifest:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: its hash differs")
     if problem := _invalid_field(manifest):
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {problem}")
+    version = parse_version(name)
+    if version is not None and manifest.step != version[1]:
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: it belongs to step {manifest.step}")
     return manifest
 
 

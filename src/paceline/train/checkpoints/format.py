@@ -56,8 +56,8 @@ def shard_file(folder: str, rank: int) -> str:
 # -- the manifest ----------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+def read_manifest(folder: Path, name: str = "") -> Manifest:
+    """The manifest of a checkpoint folder; ``name``: as for :func:`parse_manifest`.
 
     Raises:
         DamagedCheckpoint: There is none, or :func:`parse_manifest` cannot trust it.
@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = files.read_bytes_limited(folder / MANIFEST)
     except OSError as error:
         raise DamagedCheckpoint(f"no {MANIFEST} ({error.strerror})") from None
-    return parse_manifest(raw)
+    return parse_manifest(raw, name)
 
 
 # -- tensors ---------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Store:
                 skipped.append(f"{path}: no run makes a checkpoint of that number")
                 continue
             try:
-                checkpoints.append(StoredCheckpoint(path, read_manifest(path)))
+                checkpoints.append(StoredCheckpoint(path, read_manifest(path, path.name)))
             except DamagedCheckpoint as problem:
                 skipped.append(f"{path}: {problem}")
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.version, reverse=True), skipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import program
-from paceline.rundir import signatures
+from paceline.rundir import signature_file, signatures
+from paceline.rundir.detached_file import LineSeals
+from paceline.rundir.signature_file import SignatureFile
 from paceline.rundir.signatures import Signer
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import CHECKPOINTS, MANIFEST, SIGNATURES
@@ -202,9 +205,10 @@ def test_reports_only_newest_signed_checkpoint_as_missing(run: Path, signer: Sig
     shutil.rmtree(run / CHECKPOINTS / "40")
     result = run_cli(["verify", str(run)])
     assert (result.exit_code, result.output.split()[:2]) == (1, ["40", "missing"])
-    assert "40, which you signed, is missing" in signatures.forget_removed(run)
+    (note,) = signatures.forget_removed(run)
+    assert "40, which you signed, is missing" in note
     assert statuses(run) == []
-    assert signatures.forget_removed(run) == ""
+    assert signatures.forget_removed(run) == []
 
 
 def test_start_after_removal_of_newest_checkpoint_says_so(run: Path) -> None:
@@ -212,7 +216,7 @@ def test_start_after_removal_of_newest_checkpoint_says_so(run: Path) -> None:
     assert statuses(run) == ["missing", "signed", "unsigned"]
     signatures.require_unchanged(run)  # you may go back to an earlier one
     note = "checkpoint 30, which you signed, is missing or has no manifest;"
-    assert signatures.forget_removed(run) == f"{note} the newest complete one is 20"
+    assert signatures.forget_removed(run) == [f"{note} the newest complete one is 20"]
 
 
 def remove_manifest(checkpoint: Path) -> None:
@@ -247,7 +251,7 @@ def test_reports_link_in_place_of_all_checkpoints(run: Path) -> None:
     assert statuses(run) == ["changed"] * 3
 
 
-@pytest.mark.parametrize("content", [b"\n" * (signatures.MAX_BYTES + 1), None])
+@pytest.mark.parametrize("content", [b"\n" * (signature_file.MAX_BYTES + 1), None])
 def test_rejects_signatures_that_it_cannot_read(
     run: Path, signer: Signer, content: bytes | None
 ) -> None:
@@ -264,3 +268,185 @@ def test_rejects_signatures_that_it_cannot_read(
     write_checkpoint(run, 40)
     signer.sign("40")  # does nothing, and a running job continues
     assert not signer.may_arrive("40", Manifest(40, {}, {}))
+
+
+def signed_lines(run: Path) -> list[bytes]:
+    return [line for line in (run / SIGNATURES).read_bytes().split(b"\n") if line]
+
+
+def write_lines(run: Path, lines: Sequence[bytes]) -> None:
+    (run / SIGNATURES).write_bytes(b"\n".join(lines) + b"\n")
+
+
+def remove_newest_with_its_line(run: Path) -> None:
+    shutil.rmtree(run / CHECKPOINTS / "40")
+    write_lines(run, signed_lines(run)[:-1])
+
+
+def remove_line_in_the_middle(run: Path) -> None:
+    first, _, *later = signed_lines(run)
+    write_lines(run, [first, *later])
+
+
+def move_first_line_last(run: Path) -> None:
+    first, *later = signed_lines(run)
+    write_lines(run, [*later, first])
+
+
+def repeat_line(run: Path) -> None:
+    write_lines(run, [*signed_lines(run), signed_lines(run)[1]])
+
+
+def remove_all_lines(run: Path) -> None:
+    (run / SIGNATURES).unlink()
+
+
+LINE_ATTACKS = [
+    remove_newest_with_its_line,
+    remove_line_in_the_middle,
+    move_first_line_last,
+    repeat_line,
+    remove_all_lines,
+]
+
+
+@pytest.mark.parametrize("attack", LINE_ATTACKS)
+def test_reports_removed_moved_and_added_signatures(
+    run: Path, signer: Signer, attack: Callable[[Path], None]
+) -> None:
+    write_checkpoint(run, 40)
+    signer.sign("40")
+    assert run_cli(["verify", str(run)]).exit_code == 0
+    attack(run)
+    result = run_cli(["verify", str(run)])
+    assert result.exit_code == 1
+    assert f"{SIGNATURES} was changed: the l" in result.output
+    assert any(
+        "signatures of checkpoints were changed" in n for n in signatures.forget_removed(run)
+    )
+    write_checkpoint(run, 50)  # neither a start nor a later signature hides it
+    signer.sign("50")
+    assert statuses(run)[0] == "signed"
+    assert run_cli(["verify", str(run)]).exit_code == 1
+
+
+@pytest.mark.parametrize("attack", LINE_ATTACKS)
+def test_later_signature_does_not_hide_attack(
+    run: Path, signer: Signer, attack: Callable[[Path], None]
+) -> None:
+    write_checkpoint(run, 40)
+    signer.sign("40")
+    attack(run)
+    write_checkpoint(run, 50)
+    signer.sign("50")
+    assert run_cli(["verify", str(run)]).exit_code == 1
+
+
+def test_remedy_makes_checkpoints_unsigned(run: Path) -> None:
+    remove_line_in_the_middle(run)
+    for word in SignatureFile(run).remedy.split()[-2:]:
+        Path(word).unlink()
+    assert statuses(run) == ["unsigned"] * 3
+    assert run_cli(["verify", str(run)]).exit_code == 0
+
+
+def test_restored_manifest_with_its_former_line_counts_as_replaced(
+    run: Path, signer: Signer
+) -> None:
+    former = (run / CHECKPOINTS / "30" / MANIFEST).read_bytes()
+    write_checkpoint(run, 30, b"other weights")
+    signer.sign("30")
+    (run / CHECKPOINTS / "30" / MANIFEST).write_bytes(former)
+    (run / CHECKPOINTS / "30" / "weights.safetensors").write_bytes(b"weights")
+    first, second, third = signed_lines(run)
+    write_lines(run, [first, third, second])
+    assert statuses(run)[0] == "changed"
+    assert run_cli(["verify", str(run)]).exit_code == 1
+    with pytest.raises(SettingError, match="checkpoint 30 was replaced"):
+        signatures.require_unchanged(run)
+
+
+def test_does_not_sign_earlier_checkpoint_again_after_its_line_was_removed(
+    run: Path, signer: Signer
+) -> None:
+    write_lines(run, signed_lines(run)[1:])
+    write_checkpoint(run, 20, b"other weights")
+    signer.sign("20")
+    assert statuses(run)[1] != "signed"
+
+
+def test_reports_unsigned_checkpoint_after_signed_one(run: Path) -> None:
+    write_checkpoint(run, 25, b"other weights")
+    assert statuses(run) == ["signed", "unsigned", "signed", "unsigned"]
+    result = run_cli(["verify", str(run)])
+    assert result.exit_code == 1
+    assert f"remove it: rm -r {run / CHECKPOINTS / '25'}" in result.output
+    (note,) = signatures.forget_removed(run)
+    assert note.startswith("checkpoint 25 is not signed, although an earlier one is; see: pacel")
+
+
+def test_signatures_without_chain_count_until_chain_begins(run: Path, signer: Signer) -> None:
+    """Earlier versions wrote them."""
+    seals = LineSeals(run)
+    contents = [
+        {"checkpoint": name, "manifest": sha256(run / CHECKPOINTS / name / MANIFEST)}
+        for name in ("20", "30")
+    ]
+    lines = [json.dumps(seals.sealed(content)).encode() for content in contents]
+    write_lines(run, lines)
+    SignatureFile(run).remove_record()
+    result = run_cli(["verify", str(run)])
+    assert statuses(run) == ["signed", "signed", "unsigned"]
+    assert result.exit_code == 0
+    assert "no record of the last signature" in result.output
+    assert signatures.forget_removed(run) == []
+    assert "no record" not in run_cli(["verify", str(run)]).output
+    write_checkpoint(run, 30, b"other weights")
+    signer.newest = "30"
+    signer.sign("30")
+    write_lines(run, [*signed_lines(run), lines[-1]])  # restored from before the chain
+    assert statuses(run) == ["signed", "signed", "unsigned"]
+
+
+def test_record_of_removed_run_does_not_concern_next_one(run: Path, signer: Signer) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "events.jsonl").touch()
+    assert signatures.forget_removed(run) == []
+    write_checkpoint(run, 10)
+    signer.sign("10")
+    assert run_cli(["verify", str(run)]).output.split()[:2] == ["10", "signed"]
+    assert run_cli(["verify", str(run)]).exit_code == 0
+
+
+def test_record_sealed_with_another_key_is_ignored(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config" / "paceline" / "seal").write_bytes(bytes(32))
+    assert statuses(run) == ["unsigned"] * 3
+    assert run_cli(["verify", str(run)]).exit_code == 0
+
+
+def test_keeps_limited_number_of_records(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signature_file, "MAX_RECORDS", 2)
+    for name in ("a", "b", "c"):
+        write_checkpoint(tmp_path / name, 10)
+        Signer(tmp_path / name).sign("10")
+    folder = tmp_path / "config" / "paceline" / "signed"
+    assert len([path for path in folder.iterdir() if path.is_file()]) == 2
+    assert SignatureFile(tmp_path / "c").read().is_recorded
+    assert not SignatureFile(run).read().is_recorded
+
+
+def test_manifest_of_another_step_is_damaged(run: Path) -> None:
+    shutil.copytree(run / CHECKPOINTS / "10", run / CHECKPOINTS / "70")
+    (checkpoint, *_) = signatures.verify(run)
+    assert checkpoint.status == "changed"
+    assert checkpoint.problem == "manifest.json is damaged: it belongs to step 10"
+
+
+def test_lists_files_that_nfs_keeps_as_not_covered(run: Path) -> None:
+    (run / CHECKPOINTS / "20" / ".nfs0000000001").write_bytes(b"anything")
+    result = run_cli(["verify", str(run)])
+    assert result.exit_code == 0
+    assert "20           signed    1 file, 0 MiB; not covered: .nfs0000000001\n" in result.output

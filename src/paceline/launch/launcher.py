@@ -129,7 +129,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     on_event = takeover.on_event if takeover else lambda event: None
     try:
         signatures.require_unchanged(path)
-        if note := signatures.forget_removed(path):
+        for note in signatures.forget_removed(path):
             screen.note(f"paceline: {note}")
         # a supervisor's result.json is what the launching machine waits for
         earlier = trained_records(path) if takeover is None else {}

@@ -10,29 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.agent.files import safe_paths
 from paceline.rundir import records
-from paceline.rundir.detached_file import LineSeals
+from paceline.rundir.signature_file import SignatureFile
 from paceline.spec.errors import SettingError
-from paceline.spec.formatting import format_size, shell_text
-from paceline.spec.rundir import (
-    CHECKPOINTS,
-    MANIFEST,
-    SIGNATURES,
-    Version,
-    checkpoints,
-    parse_version,
-)
+from paceline.spec.formatting import shell_text
+from paceline.spec.rundir import CHECKPOINTS, MANIFEST, Version, checkpoints, parse_version
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
-
-MAX_BYTES = 16 << 20  # of the signatures of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +32,8 @@ class VerifiedCheckpoint:
         problem: How it differs from what was written; empty if it does not.
         is_signed: Whether you signed its manifest as it is.
         is_missing: Whether its folder is gone.
+        is_unexpected: Whether it is unsigned, although an earlier one is signed.
+        uncovered: Files of it that may have any content.
     """
 
     name: str
@@ -50,6 +41,8 @@ class VerifiedCheckpoint:
     problem: str
     is_signed: bool
     is_missing: bool = False
+    is_unexpected: bool = False
+    uncovered: Sequence[str] = ()
 
     @property
     def status(self) -> str:
@@ -78,19 +71,19 @@ class Signer:
 
         ``name``: of the checkpoint's folder.
         """
-        seals = LineSeals(self._run)
+        file = SignatureFile(self._run)
         with contextlib.suppress(OSError, DamagedCheckpoint, SettingError):
             raw = _read_manifest(self._run / CHECKPOINTS / name)
-            parse_manifest(raw)
-            former = _signatures(self._run, seals).get(name)
+            parse_manifest(raw, name)
+            signatures = file.read()
+            former = signatures.manifests.get(name)
             digest = hashlib.sha256(raw).hexdigest()
             if former not in (None, digest) and name != self.newest:
                 return
+            if signatures.problem and _version(name) < _version(self.newest):
+                return  # the line of another manifest may have been removed
             if former != digest:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-                fd = safe_paths.open_file(str(self._run), SIGNATURES, flags)
-                with os.fdopen(fd, "wb") as file:
-                    file.write(b"\n" + _encode(seals, name, digest))  # the last may be cut off
+                file.append(name, digest, signatures.last)
             self.newest = max(self.newest, name, key=_version)
 
     def sign_step(self, step: int | None) -> None:
@@ -104,7 +97,7 @@ class Signer:
     def may_arrive(self, name: str, manifest: Manifest) -> bool:
         """Whether a checkpoint may be fetched: it replaces no other that was signed before."""
         try:
-            former = _signatures(self._run, LineSeals(self._run)).get(name)
+            former = SignatureFile(self._run).read().manifests.get(name)
         except SettingError:
             return False
         digest = hashlib.sha256(manifest.encode()).hexdigest()
@@ -121,14 +114,15 @@ def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
     Runs remove older checkpoints, but never the newest: only that one can be missing.
     SettingError if the signatures cannot be read.
     """
-    signed = _signatures(run, LineSeals(run))
+    signed = SignatureFile(run).read().manifests
+    unexpected = _unexpected([path.name for path in checkpoints(run)], signed)
     signed_paths = [run / CHECKPOINTS / name for name in signed]
     paths = {*checkpoints(run), *filter(os.path.lexists, signed_paths)}
     newest = max((path.name for path in (*paths, *signed_paths)), key=_version, default="")
     if newest:
         paths.add(run / CHECKPOINTS / newest)
     for path in sorted(paths, key=lambda path: _version(path.name), reverse=True):
-        manifest, problem, is_signed = None, "", False
+        manifest, problem, is_signed, uncovered = None, "", False, list[str]()
         try:
             if not os.path.lexists(path):
                 problem = "you signed it, and its folder is gone"
@@ -138,16 +132,24 @@ def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
                 raise DamagedCheckpoint(f"{links[0].name} is a link")
             raw = _read_manifest(path)
             is_signed = _is_signed(signed.get(path.name), raw)
-            manifest = parse_manifest(raw)
+            manifest = parse_manifest(raw, path.name)
             manifest.verify(path)
-            problem = _foreign_file(path, manifest) or _chain_problem(run, manifest)
+            uncovered = _uncovered_files(path, manifest)
+            problem = _chain_problem(run, manifest)
         except DamagedCheckpoint as damage:
             problem = str(damage)
         except OSError as error:
             problem = f"{MANIFEST} cannot be read: {error.strerror}"
         if not problem and path.name in signed and not is_signed:
             problem = "its manifest was replaced after you signed it"
-        yield VerifiedCheckpoint(path.name, manifest, problem, is_signed)
+        yield VerifiedCheckpoint(
+            path.name,
+            manifest,
+            problem,
+            is_signed,
+            is_unexpected=not problem and path.name in unexpected,
+            uncovered=uncovered,
+        )
 
 
 def require_unchanged(run: Path) -> None:
@@ -155,11 +157,11 @@ def require_unchanged(run: Path) -> None:
 
     Ranks skip damaged checkpoints by themselves; this one looks intact to them.
     """
-    signed = _signatures(run, LineSeals(run))
+    signed = SignatureFile(run).read().manifests
     for path in checkpoints(run) if signed else ():
         with contextlib.suppress(OSError, DamagedCheckpoint):
             raw = _read_manifest(path)
-            parse_manifest(raw)
+            parse_manifest(raw, path.name)
             if path.name in signed and not _is_signed(signed[path.name], raw):
                 raise SettingError(
                     f"checkpoint {path.name} was replaced after it was written",
@@ -171,45 +173,66 @@ def require_unchanged(run: Path) -> None:
                 )
 
 
-def forget_removed(run: Path) -> str:
+def forget_removed(run: Path) -> list[str]:
     """Removes the signatures of checkpoints that are gone: a new one may get such a name.
 
-    Returns a note if the newest one is gone: no run removes it, but you may have done so.
+    Returns notes about checkpoints and signatures that nobody but you should have changed.
     """
-    seals = LineSeals(run)
-    signed, present = _signatures(run, seals), [path.name for path in checkpoints(run)]
-    if not signed.keys() <= set(present):
-        lines = [_encode(seals, name, signed[name]) for name in signed if name in present]
+    file = SignatureFile(run)
+    signatures, present = file.read(), [path.name for path in checkpoints(run)]
+    signed, problem = signatures.manifests, signatures.problem
+    if not present and not os.path.lexists(file.path):
+        file.remove_record()  # you have removed an earlier run
+        return []
+    is_current = signatures.is_recorded and not problem and signed.keys() <= set(present)
+    if not is_current and (signed or problem):
+        lines = {name: digest for name, digest in signed.items() if name in present}
         with contextlib.suppress(OSError):
-            safe_paths.write_file(str(run), SIGNATURES, b"".join(lines))
+            file.rewrite(lines, problem)
+    look = f"; see: {shell_text(['paceline', 'verify', str(run)])}"
+    notes = [f"the signatures of checkpoints were changed: {problem}{look}"] if problem else []
+    if unexpected := _unexpected(present, signed):
+        are = "checkpoint {} is" if len(unexpected) == 1 else "checkpoints {} are"
+        names = ", ".join(unexpected)
+        notes.append(f"{are.format(names)} not signed, although an earlier one is{look}")
     newest = max(signed, key=_version, default="")
-    if _version(newest) <= max(map(_version, present), default=_version("")):
-        return ""
-    remaining = f"the newest complete one is {present[0]}" if present else "no other is complete"
-    return f"checkpoint {newest}, which you signed, is missing or has no manifest; {remaining}"
+    if _version(newest) > max(map(_version, present), default=_version("")):
+        rest = f"the newest complete one is {present[0]}" if present else "no other is complete"
+        notes.append(
+            f"checkpoint {newest}, which you signed, is missing or has no manifest; {rest}"
+        )
+    return notes
 
 
-def _encode(seals: LineSeals, name: str, digest: str) -> bytes:
-    line = seals.sealed({"checkpoint": name, "manifest": digest})
-    return json.dumps(line).encode() + b"\n"
+def _unexpected(names: Sequence[str], signed: Collection[str]) -> list[str]:
+    """The unsigned checkpoints that are newer than the oldest signed one, in their order."""
+    oldest = min(map(_version, signed), default=None)
+    return [n for n in names if oldest and n not in signed and _version(n) > oldest]
 
 
 def _is_signed(signed: str | None, raw: bytes) -> bool:
     return signed == hashlib.sha256(raw).hexdigest()
 
 
-def _foreign_file(checkpoint: Path, manifest: Manifest) -> str:
-    """Names a file that the manifest does not, or a link: its target can change at any time."""
+def _uncovered_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """The files of NFS, which keeps removed files that are still open somewhere.
+
+    Raises DamagedCheckpoint for any other file that the manifest does not name, and for a link: its
+    target can change at any time.
+    """
+    uncovered = []
     for folder, folders, names in safe_paths.walk(str(checkpoint)):
         prefix = f"{folder}/" if folder else ""
         for path in (prefix + name for name in (*folders, *names)):
             if (checkpoint / path).is_symlink():
-                return f"{path!r:.100} is a link"
+                raise DamagedCheckpoint(f"{path!r:.100} is a link")
         for name in (prefix + name for name in names):
-            is_known = name == MANIFEST or name in manifest.files
-            if not is_known and not Path(name).name.startswith(".nfs"):  # NFS: still open somewhere
-                return f"{name!r:.100} is not in its manifest"
-    return ""
+            if name == MANIFEST or name in manifest.files:
+                continue
+            if not Path(name).name.startswith(".nfs"):
+                raise DamagedCheckpoint(f"{name!r:.100} is not in its manifest")
+            uncovered.append(name)
+    return uncovered
 
 
 def _read_manifest(checkpoint: Path) -> bytes:
@@ -230,37 +253,3 @@ def _chain_problem(run: Path, manifest: Manifest) -> str:
         if hashlib.sha256(raw).hexdigest() != previous.get("sha256"):
             return f"its predecessor {name} was replaced"
     return ""
-
-
-def _signatures(run: Path, seals: LineSeals) -> Mapping[str, str]:
-    """SHA-256 of the manifest that was signed last for each checkpoint, by name.
-
-    Raises SettingError for a file that cannot be read: it does not mean that nothing was signed.
-    """
-    path = run / SIGNATURES
-    try:
-        with records.open_regular(path) as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise _unreadable(path, str(error.strerror)) from None
-    if len(content) > MAX_BYTES:
-        raise _unreadable(path, f"it has more than {format_size(MAX_BYTES)}")
-    signed: dict[str, str] = {}
-    for text in content.split(b"\n"):
-        line: Any = None
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-        if isinstance(line, dict) and seals.is_valid(line):
-            signed[str(line.get("checkpoint"))] = str(line.get("manifest"))
-    return signed
-
-
-def _unreadable(path: Path, reason: str) -> SettingError:
-    return SettingError(
-        f"the signatures of checkpoints in {path} cannot be read",
-        found=reason,
-        remedy="If you trust the checkpoints, remove the file; they then count as unsigned: "
-        + shell_text(["rm", str(path)]),
-    )

@@ -1,0 +1,176 @@
+"""Reads and writes the file with the signatures of a run's checkpoints.
+
+Each line covers the line before it, so that lines that were removed, moved or added later are
+noticed. To notice those that are missing at the end, this machine records the last line of each
+run beside the user's key. Whoever can write only the run directory cannot change the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.agent.files import safe_paths
+from paceline.remote import this_machine
+from paceline.rundir import records
+from paceline.rundir.detached_file import SEAL, LineSeals
+from paceline.spec.errors import SettingError
+from paceline.spec.formatting import format_size, shell_text
+from paceline.spec.rundir import SIGNATURES
+
+MAX_BYTES = 16 << 20  # of the signatures of a run
+MAX_RECORDS = 1000  # runs whose last line is recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Signatures:
+    """The signatures of a run that this user made in this folder.
+
+    Attributes:
+        manifests: SHA-256 of the manifest that was signed last for each checkpoint, by name.
+        last: Seal of the line that the next one covers.
+        problem: How the lines differ from those that were written; empty if they do not.
+        is_recorded: Whether this machine knows the last line. Otherwise others may be missing.
+    """
+
+    manifests: Mapping[str, str]
+    last: str
+    problem: str
+    is_recorded: bool
+
+
+class SignatureFile:
+    """The file with the signatures of a run, and this machine's record of its last line."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._seals = run, LineSeals(run)
+        self.path = run / SIGNATURES
+        name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()
+        self._record = this_machine.config_folder() / "signed" / name
+
+    @property
+    def remedy(self) -> str:
+        """What to type if the file is unreadable or was changed."""
+        files = filter(os.path.lexists, (self.path, self._record))
+        return (
+            "If you trust the checkpoints, remove their signatures; they then count as unsigned: "
+            + shell_text(["rm", *map(str, files)])
+        )
+
+    def read(self) -> Signatures:
+        """Returns the signatures of all lines that follow the line that they cover.
+
+        Lines of versions without a chain count only before the first line of a chain. The recorded
+        line counts even if it is missing.
+        Raises SettingError for a file that cannot be read: not that nothing was signed.
+        """
+        record = self._read_record()  # first: a running launcher appends
+        lines: list[dict[str, Any]] = []
+        problem, last = "", ""
+        for line in self._lines():
+            previous = line.get("previous")
+            if previous is None and lines and "previous" in lines[-1]:
+                continue
+            if previous in (None, last):
+                lines.append(line)
+                last = line[SEAL]
+            else:
+                problem = problem or (
+                    f"the line of checkpoint {line.get('checkpoint')} does not follow the one that"
+                    " it followed when it was written: lines were removed, moved or added"
+                )
+        if record and record not in lines:
+            lines.append(record)
+            last = record[SEAL]
+            problem = problem or (
+                f"the last line, of checkpoint {record.get('checkpoint')}, is missing: it was"
+                " removed, or the file or its folder was replaced by an earlier one"
+            )
+        for line in lines:
+            problem = line.get("problem", problem)
+        manifests = {str(line.get("checkpoint")): str(line.get("manifest")) for line in lines
+                     if "problem" not in line}  # fmt: skip
+        return Signatures(manifests, last, problem, bool(record))
+
+    def append(self, name: str, digest: str, last: str) -> None:
+        """Signs a checkpoint's manifest, given its SHA-256; without a key it does nothing."""
+        line = self._seals.sealed({"checkpoint": name, "manifest": digest, "previous": last})
+        if SEAL not in line:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(safe_paths.open_file(str(self._run), SIGNATURES, flags), "wb") as file:
+            file.write(b"\n" + _encode(line))  # the last line may be cut off
+            file.flush()
+            os.fsync(file.fileno())  # the record must not outlive it
+        self._write_record(line)
+
+    def rewrite(self, manifests: Mapping[str, str], problem: str) -> None:
+        """Replaces all lines. A problem is written, too: a start must not hide it."""
+        lines: list[dict[str, Any]] = [{"problem": problem}] if problem else []
+        lines += [{"checkpoint": name, "manifest": sha256} for name, sha256 in manifests.items()]
+        for index, line in enumerate(lines):
+            last = lines[index - 1].get(SEAL) if index else ""
+            lines[index] = self._seals.sealed({**line, "previous": last})
+        safe_paths.write_file(str(self._run), SIGNATURES, b"".join(map(_encode, lines)))
+        self.remove_record()  # of a line that is gone: the new one may not be writable
+        if lines:
+            self._write_record(lines[-1])
+
+    def remove_record(self) -> None:
+        """Forgets the last line, for another run in this folder."""
+        with contextlib.suppress(OSError):
+            self._record.unlink()
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """The lines that this user sealed in this folder."""
+        try:
+            with records.open_regular(self.path) as stream:
+                content = stream.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._unreadable(str(error.strerror)) from None
+        if len(content) > MAX_BYTES:
+            raise self._unreadable(f"it has more than {format_size(MAX_BYTES)}")
+        for text in content.split(b"\n"):
+            line: Any = None
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(text)
+            if isinstance(line, dict) and self._seals.is_valid(line):
+                yield line
+
+    def _unreadable(self, reason: str) -> SettingError:
+        return SettingError(
+            f"the signatures of checkpoints in {self.path} cannot be read",
+            found=reason,
+            remedy=self.remedy,
+        )
+
+    def _read_record(self) -> dict[str, Any]:
+        """The last line that was written; empty if it is unknown, or sealed with another key."""
+        record = records.read_object(self._record) or {}
+        return record if self._seals.is_valid(record) else {}
+
+    def _write_record(self, line: Mapping[str, Any]) -> None:
+        folder = self._record.parent
+        with contextlib.suppress(OSError):
+            safe_paths.make_folder(str(folder))
+            if not self._record.exists():
+                files = sorted(filter(Path.is_file, folder.iterdir()), key=_modified_at)
+                for file in files[: 1 - MAX_RECORDS]:
+                    file.unlink()
+            safe_paths.write_file(str(folder), self._record.name, _encode(line))
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
+
+
+def _modified_at(file: Path) -> float:
+    return file.stat().st_mtime

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from paceline.checks.preflight import inspector
-from paceline.hosts import read_hosts
+from paceline.hosts import check_keys, read_hosts
 from paceline.hosts.lab import find_lab, lab_name
 from paceline.launch import call
 from paceline.launch.call import Results
@@ -311,7 +311,9 @@ def _resolve_hosts(hosts: Hosts | None,
     lab = lab_name(source or "")
     if lab is not None and ssh_config is None:
         ssh = SshOptions(find_lab(lab, os.environ).ssh_config)
-    return this_machine.mark_local(cluster), ssh
+    cluster = this_machine.mark_local(cluster)
+    check_keys(cluster.hosts)
+    return cluster, ssh
 
 
 def _host_source(hosts: str | Sequence[str] | None) -> str | None:

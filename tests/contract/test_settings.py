@@ -469,6 +469,18 @@ def test_environment_of_host_requires_trust() -> None:
     assert read_cluster(context_of("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
 
 
+@pytest.mark.parametrize("pipe", ["k", "k.pub", "k-cert.pub"])
+def test_rejects_pipe_as_key(pipe: str) -> None:
+    import os
+
+    Path("machines").write_text("n1 key=k\n")
+    read_cluster(context_of("check", "-H", "machines"), "machines")
+    os.mkfifo(pipe)
+    with pytest.raises(HostsError, match="SSH key of n1 is not a file") as caught:
+        read_cluster(context_of("check", "-H", "machines"), "machines")
+    assert caught.value.found.startswith(f"{pipe} is a pipe")
+
+
 @pytest.mark.parametrize("manipulation", ["of another user", "writable for all", "a planted link"])
 def test_foreign_settings_file_sets_no_programs(
     manipulation: str, monkeypatch: pytest.MonkeyPatch

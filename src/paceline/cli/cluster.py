@@ -17,7 +17,7 @@ from paceline.spec.settings import TOML_NAME, Setting, Source
 
 def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     """Reads the hosts and their tables in paceline.toml, and marks this machine."""
-    from paceline.hosts import apply_overrides, read_hosts
+    from paceline.hosts import apply_overrides, check_keys, read_hosts
     from paceline.hosts.lab import lab_name
     from paceline.hosts.source import load_toml
     from paceline.remote.this_machine import mark_local
@@ -33,6 +33,7 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     is_lab = lab_name(source or "") is not None  # made by this user, on this machine
     if names_programs and described.file and not from_file and file != own_file and not is_lab:
         trust.require_trust_of_hosts(file, load_toml(file), described=False)
+    check_keys(cluster.hosts)
     return cluster
 
 

@@ -7,6 +7,7 @@ that is this machine. To add a dialect, write a module in ``dialects`` and add o
 """
 
 from paceline.hosts.dialects import DIALECTS, lost_fields, write_hosts
+from paceline.hosts.files import check_keys
 from paceline.hosts.identity import find_local_host
 from paceline.hosts.source import load_toml, read_hosts
 from paceline.hosts.tables import apply_overrides
@@ -14,6 +15,7 @@ from paceline.hosts.tables import apply_overrides
 __all__ = [
     "DIALECTS",
     "apply_overrides",
+    "check_keys",
     "find_local_host",
     "load_toml",
     "lost_fields",

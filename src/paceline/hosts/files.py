@@ -1,15 +1,18 @@
-"""Reads description files: bytes to text, with errors that name the line."""
+"""Reads description files, bytes to text, and checks the files that they name."""
 
 from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.hosts.dialect import line_error
 from paceline.hosts.dialects.ssh_config import keyword
 from paceline.hosts.lines import split_lines
 from paceline.spec.errors import HostsError
+from paceline.spec.hosts import Host
+from paceline.spec.settings import TOML_NAME
 
 MAX_BYTES = 4 << 20
 _MAX_DEPTH = 16  # OpenSSH's own limit for nested Include
@@ -114,3 +117,25 @@ def _matches(pattern: str, folder: Path) -> list[Path]:
         if paths:
             return paths
     return []
+
+
+def check_keys(hosts: Iterable[Host]) -> None:
+    """Raises HostsError if the key of a host is a pipe, a folder or a device: ssh may wait for it.
+
+    A missing key is left to ssh, which may find another one.
+    """
+    for host in hosts:
+        key = host.identity_file
+        for name in (key, f"{key}.pub", f"{key}-cert.pub") if key and not host.local else ():
+            try:
+                path = Path(name).expanduser()
+                is_unusable = path.exists() and not path.is_file()
+            except (OSError, ValueError, RuntimeError):  # no such user, too long, a NUL
+                continue
+            if is_unusable:
+                raise HostsError(
+                    f"the SSH key of {host.name} is not a file",
+                    found=f"{name} is a pipe, a folder or a device",
+                    remedy=f"key = FILE under [hosts.{host.name}] in {TOML_NAME}, or in the host "
+                    "file, with the path of a private key",
+                )

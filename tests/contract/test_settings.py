@@ -469,6 +469,97 @@ def test_environment_of_host_requires_trust() -> None:
     assert read_cluster(context_of("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
 
 
+@pytest.mark.parametrize(
+    "source", ["ssh-config:~/.ssh/config", "../list", "link", "ssh-config:config", "acc"]
+)
+def test_hosts_of_file_outside_require_trust(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host n1\n  User me\n")
+    (tmp_path / "list").write_text("n1\n")
+    Path("link").symlink_to("../list")
+    Path("config").write_text("Host n0\nInclude ~/.ssh/config\n")
+    Path("acc").write_text("num_machines: 2\ndeepspeed_config:\n  deepspeed_hostfile: ../list\n")
+    Path("paceline.toml").write_text(f'[run]\nhosts = "{source}"\n')
+    ctx = context_of("run")
+    with pytest.raises(SettingError, match="names hosts by a file outside of this") as caught:
+        read_cluster(ctx, ctx.params["hosts"])
+    assert caught.value.found == f'[run] hosts = "{source}"'
+    assert "paceline trust" in caught.value.remedy
+    assert read_cluster(context_of("run", "-H", source), source).hosts  # typed
+    CliRunner().invoke(trust_command)
+    assert "n1" in [host.name for host in read_cluster(context_of("run"), source).hosts]
+
+
+def test_lab_of_file_requires_trust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from paceline.hosts import lab, source
+
+    layout = lab.Layout(tmp_path / "at")
+    layout.root.mkdir()
+    layout.hostfile.write_text("n1\n")
+    for module in (lab, source):
+        monkeypatch.setattr(module, "find_lab", lambda name, environ: layout)
+    Path("paceline.toml").write_text('[run]\nhosts = "lab:at"\n')
+    with pytest.raises(SettingError, match="names a lab of yours"):
+        read_cluster(context_of("run"), "lab:at")
+    assert read_cluster(context_of("run", "-H", "lab:at"), "lab:at").hosts == (Host("n1"),)
+    CliRunner().invoke(trust_command)
+    assert read_cluster(context_of("run"), "lab:at").hosts == (Host("n1"),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[run]\nhosts = "n1,me@n2"\n',
+        '[run]\nhosts = "machines"\n',
+        '[run]\nhosts = "slurm"\n',
+        '[run]\nhosts = "n1,n2"\n[hosts.n1]\naddress = "10.0.0.3"\n',
+        '[hosts.n1]\naddress = "10.0.0.3"\nuser = "me"\n[hosts.n2]\n',
+    ],
+)
+def test_hosts_listed_in_folder_require_no_trust(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    Path("machines").write_text("n1\nn2\n")
+    Path("paceline.toml").write_text(text)
+    ctx = context_of("check")
+    cluster = read_cluster(ctx, ctx.params["hosts"])
+    assert [host.name for host in cluster.hosts] == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("login", ['address = "10.0.0.3"', 'user = "me"', "port = 2222",
+                                   'key = "k"', 'address = "127.0.0.1"'])  # fmt: skip
+def test_login_of_host_named_elsewhere_requires_trust(login: str) -> None:
+    Path("paceline.toml").write_text(f"[hosts.n1]\n{login}\n[hosts.n2]\nslots = 2\n")
+    typed = context_of("run", "-H", "n1,n2")
+    with pytest.raises(SettingError, match="the login of a host that you named") as caught:
+        read_cluster(typed, "n1,n2")
+    assert caught.value.found == f"[hosts.n1] {login}"
+    with pytest.raises(SettingError, match="the login of a host"):
+        read_cluster(context_of("run", PACELINE_OPT_HOSTS="n1"), "n1")
+    assert read_cluster(context_of("run", "-H", "n2"), "n2").hosts[0].slots == 2
+    CliRunner().invoke(trust_command)
+    assert read_cluster(typed, "n1,n2").hosts[0] != Host("n1")
+
+
+def test_table_of_this_machine_requires_no_trust() -> None:
+    import socket
+
+    name = socket.gethostname().split(".")[0]
+    Path("paceline.toml").write_text(f'[hosts."{name}"]\naddress = "127.0.0.1"\n')
+    assert read_cluster(context_of("run", "-H", name), name).hosts[0].local
+
+
+def test_prints_hosts_of_file_with_name_of_host(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gpu1", "hostfile"):
+        Path(name).write_text("10.0.0.3\n")
+        read_chosen_cluster(context_of("check", "-H", name))
+    assert capsys.readouterr().err == "paceline: hosts: 10.0.0.3 (the file gpu1)\n"
+
+
 @pytest.mark.parametrize("pipe", ["k", "k.pub", "k-cert.pub"])
 def test_rejects_pipe_as_key(pipe: str) -> None:
     import os

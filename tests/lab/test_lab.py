@@ -760,6 +760,7 @@ def test_lab_name_as_hosts_option(tmp_path: Path) -> None:
     (tmp_path / "paceline.toml").write_text('[run]\nhosts = "lab:settings"\n')
     with Lab(LabOptions(hosts=2, name="settings")) as lab:
         shown = launches.paceline("hosts", "--json", "-H", "lab:settings", cwd=tmp_path)
+        launches.trust_settings(tmp_path)
         assert [host["name"] for host in json.loads(shown.stdout)["hosts"]] == ["n1", "n2"]
         checked = launches.paceline("check", "--quick", cwd=tmp_path)
         assert checked.returncode == 0, checked.stdout + checked.stderr

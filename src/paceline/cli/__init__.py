@@ -45,7 +45,7 @@ GROUPS: dict[str, Registry] = {
         "hosts": ("hosts", "Show the hosts that a host file or list names."),
         "setup": ("setup", "Prepare the hosts: keys, host keys, sshd, environment."),
         "warm": ("warm", "Keep hosts ready, so that commands start at once."),
-        "trust": ("trust", "Trust the programs that paceline.toml names here."),
+        "trust": ("trust", "Trust the programs and logins that paceline.toml names here."),
         "env": ("env", "Set rank variables from those of MPI or a scheduler."),
         "completion": ("completion", "Print the completion script for bash, zsh or fish."),
         "lab": ("lab", "Run a virtual cluster on this machine."),

@@ -26,6 +26,11 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     described = read_hosts(source, environ=os.environ, cwd=cwd)
     cluster = mark_local(apply_overrides(described, toml))
     from_file = setting(ctx, "hosts").source is Source.FILE
+    if from_file:
+        if effect := _foreign_source_effect(source or "", described, cwd):
+            trust.require_trust_of_source(cwd / TOML_NAME, toml, effect)
+    elif any(map(_is_redirected, mark_local(described).hosts, cluster.hosts)):
+        trust.require_trust_of_logins(cwd / TOML_NAME, toml)
     if any(host.python or host.env for host in cluster.hosts):
         trust.require_trust_of_hosts(cwd / TOML_NAME, toml, described=from_file)
     names_programs = any(host.python or host.env for host in described.hosts)
@@ -37,6 +42,31 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     return cluster
 
 
+def _foreign_source_effect(source: str, described: Cluster, folder: Path) -> str:
+    """Returns how a source of paceline.toml chooses among the user's hosts; empty if it does not.
+
+    Variables name hosts of the job in which the command runs, and need no trust.
+    """
+    from paceline.hosts.dialects import ENVIRONMENTS, canonical_name
+    from paceline.hosts.lab import lab_name
+
+    if lab_name(source) is not None:
+        return "names a lab of yours"
+    files = [Path(file) for file in (described.file, *described.includes) if file]
+    is_inside = all(file.is_relative_to(folder.resolve()) for file in files)
+    is_variable = canonical_name(source.strip()) in (*ENVIRONMENTS, "auto")
+    is_own_tables = source == TABLES_ARE_HOSTS
+    if is_inside or is_variable or is_own_tables:
+        return ""
+    return "names hosts by a file outside of this folder"
+
+
+def _is_redirected(described: Host, host: Host) -> bool:
+    """Whether a table changes where, or as whom, Paceline logs in."""
+    logins = [(h.address, h.user, h.port, h.identity_file, h.local) for h in (described, host)]
+    return logins[0] != logins[1] and not (described.local and host.local)
+
+
 def read_chosen_cluster(ctx: click.Context) -> Cluster:
     """Reads the hosts that the settings name; prints on standard error where they were named."""
     cluster = read_cluster(ctx, ctx.params["hosts"])
@@ -45,8 +75,17 @@ def read_chosen_cluster(ctx: click.Context) -> Cluster:
 
 
 def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
-    """Names hosts that were not typed, and addresses of typed ones that paceline.toml gives."""
+    """Names hosts that were not typed, and addresses of typed ones that paceline.toml gives.
+
+    A typed word that could be a host's name may be the name of a file instead.
+    """
+    from paceline.hosts.source import must_be_file
+
     if setting(ctx, "hosts").source is Source.COMMAND_LINE:
+        typed = ctx.params["hosts"]
+        is_file = cluster.file and cluster.file == str((Path.cwd() / typed).resolve())
+        if is_file and not must_be_file(typed, ()):
+            say(f"paceline: hosts: {abbreviated_names(cluster)} (the file {typed})", err=True)
         tables = toml_of(ctx).get("hosts", {})
         moved = [f"{host.name} is {host.address}" for host in cluster.hosts
                  if "address" in tables.get(host.name, {})]  # fmt: skip

@@ -2,8 +2,9 @@
 
 A ``paceline.toml`` comes with a cloned project, or lies in a folder that others can write. Most of
 its settings only say where and how many; a few start programs here or on the hosts, hand out
-values of this machine, or weaken how hosts are recognised. These count only once the user has
-looked at them, and are refused in files that somebody else can change.
+values of this machine, choose among the user's own hosts, or weaken how hosts are recognised.
+These count only once the user has looked at them, and are refused in files that somebody else can
+change.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ HOST_GUARDED = {  # the same for [hosts.NAME]
     "python": "is started",
     "env": "can make programs load other code",
 }
+LOGIN_KEYS = ("address", "user", "port", "key")
+"""Keys of ``[hosts.NAME]`` that need trust if the file does not name the hosts itself."""
 START_GUARDED = {  # the same where a run is started; other commands only read there
     "run-dir": "can replace the results of an earlier run",
 }
@@ -69,10 +72,9 @@ def guarded_settings(toml: Mapping[str, Any]) -> dict[str, Any]:
         *GUARDED,
         *START_GUARDED,
         "hosts",
-    }  # a description of hosts may name programs
+    }  # a description of hosts may name programs, or files of the user
     settings = {f"[run] {key}": v for key, v in run.items() if key.replace("_", "-") in keys}
-    for name, table in toml.get("hosts", {}).items():
-        settings |= {f"[hosts.{name}] {k}": v for k, v in table.items() if k in HOST_GUARDED}
+    settings |= _host_settings(toml, {*HOST_GUARDED, *LOGIN_KEYS})
     for name, table in toml.get("train", {}).items():
         guarded = {k: v for k, v in table.items() if k.replace("_", "-") in RECIPE_GUARDED}
         settings |= {f"[train.{name}] {key}": value for key, value in guarded.items()}
@@ -105,20 +107,38 @@ def require_trust_of_recipe(
 
 
 def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
-    """Raises SettingError if a table of a host needs trust and the file has none.
+    """Raises SettingError if programs in tables of hosts need trust and the file has none.
 
     Args:
         described: Its ``[run] hosts`` is what describes the hosts, their tables included.
     """
-    prefixes = ("[hosts.", "[run] hosts") if described else ("[hosts.",)
-    needed = {
-        name: value for name, value in guarded_settings(toml).items() if name.startswith(prefixes)
-    }
+    needed = _host_settings(toml, HOST_GUARDED)
+    is_environment = bool(needed) and all(name.endswith("] env") for name in needed)
+    if described and "hosts" in toml.get("run", {}):
+        needed["[run] hosts"] = toml["run"]["hosts"]
     if needed:
-        only_env = all(name.endswith(("] env", "] hosts")) for name in needed)
-        is_environment = only_env and any(name.endswith("] env") for name in needed)
         subject, guarded_key = ("environment", "env") if is_environment else ("Python", "python")
         _check_trust(path, toml, needed, f"the {subject} of a host", HOST_GUARDED[guarded_key])
+
+
+def require_trust_of_logins(path: Path, toml: Mapping[str, Any]) -> None:
+    """Raises SettingError if logins in tables of hosts need trust and the file has none."""
+    subject, effect = "the login of a host that you named", "can lead to another machine"
+    _check_trust(path, toml, _host_settings(toml, LOGIN_KEYS), subject, effect)
+
+
+def require_trust_of_source(path: Path, toml: Mapping[str, Any], effect: str) -> None:
+    """Raises SettingError if ``[run] hosts``, which has this effect, has no trust."""
+    _check_trust(path, toml, {"[run] hosts": toml["run"]["hosts"]}, "hosts", effect)
+
+
+def _host_settings(toml: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {
+        f"[hosts.{name}] {key}": value
+        for name, table in toml.get("hosts", {}).items()
+        for key, value in table.items()
+        if key in keys
+    }
 
 
 def _check_trust(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,

@@ -67,13 +67,16 @@ def decode(data: bytes, label: str) -> str:
     return text
 
 
-def with_includes(text: str, folder: Path) -> str:
+def with_includes(text: str, folder: Path) -> tuple[str, list[Path]]:
     """Replaces the ``Include`` lines of an OpenSSH configuration by the files they name.
 
     Relative patterns belong to ``~/.ssh``, as for ssh itself, else to the file's folder.
     Unreadable files are skipped, as by ssh. Raises HostsError for endless includes.
+
+    Returns:
+        The text, and the files that it includes.
     """
-    num_files = 0
+    files: list[Path] = []
 
     def expand(text: str, depth: int) -> str:
         return "\n".join(expand_line(line, depth) for line in split_lines(text))
@@ -87,9 +90,8 @@ def with_includes(text: str, folder: Path) -> str:
         return "\n".join(expand(read(path), depth + 1) for path in paths)
 
     def read(path: Path) -> str:
-        nonlocal num_files
-        num_files += 1
-        if num_files > _MAX_FILES:
+        files.append(path)
+        if len(files) > _MAX_FILES:
             raise HostsError(
                 f"more than {_MAX_FILES} files are included", found=str(path),
                 remedy="look for files that include each other",
@@ -102,7 +104,7 @@ def with_includes(text: str, folder: Path) -> str:
         except OSError:
             return ""
 
-    return expand(text, 0)
+    return expand(text, 0), files
 
 
 def _matches(pattern: str, folder: Path) -> list[Path]:

@@ -218,12 +218,16 @@ def _read_file(name: str, dialect: str | None, folder: Path, context: _Context) 
     forced = context.dialect or (DIALECTS[dialect] if dialect else None)
     reading = _reading(context, text, name, forced)
     selected = forced or _detect(reading, DIALECTS, "plain")
+    includes: list[Path] = []
     if selected.name == "ssh-config":
-        reading = _reading(context, with_includes(text, path.parent), name, forced)
+        expanded, includes = with_includes(text, path.parent)
+        reading = _reading(context, expanded, name, forced)
     parsed = selected.parse(reading) if text.strip() else Parsed()
     cluster = _resolve_reference(parsed, f"{name} ({selected.title})", path.parent, context)
-    is_description = parsed.reference is None and not path.is_fifo()
-    return replace(cluster, file=str(path.resolve())) if is_description else cluster
+    if parsed.reference is not None or path.is_fifo():
+        return cluster
+    resolved = tuple(str(include.resolve()) for include in includes)
+    return replace(cluster, file=str(path.resolve()), includes=resolved)
 
 
 def _read_lab(name: str, context: _Context) -> Cluster:

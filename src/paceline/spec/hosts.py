@@ -58,7 +58,8 @@ class Cluster:
         notes: Choices made where the description was ambiguous, one sentence each
             ("`a:2` was read as 2 slots").
         among: Names of all described hosts, if these were selected from them.
-        file: The file that describes them, if its format can name programs for hosts.
+        file: The file that describes them; empty for pipes and other descriptions.
+        includes: Files that it includes.
     """
 
     hosts: tuple[Host, ...]
@@ -66,6 +67,7 @@ class Cluster:
     notes: tuple[str, ...] = ()
     among: tuple[str, ...] = ()
     file: str = ""
+    includes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.cluster import read_cluster
+from paceline.cli.cluster import read_chosen_cluster
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.settings import setting
@@ -142,7 +142,7 @@ def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:
         except SettingError:
             if ctx.params["hosts"] is None or specified_run(ctx) is None:
                 raise
-    cluster, ssh = read_cluster(ctx, ctx.params["hosts"]), ssh_options(ctx.params)
+    cluster, ssh = read_chosen_cluster(ctx), ssh_options(ctx.params)
     detached_runs = asyncio.run(detached.find_detached(cluster.hosts, ssh))
     run = detached.choose_run(detached_runs, specified_run(ctx), ended=allow_ended)
     folder = Path(run.info.run)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.cluster import read_cluster
+from paceline.cli.cluster import read_chosen_cluster
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.options import ACCEPT_NEW_HOST_KEYS, HOSTS_OF_RUNS, SSH_CONFIG, settings_options
 from paceline.cli.runs.run_lookup import is_run
@@ -91,8 +91,7 @@ def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> N
     """
     parent = Path(DEFAULT_PARENT)
     folders = [path for path in records.folders_in(parent) if is_run(path)]
-    source = ctx.params["hosts"]
-    cluster = read_cluster(ctx, source).hosts if source is not None else ()
+    cluster = read_chosen_cluster(ctx).hosts if ctx.params["hosts"] is not None else ()
     import asyncio
 
     detached_runs = asyncio.run(_query_hosts(cluster, ssh_options(ctx.params), folders))

@@ -1,4 +1,4 @@
-"""``paceline trust``: lets the settings file of this folder name programs."""
+"""``paceline trust``: lets the settings file of this folder name programs and hosts of the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.spec.settings import TOML_NAME
 @click.argument("file", default=TOML_NAME)
 @click.option("--revoke", is_flag=True, help="Revoke the trust.")
 def command(file: str, revoke: bool) -> None:
-    """Trust the settings in FILE that start programs.
+    """Trust the settings in FILE that start programs or choose among your hosts.
 
     FILE is this folder's paceline.toml by default; it may also be a host file in TOML. Settings
     such as ssh-config, python, mpiexec and env are refused before you trust them. The trust covers

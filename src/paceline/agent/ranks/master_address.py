@@ -49,13 +49,31 @@ def follow_plan(source: bytes) -> None:
     planned = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     @functools.wraps(original)
-    def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        with _agent_store((hostname, int(port)) == planned):
-            return original(hostname, port, *args, **kwargs)
+    def create(
+        hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_planned = (hostname, int(port)) == planned
+        if not is_planned:
+            _require_reachable(hostname, port, world_size)
+        with _agent_store(is_planned):
+            return original(hostname, port, rank, world_size, *args, **kwargs)
 
     rendezvous._create_c10d_store = create
     if names_master(source):
         del os.environ[VARIABLE]
+
+
+def _require_reachable(hostname: str, port: int, world_size: int) -> None:
+    """Raises RuntimeError if ranks on several hosts would wait for each other at loopback."""
+    num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    is_loopback = hostname in ("localhost", "::1") or hostname.startswith("127.")
+    if is_loopback and num_hosts > 1 and world_size == int(os.environ.get("WORLD_SIZE", "0")):
+        raise RuntimeError(
+            "the script lets its ranks meet at %s port %s, which is another machine on each of the"
+            " %d hosts. Leave out the lines that set MASTER_ADDR and MASTER_PORT, or the address"
+            " in init_method: every rank gets MASTER_ADDR and MASTER_PORT from its launcher"
+            % (hostname, port, num_hosts)
+        )
 
 
 @contextlib.contextmanager

@@ -100,6 +100,18 @@ def test_rejected_setting_shows_no_resume_command() -> None:
     assert "to resume" not in report_failure(outcome)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--resume", "out/ckpt-2.pt"], "out/ckpt-2.pt"), (["--from=./out/ckpt-2.pt"], "ckpt-2.pt"),
+     (["--resume", "out/ckpt-3.pt"], ""), (["--steps", "2"], ""), (["--resume", "out/"], "")],
+)  # fmt: skip
+def test_names_older_checkpoint_in_resume_command(arguments: list[str], named: str) -> None:
+    command = ["paceline", "run", "train.py", *arguments]
+    note = "\n".join(run_end.older_checkpoint_note(command, "out/ckpt-3.pt"))
+    assert named in note
+    assert bool(note) == bool(named)
+
+
 def test_diverged_replicas_show_no_resume_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

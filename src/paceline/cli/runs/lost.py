@@ -140,7 +140,12 @@ def describe_lost(run: LostRun, clock: float) -> list[str]:
         lines.append(f"checkpoint: none is here{later}")
     else:
         lines.append("checkpoint: none found; a restart begins at step 0")
-    return [*lines, *_describe_resume(run.again, run.folder)]
+    lines += _describe_resume(run.again, run.folder)
+    if run.again and run.script_checkpoint and run.checkpoint is None:
+        from paceline.cli.runs.run_end import older_checkpoint_note
+
+        lines += older_checkpoint_note(shlex.split(run.again), run.script_checkpoint)
+    return lines
 
 
 def describe_resume(path: Path) -> list[str]:

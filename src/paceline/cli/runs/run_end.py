@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.verb import say
 from paceline.launch.results.run_outcome import RunOutcome, saved_steps
 from paceline.rundir.directory import Redactor, short, write_explanation
+from paceline.rundir.output_rules import series_of
 from paceline.rundir.outputs import script_checkpoint
 from paceline.rundir.ownership import read_owner
 from paceline.spec.errors import ConnectError, PacelineError
@@ -273,7 +274,17 @@ def _script_hint(outcome: RunOutcome) -> list[str]:
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
     command = shell_text(resume_command(argv, short(outcome.path)))
     return [f"{_NEWEST}{checkpoint}",
-            f"to resume, if the script loads its newest checkpoint: {command}"]  # fmt: skip
+            f"to resume, if the script loads its newest checkpoint: {command}",
+            *older_checkpoint_note(argv, checkpoint)]  # fmt: skip
+
+
+def older_checkpoint_note(argv: Sequence[str], newest: str) -> list[str]:
+    """Returns a line if the command names another checkpoint of the script than its newest."""
+    values = (argument.partition("=")[2] or argument for argument in argv)
+    series = series_of(newest)
+    older = next((value for value in values if value not in (series, newest)
+                  and series_of(os.path.normpath(value)) == series), "")  # fmt: skip
+    return [f"  it names {older}; the newest checkpoint is {newest}"] if older else []
 
 
 def resume_command(argv: Sequence[str], path: str) -> list[str]:

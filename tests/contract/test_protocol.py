@@ -12,16 +12,18 @@ import re
 import resource
 import struct
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
 from each_case import each_case
 from paceline.agent import frames, server
+from paceline.agent.congestion import PIECE_BYTES
 from paceline.agent.frames import (
     MAGIC,
     MAX_ANSWER,
@@ -449,8 +451,54 @@ def test_rejects_large_events_but_not_answers(first: str) -> None:
     if first == "re":
         assert len(decoder.feed(framed(body))) == 1
     else:
-        with pytest.raises(FrameError, match="an event of 4 MiB"):
+        with pytest.raises(FrameError, match="an event of 1 MiB"):
             decoder.feed(framed(body))
+
+
+def test_compressed_event_has_limit_of_events() -> None:
+    """Four kilobytes on the line could otherwise block the launcher for half a second."""
+    event = b'{"event":"said","rank":0,"data":{"a":[%s0]}}' % (b"[]," * (frames.MAX_EVENT // 3))
+    frame, header_fields = framed(event), {"part": 1, "more": True, "z": True}
+    compressor, sent = zlib.compressobj(9), b""
+    for start in range(0, len(frame), PIECE_BYTES[1]):
+        piece = compressor.compress(frame[start : start + PIECE_BYTES[1]])
+        sent += encode(header_fields, piece + compressor.flush(zlib.Z_SYNC_FLUSH))
+    sent += encode({**header_fields, "more": False}, compressor.flush())
+    assert len(sent) < 8192
+    whole = encode({**header_fields, "more": False}, zlib.compress(frame, 9))
+    for content, violation in ((sent, "an event of 1 MiB"), (whole, "a piece of more than 256 K")):
+        with patch.object(frames, "_parse", wraps=frames._parse) as parse:
+            channel = open_channel(HAVE + encode(hello()) + content)
+        assert isinstance(channel, Channel)
+        assert violation in channel.violation
+        assert max(len(call.args[0]) for call in parse.call_args_list) < frames.MAX_EVENT
+
+
+@pytest.mark.parametrize("num_bytes", [frames.MAX_OUTPUT, frames.MAX_OUTPUT + 1])
+def test_limits_output_of_an_event(num_bytes: int) -> None:
+    conversation = Conversation()
+    conversation.event(hello(), b"")
+    conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
+    event = {"event": "output", "rank": 0, "stream": "out"}
+    rejected = rejection_of(lambda: conversation.event(event, b"x" * num_bytes))
+    assert bool(rejected) == (num_bytes > frames.MAX_OUTPUT)
+
+
+def test_costly_frames_of_a_host_wait() -> None:
+    async def scenario() -> None:
+        link = FakeLink(HAVE + encode(hello()), end=False)
+        channel = Channel(Host("n2"), link)  # type: ignore[arg-type]
+        await channel.open()
+        events: list[Event] = []
+        channel.on_event = events.append
+        channel._work_share.pause_s = lambda started_at, now: 3600.0  # type: ignore[method-assign]
+        link.reader.feed_data(encode({"event": "asked to end", "time": 1.0}) * 2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert [event.kind for event in events] == ["asked to end"]
+        await channel.close()
+
+    asyncio.run(scenario())
 
 
 def test_limits_size_of_frequent_answers() -> None:

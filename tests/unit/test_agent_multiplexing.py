@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from paceline.agent.congestion import CongestionWindow
+from paceline.agent.congestion import PIECE_BYTES, CongestionWindow
 from paceline.agent.multiplexing import (
     FILES,
     TALK,
@@ -132,8 +132,9 @@ def test_withdrawn_frames_are_not_sent() -> None:
     [({"part": 0}, b"x")], [({"part": 7}, b"x")], [({"part": True}, b"x")],
     [({"part": []}, b"x")], [({"part": "1"}, b"x")], [({"part": None}, b"x")],
     [({"part": 1, "z": True}, b"no zlib")],
-    [({"part": 1, "more": True}, b"x" * MAX_FRAME_BYTES), ({"part": 1}, b"x")],
-    [({"part": 2, "z": True}, zlib.compress(bytes(50 * MAX_FRAME_BYTES)))],
+    [({"part": 1, "more": True}, bytes(PIECE_BYTES[1]))] * 4 + [({"part": 1}, b"x")],
+    [({"part": 2, "z": True}, zlib.compress(bytes(PIECE_BYTES[1] + 1)))],
+    [({"part": 2}, bytes(PIECE_BYTES[1] + 1))],
 ])  # fmt: skip
 def test_rejects_invalid_pieces(pieces: list[tuple[dict[str, object], bytes]]) -> None:
     joiner = Reassembler(MAX_FRAME_BYTES)

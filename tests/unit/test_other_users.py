@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.agent import server, warm
+from paceline.agent.congestion import PIECE_BYTES
 from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.files.data import DataCopies
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
@@ -269,10 +270,12 @@ def test_hello_size_is_limited() -> None:
     hello = encode({"event": "hello", "facts": [{}] * 1_000_000})
     decoder = Decoder(max_json=MAX_HELLO)
     assert not decoder.feed(hello)
-    decoder.allow(len(hello))
+    decoder.allow(len(hello), len(hello))
     assert len(decoder.feed(hello)) == 1
+    joiner = Reassembler(MAX_HELLO)
+    pieces = (hello[at : at + PIECE_BYTES[1]] for at in range(0, len(hello), PIECE_BYTES[1]))
     with pytest.raises(ValueError, match="more than 2 MiB"):
-        list(Reassembler(MAX_HELLO).add({"part": FILES, "more": 1}, hello))
+        [*map(list, (joiner.add({"part": FILES, "more": 1}, piece) for piece in pieces))]
 
 
 def test_check_tokens_follow_no_links(

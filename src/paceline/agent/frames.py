@@ -30,7 +30,8 @@ _HEADER = struct.Struct(">4sII")
 MAX_JSON = 64 * 1024 * 1024  # bytes
 MAX_BLOB = 64 * 1024 * 1024
 MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty times as much
-MAX_EVENT = 4 * 1024 * 1024  # of JSON of an event; a rank's report has at most 1 MiB in UTF-8
+MAX_EVENT = 1024 * 1024  # of JSON of an event: parsing it blocks the launcher's event loop
+MAX_OUTPUT = 64 * 1024  # bytes of a rank's output in an event
 MAX_HELLO = 2 * 1024 * 1024  # of JSON before a node has said who it is
 MAX_ANSWER_BLOB = 2 * 1024 * 1024
 MAX_DIGITS = 20  # of a whole number
@@ -99,9 +100,9 @@ class Decoder:
         self._garbage_bytes = 0
         self.noise = bytearray()
 
-    def allow(self, max_json: int) -> None:
-        """Sets the maximum length of messages."""
-        self._max_json = max_json
+    def allow(self, max_json: int, max_event: int) -> None:
+        """Sets the maximum lengths of messages and of events."""
+        self._max_json, self._max_event = max_json, max_event
 
     @property
     def is_mid_frame(self) -> bool:
@@ -247,7 +248,8 @@ class Outbox:
 
     def post(self, message: Message, blob: bytes = b"") -> None:
         """Queues a frame; from any thread. ValueError if it is too long for the launcher."""
-        max_bytes = MAX_ANSWER if "re" in message else MAX_EVENT
+        is_hello = message.get("event") == "hello"
+        max_bytes = MAX_ANSWER if "re" in message else MAX_HELLO if is_hello else MAX_EVENT
         frame = encode(dict(message, heard=self.num_received), blob, max_bytes)
         lane = multiplexing.lane_of(message, len(frame), blob)
         with self._lock:

@@ -126,7 +126,7 @@ class SendQueues:
 
 
 class Reassembler:
-    """Joins pieces to frames of at most ``max_bytes``."""
+    """Joins pieces of at most ``PIECE_BYTES[1]`` to frames of at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -140,7 +140,9 @@ class Reassembler:
             raise ValueError("a piece of nothing")
         frame = self._frames.setdefault(lane, bytearray())
         if message.get("z"):
-            data = self._decompress(lane, data, self._max_bytes - len(frame))
+            data = self._decompress(lane, data)
+        if len(data) > PIECE_BYTES[1]:
+            raise ValueError("a piece of more than %d KiB" % (PIECE_BYTES[1] >> 10))
         frame += data
         if len(frame) > self._max_bytes:
             raise ValueError("a message of more than %d MiB" % (self._max_bytes >> 20))
@@ -149,10 +151,10 @@ class Reassembler:
             self._decompressors.pop(lane, None)
             yield bytes(frame)
 
-    def _decompress(self, lane: int, data: bytes, max_bytes: int) -> bytes:
+    def _decompress(self, lane: int, data: bytes) -> bytes:
         try:
             decompressor = self._decompressors.setdefault(lane, zlib.decompressobj())
-            chunk: bytes = decompressor.decompress(data, max_bytes + 1)
+            chunk: bytes = decompressor.decompress(data, PIECE_BYTES[1] + 1)
         except zlib.error as error:
             raise ValueError("a piece that is damaged: %s" % error) from None
         return chunk

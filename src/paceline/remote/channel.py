@@ -20,7 +20,6 @@ from paceline.agent.frames import (
     MAX_ANSWER_BLOB,
     MAX_EVENT,
     MAX_HELLO,
-    Decoder,
     FrameError,
     UnackedFrames,
     encode,
@@ -38,6 +37,7 @@ from paceline.remote.openssh import (
     server_fingerprint,
     was_key_pinned,
 )
+from paceline.remote.work_share import WorkShare
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
@@ -50,7 +50,6 @@ HELLO_TIMEOUT_S = 30.0
 END_OF_INPUT_S = 3.0  # a shell such as fish reads all of its input first
 PARK_TIMEOUT_S = 5.0  # for an agent to be done with a job
 HELLO_STALL_S = 5.0  # for the rest of a greeting that has begun
-MAX_WORK_S = 0.05  # on the frames of one host before other tasks run
 POLL_S = 5.0  # between checks of a host without a lease
 SILENCE_TIMEOUT_S = 60.0  # after which such a host is abandoned
 NOTE_AFTER_S = 15.0  # without an answer, the user is told which host is waited for
@@ -115,10 +114,11 @@ class Channel:
         self._lanes = SendQueues()  # queued frames
         self._pace = CongestionWindow()
         self._joiner = Reassembler(MAX_HELLO)
+        self._work_share = WorkShare()
         self._num_received = 0  # frames
         self._unacked_bytes = 0  # received since the last frame was sent
         self.violation = ""
-        self._decoder = _decoder(max_json=MAX_HELLO)
+        self._decoder = protocol.make_decoder(is_greeted=False)
         self._conversation = protocol.Conversation()
         self._buffered = b""  # followed the first line
         self._ids = itertools.count(1)
@@ -344,9 +344,9 @@ class Channel:
                 started_at = loop.time()
                 for message, blob in self._decoder.feed(data):
                     self._on_frame(message, blob)
-                    if loop.time() - started_at > MAX_WORK_S:
-                        await asyncio.sleep(0)  # other hosts' leases must not run out
-                        started_at = loop.time()
+                    if pause_s := self._work_share.pause_s(started_at, loop.time()):
+                        await asyncio.sleep(pause_s)  # other hosts' leases must not run out
+                    started_at = loop.time()
                 if self._unacked_bytes > ACK_BYTES:
                     self._enqueue({})  # acknowledges, as every frame does
                 data = b""
@@ -436,7 +436,7 @@ class Channel:
         resumed_at = asyncio.get_running_loop().time()
         seconds = round(resumed_at - (self._broken_at or self.received_at), 3)
         self.received_at, self._broken_at = resumed_at, None
-        self._decoder = _decoder(bytes(self._decoder.noise))
+        self._decoder = protocol.make_decoder(bytes(self._decoder.noise))
         self._stderr_offset = len(self._stderr)
         self._pace = CongestionWindow()
         for frame in self._unacked:
@@ -459,7 +459,8 @@ class Channel:
                 return
             self._unacked_bytes += ACK_BYTES  # the next part waits for an acknowledgement
             for frame in self._joiner.add(message, blob):
-                inner_frames = _decoder().feed(frame)
+                decoder = protocol.make_decoder(is_greeted=bool(self.identity))
+                inner_frames = decoder.feed(frame)
                 if len(inner_frames) != 1:
                     raise InvalidValue(f"{len(inner_frames)} messages in pieces of one")
                 self._on_message(*inner_frames[0])
@@ -481,7 +482,7 @@ class Channel:
         elif message["event"] == "hello":
             self.facts, self.identity = message["facts"], message["identity"]
             self.agent_python = message["chosen_python"]
-            self._decoder.allow(MAX_ANSWER)
+            self._decoder.allow(MAX_ANSWER, MAX_EVENT)
             self._joiner = Reassembler(MAX_ANSWER + MAX_ANSWER_BLOB)
             if not self._hello.done():
                 self._hello.set_result(None)
@@ -638,20 +639,13 @@ class Channel:
             for frame in self._unacked:
                 pending.link.writer.write(frame)
             await pending.link.writer.drain()
-            decoder, is_answered = _decoder(), False
+            decoder, is_answered = protocol.make_decoder(), False
             while not is_answered and (data := data or await pending.link.reader.read(1 << 16)):
                 messages = decoder.feed(data)
                 is_answered = any(m.get("re") == self._goodbye_id for m, _ in messages)
                 data = b""
         finally:
             await pending.link.drop()
-
-
-def _decoder(noise: bytes = b"", max_json: int = MAX_ANSWER) -> Decoder:
-    """A decoder for an agent's frames, with the noise of an earlier link."""
-    decoder = Decoder(max_json=max_json, max_blob=MAX_ANSWER_BLOB, max_event=MAX_EVENT)
-    decoder.add_noise(noise)
-    return decoder
 
 
 class AgentRefusal(NodeError):

@@ -13,6 +13,14 @@ from typing import Any
 
 from paceline.agent.files.safe_paths import split_path
 from paceline.agent.files.snapshot import MAX_RESULTS
+from paceline.agent.frames import (
+    MAX_ANSWER,
+    MAX_ANSWER_BLOB,
+    MAX_EVENT,
+    MAX_HELLO,
+    MAX_OUTPUT,
+    Decoder,
+)
 from paceline.agent.reconnection import MARK
 from paceline.spec.events import KINDS, STACK, is_valid_report
 from paceline.spec.schema import (
@@ -48,7 +56,18 @@ Fields = Mapping[str, Any]
 BOOT = MARK
 MAX_BANNER_BYTES = 4 << 20  # output of a login before the agent starts
 MAX_FIELDS = 4096
-MAX_EVENT_BYTES = 8 << 20  # in memory; a rank's line has at most 1 MiB
+MAX_EVENT_BYTES = 8 << 20  # in memory
+
+
+def make_decoder(noise: bytes = b"", is_greeted: bool = True) -> Decoder:
+    """A decoder for an agent's frames, with the noise of an earlier link.
+
+    ``is_greeted``: the agent has sent its hello, which may be longer than other events.
+    """
+    max_json, max_event = (MAX_ANSWER, MAX_EVENT) if is_greeted else (MAX_HELLO, MAX_HELLO)
+    decoder = Decoder(max_json, MAX_ANSWER_BLOB, max_event)
+    decoder.add_noise(noise)
+    return decoder
 
 
 def relative_path(value: Any, path: str) -> None:
@@ -424,7 +443,7 @@ class Conversation:
         EVENTS[kind](message, f"the event {kind}")
         if kind == "said" and memory_bytes(message, MAX_EVENT_BYTES) > MAX_EVENT_BYTES:
             return False
-        if blob and kind != "output":
+        if len(blob) > (MAX_OUTPUT if kind == "output" else 0):
             raise InvalidValue(f"{len(blob)} bytes with the event {kind}")
         if "rank" in message:
             self._check_rank(message["rank"])

@@ -27,13 +27,14 @@ from ..ranks import forkserver, peer_filters, process_title
 from ..ranks import tunnels as rank_tunnels
 from ..surveys import facts
 from . import activation, oom, processes, stalls
-from .rank_process import CHUNK_BYTES, Post, RankProcess
+from .rank_process import Post, RankProcess
 from .store import Store
 
 if TYPE_CHECKING:
     from .tunnels import Tunnels
 
 Message = Dict[str, Any]
+CHUNK_BYTES = 1 << 16
 MAX_STARTING = 16  # ranks that are ordered but not started yet
 ORDER_TIMEOUT_S = 2.0  # for sending an order to the fork server
 SAMPLE_S = 0.5  # interval at which the states of the processes are sampled

@@ -9,12 +9,12 @@ import signal
 import time
 from typing import Any, Callable, Dict, List, Optional
 
+from ..frames import MAX_OUTPUT
 from ..ranks import flight_recorder, stack_dump
 from . import gloo_threads, processes, stalls
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
-CHUNK_BYTES = 1 << 16
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE_BYTES = 1 << 20
 MIN_CPU_SHARE = 0.02  # of a CPU: a rank that uses less is idle
@@ -93,7 +93,7 @@ class RankProcess:
             for events_fd in [fd for fd, name in self.fds.items() if name == "events"]:
                 self.read(events_fd, post)
         try:
-            data = os.read(fd, CHUNK_BYTES)
+            data = os.read(fd, MAX_OUTPUT)
         except BlockingIOError:
             return
         if not data:

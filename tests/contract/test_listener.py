@@ -152,6 +152,27 @@ def test_wrong_proof_gets_fixed_reply() -> None:
     asyncio.run(scenario())
 
 
+def test_rejected_connection_is_closed_at_once() -> None:
+    """A node that does not take part in the orderly end of TLS holds none open."""
+
+    async def scenario() -> None:
+        calls: list[Connection] = []
+
+        def on_connection(call: Connection) -> None:
+            calls.append(call)
+            call.reject("no place is free")
+
+        async with listening(on_connection) as listener:
+            node = await asyncio.to_thread(socket.create_connection, listener.addresses[0])
+            wire = await asyncio.to_thread(caller.unverified().wrap_socket, node)
+            with wire:
+                with pytest.raises(caller.CallRefused, match="no place is free"):
+                    await asyncio.to_thread(caller.greet, wire, KEY, {}, TIMEOUT_S)
+                await asyncio.wait_for(calls[0].writer.wait_closed(), 10.0)
+
+    asyncio.run(scenario())
+
+
 def test_connection_during_close_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         listener = Listener(KEY, lambda connection: None)
@@ -540,12 +561,15 @@ def test_node_index_is_assigned_once() -> None:
         def __init__(self) -> None:
             self.said = b""
             self.closed = False
+            self.transport = self
 
         def write(self, data: bytes) -> None:
             self.said += data
 
         def close(self) -> None:
             self.closed = True
+
+        abort = close
 
     def call(**fields: Any) -> tuple[Connection, Writer]:
         writer = Writer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ from paceline.rendezvous import endpoint as endpoints
 from paceline.rendezvous import manual
 from paceline.rendezvous.endpoint import Endpoint
 from paceline.rendezvous.listener import Connection
-from paceline.rendezvous.peers import CommandAdmission, Peers
+from paceline.rendezvous.peers import MAX_WAITING_PER_PLACE, CommandAdmission, Peers
 from paceline.spec.errors import ConnectError, SettingError
 
 KEY = "00112233445566778899aabbccddeeff"
@@ -88,21 +89,31 @@ def test_prompts_for_key_at_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Writer:
+    """A writer that is its own transport."""
+
     def __init__(self) -> None:
         self.said = b""
+        self.is_open = True
+        self.transport = self
 
     def write(self, data: bytes) -> None:
         self.said += data
 
-    def close(self) -> None:
-        """Has nothing to close."""
+    def abort(self) -> None:
+        self.is_open = False
+
+    close = abort
+
+
+def connect(peers: Peers, address: str = "10.0.0.2", **overrides: Any) -> Writer:
+    writer = Writer()
+    base = {"stream": "frames", "nodes": 2, "command": "c", "rendezvous": "a", "name": "n2"}
+    peers.admit(Connection({**base, **overrides}, None, writer, address))  # type: ignore[arg-type]
+    return writer
 
 
 def admission_reply(peers: Peers, **overrides: Any) -> str:
-    writer = Writer()
-    base = {"stream": "frames", "nodes": 2, "command": "c", "rendezvous": "a", "name": "n2"}
-    peers.admit(Connection({**base, **overrides}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
-    return writer.said.decode()
+    return connect(peers, **overrides).said.decode()
 
 
 def test_admission_checks() -> None:
@@ -136,6 +147,46 @@ def test_rejects_invalid_place(place: object) -> None:
     peers = Peers(CommandAdmission(2, "a", "c"))
     admission_reply(peers)
     assert '"error"' in admission_reply(peers, place=place)
+
+
+def test_limits_connections_that_wait_for_exit_status() -> None:
+    """A host that opens more of them loses its own, not those of other hosts."""
+    peers = Peers(CommandAdmission(3, "a", "c"))
+    status = {"stream": "status", "nodes": 3}
+    honest = connect(peers, "10.0.0.3", **status)
+    flood = [connect(peers, "10.0.0.2", **status) for _ in range(50)]
+    limit = MAX_WAITING_PER_PLACE * 2
+    assert [writer.is_open for writer in flood] == [False] * (51 - limit) + [True] * (limit - 1)
+    peers.dismiss(0)
+    assert b"exit_code" in honest.said
+
+
+def test_limits_connections_of_reconnecting_node() -> None:
+    """Those that a newer one replaces are closed."""
+
+    async def scenario() -> None:
+        peers = Peers(CommandAdmission(2, "a", "c"))
+        session = {"session": "s"}
+        first = [connect(peers, stream=stream, **session) for stream in ("frames", "errors")]
+        peers.channel(1).reconnect = lambda: None  # type: ignore[method-assign]
+        frames = [connect(peers, again=True, **session) for _ in range(20)]
+        assert [writer.is_open for writer in frames] == [False] * 19 + [True]
+        pairs = [
+            [
+                connect(peers, stream=stream, again=True, **session)
+                for stream in ("frames", "errors")
+            ]
+            for _ in range(20)
+        ]
+        assert [[w.is_open for w in pair] for pair in pairs] == [[False] * 2] * 19 + [[True] * 2]
+        errors = [connect(peers, stream="errors", again=True, **session) for _ in range(20)]
+        assert not any(writer.is_open for writer in errors)
+        assert b"the first connection of this node is missing" in errors[0].said
+        frames.append(connect(peers, again=True, **session))
+        peers.hang_up()
+        assert not any(writer.is_open for writer in [*first, *frames, *pairs[-1]])
+
+    asyncio.run(scenario())
 
 
 def test_dials_unresolved_name_of_first_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,13 @@ class PeerLink:
         """Unknown: the end of a connection does not show whether the agent ended."""
         return False
 
-    async def drop(self) -> None:
+    def abort(self) -> None:
+        """Closes both connections at once."""
         for writer in (self.writer, self._errors_writer):
             writer.transport.abort()
+
+    async def drop(self) -> None:
+        self.abort()
 
     async def release(self) -> None:
         await self.drop()
@@ -133,7 +137,7 @@ class Connection:
     def reject(self, reason: str) -> None:
         """Sends the reason and closes the connection."""
         self._write(self.seal(json.dumps({"error": reason})))
-        self.writer.close()
+        self.writer.transport.abort()  # an orderly close needs the peer's cooperation
 
     def send_status(self, exit_code: int) -> None:
         """Sends the job's exit status on a connection of stream ``status``, and closes it."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.remote.channel import Channel, LoginError
-from paceline.remote.link import Link
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.rendezvous.listener import Connection, PeerLink
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # safe in a path
+MAX_WAITING_PER_PLACE = 2  # a broken connection may look open when its node connects again
+_FIRST_MISSING = "the first connection of this node is missing"
 
 
 class AdmissionError(Exception):
@@ -32,14 +34,14 @@ class Peer:
         host: Its host.
         frames, errors: Its connections; the second follows the first.
         channel: The channel over them.
-        links: Links of reconnections, after the first connections broke.
+        links: The newest link of a reconnection, after the first connections broke.
     """
 
     host: Host
     frames: Connection
     errors: Connection | None = None
     channel: Channel | None = None
-    links: asyncio.Queue[Link] = field(default_factory=asyncio.Queue)
+    links: asyncio.Queue[PeerLink] = field(default_factory=asyncio.Queue)
     _pending_frames: Connection | None = None
 
     @property
@@ -48,13 +50,37 @@ class Peer:
         return self.frames.info.get("session")
 
     def reconnect(self, connection: Connection) -> None:
-        """Stores a connection of a reconnecting node; with the second, queues a new link."""
+        """Stores a connection of a reconnecting node; with the second, queues a new link.
+
+        The node gave up the connections that these replace. Raises AdmissionError for a second
+        connection without the first.
+        """
+        frames, self._pending_frames = self._pending_frames, None
         if connection.info.get("stream") != "errors":
+            if frames is not None:
+                frames.writer.transport.abort()
             self._pending_frames = connection
-        elif self._pending_frames is not None and self.channel is not None:
-            self.links.put_nowait(PeerLink(self._pending_frames, connection))
-            self._pending_frames = None
+        elif frames is None:
+            raise AdmissionError(_FIRST_MISSING)
+        else:
+            assert self.channel is not None
+            self.drop_links()
+            self.links.put_nowait(PeerLink(frames, connection))
             self.channel.reconnect()
+
+    def drop_links(self) -> None:
+        """Closes the links that the channel has not taken."""
+        while not self.links.empty():
+            self.links.get_nowait().abort()
+
+    def hang_up(self) -> None:
+        """Closes its connections, except those that the channel has taken from ``links``."""
+        self.frames.writer.close()
+        if self.errors is not None:
+            self.errors.writer.close()
+        if self._pending_frames is not None:
+            self._pending_frames.writer.transport.abort()
+        self.drop_links()
 
 
 class Admission(Protocol):
@@ -104,7 +130,7 @@ class Peers:
             else:
                 self._admission.check(connection.info)
                 if stream == "status":
-                    self.waiting.append(connection)
+                    self._add_waiting(connection)
                 else:
                     place, host = self._admission.place(connection, self.by_place)
                     self.by_place[place] = Peer(host, connection)
@@ -134,7 +160,15 @@ class Peers:
             if peer.session == session and peer.errors is None:
                 peer.errors = connection
                 return
-        raise AdmissionError("the first connection of this node is missing")
+        raise AdmissionError(_FIRST_MISSING)
+
+    def _add_waiting(self, connection: Connection) -> None:
+        """Keeps a connection; if they are too many, closes the oldest of the busiest address."""
+        self.waiting.append(connection)
+        if len(self.waiting) > MAX_WAITING_PER_PLACE * len(self._admission.places):
+            counts = Counter(waiting.peer for waiting in self.waiting)
+            index = max(range(len(self.waiting)), key=lambda i: counts[self.waiting[i].peer])
+            self.waiting.pop(index).writer.transport.abort()
 
     def missing(self) -> list[int]:
         """The places without both connections."""
@@ -181,11 +215,7 @@ class Peers:
     def hang_up(self) -> None:
         """Closes all connections."""
         for peer in self.by_place.values():
-            peer.frames.writer.close()
-            if peer.errors is not None:
-                peer.errors.writer.close()
-            while not peer.links.empty():
-                peer.links.get_nowait().writer.transport.abort()
+            peer.hang_up()
 
     def dismiss(self, exit_code: int) -> None:
         """Sends the job's exit status to the waiting nodes."""

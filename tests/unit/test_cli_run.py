@@ -46,6 +46,12 @@ def test_rejects_invalid_file_values(key: str, value: object) -> None:
         settings_file.convert_value(options.settings_registry()[key], key, value)
 
 
+def test_asks_for_list_in_place_of_table() -> None:
+    with pytest.raises(SettingError) as caught:
+        settings_file.convert_value(options.settings_registry()["env"], "env", {"A": "1"})
+    assert caught.value.remedy == 'Write a list: env = ["A=1", "B=2"]'
+
+
 def test_converts_file_values() -> None:
     def convert(key: str, value: object) -> object:
         return settings_file.convert_value(options.settings_registry()[key], key, value)

@@ -292,6 +292,11 @@ def test_sequential_silence_is_not_launcher_fault(
     [
         ("", "the connection to n2 ended"),
         (
+            "[W1130 18:00:00.1 socket.cpp:207] [c10d] The hostname of the client socket cannot be"
+            " retrieved. err=-3",
+            "the connection to n2 ended",
+        ),
+        (
             "pyenv: cannot rehash\n",
             "the connection to n2 ended (last on its standard error: pyenv: cannot rehash)",
         ),

@@ -156,10 +156,12 @@ def convert_value(option: click.Option, key: str, value: Any) -> Any:
             return tuple(option.type.convert(item, option, None) for item in values)
         return option.type.convert(value, option, None)
     except (click.BadParameter, ValueError, OverflowError) as error:
+        is_table = option.multiple and isinstance(value, dict)
         reason = error.message if isinstance(error, click.BadParameter) else str(error)
         raise SettingError(
             f"{key} = {printable(repr(value))} in [{RUN_TABLE}] of {TOML_NAME} cannot be used",
             found=printable(reason),
+            remedy=f'Write a list: {key} = ["A=1", "B=2"]' if is_table else "",
         ) from None
 
 

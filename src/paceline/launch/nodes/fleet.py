@@ -20,6 +20,7 @@ from paceline.spec import jobenv
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
+from paceline.spec.libraries import classify_line
 
 REQUEST_TIMEOUT_S = 3.0
 GOODBYE_S = 5.0
@@ -506,6 +507,7 @@ def describe_end(name: str, stderr: str) -> str:
     ssh = [line for line in lines if _SSH_MESSAGE.match(line)]
     if ssh:
         return f"the SSH connection to {name} ended: {ssh[-1]}"
+    lines = [line for line in lines if classify_line(line) != "told"]
     excerpt = f" (last on its standard error: {lines[-1][:_MAX_STDERR_CHARS]})" if lines else ""
     return f"the connection to {name} ended{excerpt}"
 

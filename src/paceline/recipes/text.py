@@ -46,14 +46,8 @@ def train_text(options: TextOptions) -> None:
     options = common.with_fast_dtype(options, options.model not in TEXT_MODELS)
     with common.join("text", options) as session:
         session.agree("the data set", data.fingerprint)
-        if data.skipped:
-            session.say(f"{data.skipped} rows of {data.source} left out: no label, or no text")
-        if data.unused:
-            label, column = data.columns
-            session.say(
-                f"{data.source}: labels from column {label}, texts from column {column};"
-                f" unused: {', '.join(data.unused)[:80]}"
-            )
+        for remark in data.remarks():
+            session.say(remark)
         common.agree_on_precision(session, options)
         encoding = make_encoding(session, data, options)
         training = TextTensors(*data.splits["train"], encoding, options.max_length)

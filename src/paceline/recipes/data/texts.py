@@ -7,12 +7,20 @@ import hashlib
 import json
 import random
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, find_data, is_hub_id, tars
+from paceline.recipes.data.classes import (
+    MAX_DIGITS,
+    describe_classes,
+    label_number,
+    similar_labels,
+    unify_numbers,
+)
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.tables import (
@@ -43,7 +51,7 @@ _TEXT_COLUMNS = (
 )
 _USUAL_COLUMNS = {"label": _LABEL_COLUMNS, "text": _TEXT_COLUMNS}
 _MAX_CLASSES = 1000
-_MAX_DIGITS = 20  # of a numeric label
+_MAX_REMARKS = 3  # about labels
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ class TextData:
         skipped: Number of rows left out because label or text is empty.
         columns: Names of the columns that were read.
         unused: Names of the other columns.
+        unified: What replaced labels that equal another one as numbers.
     """
 
     source: str
@@ -103,11 +112,33 @@ class TextData:
     skipped: int = 0
     columns: Columns = ("", "")
     unused: tuple[str, ...] = ()
+    unified: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def held_out(self) -> str:
         """Name of the part for evaluation."""
         return "test" if "test" in self.splits else "val"
+
+    def remarks(self) -> Iterator[str]:
+        """Yields lines about what was read: classes, columns, and rows that are left out."""
+        numbers = Counter(number for _, labels in self.splits.values() for number in labels)
+        counts = {name: numbers[place] for place, name in enumerate(self.classes)}
+        yield f"{self.source}: {describe_classes(counts)}"
+        if self.unified:
+            pairs = [f"{old} as {new}" for old, new in sorted(self.unified.items())]
+            yield f"equal numbers are one class: {', '.join(pairs[:_MAX_REMARKS])}" + (
+                ", …" if pairs[_MAX_REMARKS:] else ""
+            )
+        for names in similar_labels(self.labels)[:_MAX_REMARKS]:
+            yield f"warning: classes that differ only in spelling: {', '.join(map(repr, names))}"
+        if self.skipped:
+            yield f"{self.skipped} rows of {self.source} left out: no label, or no text"
+        if self.unused:
+            label, column = self.columns
+            yield (
+                f"{self.source}: labels from column {label}, texts from column {column};"
+                f" unused: {', '.join(self.unused)[:80]}"
+            )
 
 
 def load_texts(
@@ -139,6 +170,10 @@ def load_texts(
             found=f"{skipped} rows in all parts lack one",
             remedy="each row: label, text; --label-column and --text-column name the columns",
         )
+    found = {label for rows in parts.values() for label, _ in rows}
+    unified = unify_numbers(found, labels)
+    parts = {split: [(unified.get(label, label), text) for label, text in rows]
+             for split, rows in parts.items()}  # fmt: skip
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
         fraction = options.test_fraction
@@ -163,6 +198,7 @@ def load_texts(
         skipped,
         first.columns,
         first.unused,
+        unified,
     )
 
 
@@ -336,7 +372,7 @@ def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
         first, *remaining = (row[column].strip() for row in rows)
         if len({*remaining}) == len(remaining):
             continue
-        if _is_number(first) or first in remaining:
+        if label_number(first) is not None or first in remaining:
             return
         label, text = (shlex.quote(rows[0][place].strip()) for place in (column, text_column))
         raise DataError(
@@ -481,7 +517,7 @@ def _list_labels(labels: Sequence[str]) -> str:
 
 
 def _is_number(label: str) -> bool:
-    return label.removeprefix("-").isdecimal() and len(label) < _MAX_DIGITS
+    return label.removeprefix("-").isdecimal() and len(label) < MAX_DIGITS
 
 
 def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:

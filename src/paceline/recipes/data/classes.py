@@ -1,0 +1,52 @@
+"""Spelling of class labels, and what a training says about its classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from decimal import Decimal
+
+MAX_DIGITS = 20  # of a numeric label
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?")
+_MAX_LISTED = 8
+
+
+def label_number(label: str) -> Decimal | None:
+    """Returns the value of a label that is a number, else ``None``."""
+    is_number = len(label) < MAX_DIGITS and _NUMBER.fullmatch(label)
+    return Decimal(label) if is_number else None
+
+
+def unify_numbers(labels: Iterable[str], known: Collection[str] = ()) -> dict[str, str]:
+    """Returns what to write for labels that equal another one as numbers: ``1`` for ``1.0``.
+
+    Args:
+        known: Labels of a trained model, which keep their spelling.
+    """
+    spellings: dict[Decimal, set[str]] = {}
+    for label in {*labels, *known}:
+        if (value := label_number(label)) is not None:
+            spellings.setdefault(value, set()).add(label)
+    unified = dict[str, str]()
+    for equal in spellings.values():
+        trained = equal.intersection(known)
+        candidates = trained or {re.sub(r"\.0*$", "", label) for label in equal}
+        shortest = min(candidates, key=lambda label: (len(label), label))
+        unified |= dict.fromkeys(equal - trained - {shortest}, shortest)
+    return unified
+
+
+def similar_labels(labels: Iterable[str]) -> list[list[str]]:
+    """Returns groups of labels that differ only in case or white space."""
+    groups: dict[str, list[str]] = {}
+    for label in labels:
+        groups.setdefault(" ".join(label.split()).casefold(), []).append(label)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def describe_classes(counts: Mapping[str, int]) -> str:
+    """Returns a line with the first classes and their numbers of samples."""
+    first = [*counts.items()][:_MAX_LISTED]
+    listed = [f"{' '.join(name.split())[:40]} {count:,}" for name, count in first]
+    more = ", …" if len(counts) > _MAX_LISTED else ""
+    return f"{len(counts)} classes: {', '.join(listed)}{more}"

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import tiny_language_model
+from hub_folders import bert
 from launches import on, paceline
 
 from paceline.lab import Lab
@@ -75,6 +76,20 @@ def test_sft(two_hosts: Lab, project: Path) -> None:
     loss, bits = local_eval.stdout.split("  bits per byte ")
     assert loss in trained.stdout, local_eval.stderr
     assert float(bits.split()[0]) > 0
+    distributed_eval = paceline("evaluate", "chat", *on(two_hosts), cwd=project)
+    assert loss in distributed_eval.stdout, distributed_eval.stderr[-3000:]
+
+
+def test_model_folder_of_text_classifier(two_hosts: Lab, project: Path) -> None:
+    """Only the launching machine has the model, and the run to resume from."""
+    bert(project / "bert")
+    flags = ["--data=words", "--model=./bert", "--max-length=8", "--no-fast"]
+    for steps, extra_flags in ((1, ["--run-dir=first"]), (2, ["--resume=first"])):
+        trained = paceline(
+            "train", "text", *on(two_hosts), *flags, f"--steps={steps}", *extra_flags, cwd=project
+        )
+        assert trained.returncode == 0, trained.stderr[-3000:]
+    assert "resumed after step 1 from" in trained.stdout
 
 
 def test_text(two_hosts: Lab, project: Path) -> None:

@@ -18,6 +18,8 @@ from paceline.cli.recipe_job import (
     check_data_exists,
     check_same_recipe,
     path_input,
+    resume_input,
+    sent_paths,
     table_to_flags,
     weights_input,
 )
@@ -141,6 +143,44 @@ def test_weights_input(tmp_path: Path) -> None:
     assert weights_input(str(file))[1] == (Input(str(tmp_path), ("w.safetensors",), named=True),)
     assert weights_input("imagenet") == ("imagenet", ())
     assert weights_input("") == ("", ())
+
+
+def test_imagenet_weights_are_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imagenet").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert weights_input("imagenet") == ("imagenet", ())
+
+
+@pytest.mark.parametrize("name", ["text", "image", "sft"])
+def test_model_folder_is_sent_to_hosts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model in ("bert", "small", "cnn", "torchvision/vit"):
+        (tmp_path / model).mkdir(parents=True)
+    folder = str(tmp_path / "bert")
+    options = parse_options(name, ["--model=./bert", "--data=x/y"])
+    assert sent_paths(name, options)["model"] == (folder, (Input(folder, named=True),))
+    builtin = {"text": "small", "image": "torchvision/vit", "sft": "USER/NAME"}[name]
+    options = parse_options(name, [f"--model={builtin}", "--data=x/y"])
+    assert not any(inputs for _, inputs in sent_paths(name, options).values())
+
+
+def test_checkpoint_to_resume_from_is_sent_to_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in (5, 10):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / str(step) / "manifest.json").write_text("{}")
+    (tmp_path / "latest").mkdir()
+    for selector in ("auto", "latest", "10", "none"):
+        assert resume_input(selector) == (selector, ())
+    run, checkpoint = tmp_path / "run", tmp_path / "run" / "checkpoints" / "5"
+    (sent,) = resume_input("run")[1]
+    assert sent.path == str(run)
+    assert "checkpoints/10" in sent.parts
+    assert resume_input(str(checkpoint)) == (str(checkpoint), (Input(str(checkpoint)),))
 
 
 def test_rejects_run_directory_of_different_recipe(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from paceline.recipes.text import macro_f1
 from paceline.recipes.tokens import saved_encoding
 from paceline.recipes.use import evaluate, predict
 from paceline.recipes.use import text as use_text
+from paceline.spec import jobenv
 from paceline.spec.errors import DataError, SettingError
 
 ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", "yes")]
@@ -491,6 +492,18 @@ def test_stages_of_a_list_of_layers() -> None:
     layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     backbone = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "rest": layers})
     assert stages_of([backbone]) == [backbone["first"], *layers]
+
+
+def test_model_and_checkpoint_are_found_where_the_launcher_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bert(tmp_path / "bert")
+    monkeypatch.setenv(jobenv.INPUTS, json.dumps({"/home/me": str(tmp_path)}))
+    flags = ["--model=/home/me/bert", "--no-fast", "--max-length=8", "--seed=3"]
+    assert train(tmp_path / "first", *flags, "--steps=1", "--checkpoint-every=1") == 0
+    assert config(tmp_path / "first")["network"]["config"]["model_type"] == "bert"
+    assert train(tmp_path / "second", *flags, "--steps=2", "--resume=/home/me/first") == 0
+    assert "resumed after step 1 from" in capsys.readouterr().out
 
 
 def test_unknown_model_folder_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

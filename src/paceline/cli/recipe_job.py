@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import tempfile
@@ -34,13 +35,14 @@ from paceline.recipes.catalogue import catalogue
 from paceline.recipes.data import is_hub_id, is_path
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, parse_micro_batch
+from paceline.recipes.pretrained_list import IMAGENET, TORCHVISION_PREFIX
 from paceline.rundir import named_paths as recorded_paths
 from paceline.rundir import records
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import closest_match, shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
-from paceline.spec.rundir import CONFIG, checkpoints, model_paths
+from paceline.spec.rundir import CHECKPOINTS, CONFIG, SELECTORS, checkpoints, model_paths
 from paceline.spec.settings import TOML_NAME
 from paceline.spec.training.balance import parse_weights, validate_limits, validate_weights
 
@@ -186,10 +188,9 @@ def prepared_job(
     ctx.meta[NAMED_PATHS] = named_paths(ctx, name, options, cluster)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     portable = {field: absolute_folder(path) for field, path in files.items() if path}
-    weights, inputs = weights_input(getattr(options, "weights", ""))
-    portable |= {"weights": weights} if weights else {}
-    if "model" in options.required:
-        portable["model"], inputs = path_input(options.model)
+    sent = sent_paths(name, options)
+    portable |= {field: path for field, (path, _) in sent.items()}
+    inputs = tuple(itertools.chain(*(needed for _, needed in sent.values())))
     options = dataclasses.replace(options, **dict[str, Any](portable))
     sends_files = has_effect("data_dir", options) and not options.data_dir
     with gather_files(list(files.values()) if sends_files else []) as folder:
@@ -232,9 +233,43 @@ def data_folder(data: str) -> Data | None:
     return Data(folder, aliases) if folder and Path(folder).is_dir() else None
 
 
+def sent_paths(name: str, options: Options) -> dict[str, tuple[str, tuple[Input, ...]]]:
+    """Returns the absolute paths of models, runs and checkpoints, and the inputs for hosts.
+
+    Names of other things stay as they are.
+    """
+    sent = {"resume": resume_input(options.resume)}
+    if weights := getattr(options, "weights", ""):
+        sent["weights"] = weights_input(weights)
+    if not is_builtin_model(name, options.model):
+        sent["model"] = path_input(options.model)
+    return sent
+
+
+def is_builtin_model(name: str, model: str) -> bool:
+    """Returns whether a recipe has a model of this name, which is then no folder."""
+    own = {entry.name for entry in catalogue() if (entry.kind, entry.recipe) == ("models", name)}
+    return model in own or model.startswith(TORCHVISION_PREFIX)
+
+
+def resume_input(selector: str) -> tuple[str, tuple[Input, ...]]:
+    """Returns the absolute path of a run or checkpoint to resume from, and the inputs for it.
+
+    Any other selector stays as it is.
+    """
+    path = Path(selector).expanduser().absolute()
+    if selector in SELECTORS or selector.isdecimal() or not path.is_dir():
+        return selector, ()
+    newest = [f"{CHECKPOINTS}/{checkpoint.name}" for checkpoint in checkpoints(path)[:1]]
+    parts = tuple(dict.fromkeys((*model_paths(path), *newest))) if newest else ()
+    return str(path), (Input(str(path), parts),)
+
+
 def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
     """Returns the absolute path of a run or weights file, and the inputs that hosts need for it."""
     path = Path(weights).expanduser().absolute()
+    if weights == IMAGENET:
+        return weights, ()
     if weights and path.is_dir():
         return str(path), (Input(str(path), model_paths(path)),)
     return path_input(weights)
@@ -262,8 +297,8 @@ def named_paths(
         SettingError: Files that would be sent are named only by the run of --like.
     """
     argv = ctx.params["options" if "options" in ctx.params else "args"]
-    base = ("model",) if "model" in options.required else ()
-    values = {field: getattr(options, field, "") for field in (*DATA_FILES, "weights", *base)}
+    values = {field: getattr(options, field, "") for field in DATA_FILES}
+    values |= {field: path for field, (path, inputs) in sent_paths(name, options).items() if inputs}
     paths = {field: path for field, value in values.items() if (path := existing_path(value))}
     like, _ = split_option("--like", argv)
     if like is None:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import parse_options
+from paceline.recipes.data import local_path
 from paceline.recipes.optimization import Batching, Curve, compute_batching
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.training.balance import parse_weights
@@ -256,7 +257,7 @@ def configure_checkpoints(
     session.checkpoints(
         every=options.checkpoint_every,
         keep=options.keep,
-        resume=options.resume,
+        resume=str(local_path(Path(options.resume).expanduser())),
         best=best,
         identity={**model_identity, **identity},
         describes=metadata,

@@ -31,7 +31,7 @@ from paceline.recipes.preprocessing import (
     normalisation,
 )
 from paceline.recipes.pretrained import Origin, load_backbone
-from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
+from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES, TORCHVISION_PREFIX
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize
 from paceline.train import Best
@@ -161,7 +161,7 @@ def make_network(
     network: nn.Module
     if options.model in MODELS:
         network, origin = MODELS[options.model](shape, len(classes)), Origin()
-    elif options.model.startswith(torchvision_models.PREFIX):
+    elif options.model.startswith(TORCHVISION_PREFIX):
         arguments = options.model, classes, options.offline, options.from_scratch
         network, origin = session.together(lambda: torchvision_models.load(*arguments))
     else:

@@ -18,6 +18,7 @@ from paceline.recipes import pretrained, torchvision_models
 from paceline.recipes.data.decoding import CROP_AREA, CROP_ASPECT, CROP_RANDOMS, FileSplit
 from paceline.recipes.data.images import InMemory, Split, Subset
 from paceline.recipes.options import IMAGE_MODELS, ImageOptions
+from paceline.recipes.pretrained_list import TORCHVISION_PREFIX
 from paceline.train import Draws
 from paceline.train.data.order import Order
 
@@ -59,7 +60,7 @@ class InputFormat:
 def input_format(options: ImageOptions) -> InputFormat:
     """Determines the input format from the options and the model."""
     settings: Mapping[str, Any] = {}
-    if options.model.startswith(torchvision_models.PREFIX):
+    if options.model.startswith(TORCHVISION_PREFIX):
         settings = torchvision_models.preprocessing(options.model)
     elif options.model not in IMAGE_MODELS:
         hub_model = pretrained.HubModel("image", options.model, options.offline)

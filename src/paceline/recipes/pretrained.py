@@ -108,14 +108,18 @@ class HubModel:
     from_scratch: bool = False
 
     @property
+    def path(self) -> Path:
+        """The folder on this host, if the name is that of one."""
+        return local_path(Path(self.name).expanduser())
+
+    @property
     def source(self) -> str:
         """Argument of the library's loaders."""
-        path = Path(self.name).expanduser()
-        return str(path) if path.is_dir() else self.name
+        return str(self.path) if self.folder else self.name
 
     @property
     def folder(self) -> bool:
-        return Path(self.name).expanduser().is_dir()
+        return self.path.is_dir()
 
     @property
     def local(self) -> bool:
@@ -126,7 +130,7 @@ class HubModel:
 
         Also for a folder with a pipe, a device or an endless description: the library reads all.
         """
-        path = Path(self.name).expanduser()
+        path = self.path
         an_id = self.name.count("/") <= 1 and not self.name.startswith(("/", "./", "../", "~"))
         if not path.is_dir() and (path.exists() or not an_id):
             raise DataError(
@@ -356,7 +360,7 @@ def timm_preprocessing(description: Mapping[str, Any]) -> dict[str, Any]:
 def _load_json(hub_model: HubModel, name: str) -> dict[str, Any]:
     """Loads a JSON file of a model; empty if there is none of that name."""
     hub_model.check()
-    path = Path(hub_model.name).expanduser() / name
+    path = hub_model.path / name
     if not path.parent.is_dir():
         prepare_environment(hub_model.offline)
         hub = library("transformers.utils", "models are loaded")

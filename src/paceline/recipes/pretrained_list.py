@@ -14,6 +14,8 @@ from paceline.spec import rundir
 
 IMAGENET = "imagenet"
 """Value of ``--weights``."""
+TORCHVISION_PREFIX = "torchvision/"
+"""Begins the name of a model of torchvision."""
 TORCHVISION = "https://download.pytorch.org/models/"
 _TORCHVISION_FILES = {
     "torchvision/mobilenet_v3_large": "mobilenet_v3_large-5c1a4163.pth",

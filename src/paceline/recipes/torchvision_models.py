@@ -11,9 +11,9 @@ from torch.nn.functional import interpolate
 from paceline.program import library
 from paceline.recipes.argv import check_known
 from paceline.recipes.pretrained import Origin, ensure_torch_file
+from paceline.recipes.pretrained_list import TORCHVISION_PREFIX as PREFIX
 from paceline.spec.errors import SettingError
 
-PREFIX = "torchvision/"
 _EXTRA_HEADS = ("googlenet", "inception_v3")  # auxiliary outputs for training are left out
 _ONLY_224 = ("maxvit_t",)
 

@@ -30,6 +30,7 @@ SIGNATURES = ".paceline-signatures"  # of the manifests of checkpoints
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
 MANIFEST = "manifest.json"  # inside each: its files with their hashes
 LATEST, BEST = "latest.json", "best.json"  # pointers beside them
+SELECTORS = ("auto", "never", "latest", "best")  # of a checkpoint, besides a step and a folder
 MEASURED = "steps.json"  # the few steps of a run of `paceline forecast`
 FORECAST = "forecast.json"  # forecast and measured times of the run
 COLLECTIVES = "collectives.json"  # results of `paceline bench collectives`

@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem, _resolve_context, _resolve_in
 from paceline.cli.help import applicable_options
 from paceline.cli.verb import Verb
 from paceline.spec.errors import PacelineError
+from paceline.spec.rundir import SELECTORS
 
 if TYPE_CHECKING:
     from paceline.recipes.reference import Option
@@ -141,7 +142,7 @@ def _catalogue(recipe: type, field: str, incomplete: str) -> list[Item]:
              if entry.kind == kinds.get(field) and entry.recipe == recipe_name]  # fmt: skip
     keywords: Mapping[str, Iterable[str]] = {
         "track": TRACKERS, "communication": METHODS, "balance": ("even", "auto"),
-        "resume": ("auto", "never", "latest", "best"), "checkpoint_copies": ("auto",),
+        "resume": SELECTORS, "checkpoint_copies": ("auto",),
     }  # fmt: skip
     names += [(keyword, "") for keyword in keywords.get(field, ())]
     if field == "weights":

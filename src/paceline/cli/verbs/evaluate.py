@@ -21,6 +21,7 @@ from paceline.cli.recipe_job import (
     existing_path,
     gather_files,
     has_remote_host,
+    path_input,
     quiet_torch,
 )
 from paceline.cli.verb import Verb
@@ -51,10 +52,12 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
             "--tasks runs in one process on this machine",
             remedy=shell_text(["paceline", "evaluate", str(run), *options]),
         )
-    if not (parsed.data or parsed.data_dir) and has_remote_host(cluster):
+    base, base_inputs = path_input(recorded_base(folder))
+    if has_remote_host(cluster):
         # --data would replace the recorded test set by a part of the training data
         command = shell_text(["paceline", "evaluate", "-H", "local", str(run), *options])
-        for path in filter(None, map(existing_path, recorded_data(folder))):
+        data = [] if parsed.data or parsed.data_dir else recorded_data(folder)
+        for path in [*filter(None, map(existing_path, data)), *([base] if base_inputs else [])]:
             require_named(folder, path, f"To evaluate on this machine: {command}")
     with gather_files(data_files(folder, parsed)) as files:
         job = build_job(
@@ -64,6 +67,8 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
             preload=RECIPE_MODULES,
             inputs=(Input(str(folder), (CONFIG, *model_paths(folder))),),
         )
+        if job.ship.value != "never":
+            job = replace(job, inputs=(*job.inputs, *base_inputs))
         job, parent = add_data_folder(quiet_torch(job), files), folder / "evaluations"
         if not parsed.data_dir:
             source = parsed.data or str(read_model_config(folder).get("data", {}).get("source", ""))
@@ -91,6 +96,12 @@ def recorded_data(folder: Path) -> list[str]:
     """Returns the data of the training, as the run names it: of training, targets and test."""
     recorded = read_model_config(folder).get("data", {})
     return [str(recorded[key]) for key in ("source", "target", "test") if recorded.get(key)]
+
+
+def recorded_base(folder: Path) -> str:
+    """Returns the model that a fine-tuning of a language model started from; else empty."""
+    recorded = read_model_config(folder)
+    return str(recorded.get("model", "")) if recorded.get("task") == "sft" else ""
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

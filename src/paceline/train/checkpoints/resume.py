@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
+from paceline.spec.rundir import SELECTORS
 from paceline.spec.schema import (
     MAX_LONG_TEXT,
     dict_of,
@@ -41,7 +42,7 @@ from paceline.train.checkpoints.format import (
     read_manifest,
     unpack,
 )
-from paceline.train.checkpoints.store import SELECTORS, Store, StoredCheckpoint
+from paceline.train.checkpoints.store import Store, StoredCheckpoint
 from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
 from paceline.train.data.disks import is_shared_by_all
 from paceline.train.device import seed_all

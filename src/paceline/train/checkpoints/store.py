@@ -32,6 +32,7 @@ from paceline.spec.rundir import (
     LATEST,
     MANIFEST,
     MAX_TOKEN,
+    SELECTORS,
     WRITER,
     Version,
     checkpoint_name,
@@ -48,9 +49,6 @@ from paceline.spec.training.checkpoint_manifest import (
 )
 from paceline.train import files
 from paceline.train.checkpoints.format import read_manifest
-
-SELECTORS = ("auto", "never", "latest", "best")
-"""What may be asked for besides a step and a folder."""
 
 STALE_AFTER_S = 60.0  # without a heartbeat from another host
 HEARTBEAT_S = 2.0  # between two heartbeats

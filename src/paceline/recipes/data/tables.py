@@ -30,6 +30,10 @@ def read_lines(path: Path) -> list[str]:
     except OSError as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     except UnicodeDecodeError:
+        if command := decompression(path, content):
+            raise DataError(
+                f"{path} is compressed", found="its first bytes", remedy=f"decompress it: {command}"
+            ) from None
         raise DataError(
             f"{path} is not in UTF-8",
             found=_locate_undecodable(content),
@@ -37,6 +41,29 @@ def read_lines(path: Path) -> list[str]:
         ) from None
     lines = text.split("\n")
     return lines[:-1] if lines[-1] == "" else lines
+
+
+_COMPRESSED = {
+    ".gz": (b"\x1f\x8b", "gunzip"),
+    ".bz2": (b"BZh", "bunzip2"),
+    ".xz": (b"\xfd7zXZ", "unxz"),
+    ".zst": (b"\x28\xb5\x2f\xfd", "unzstd"),
+}
+"""First bytes of compressed files, and what decompresses them, by suffix."""
+
+
+def decompression(path: Path, content: bytes = b"") -> str:
+    """Returns the command that decompresses a file; empty if it is not compressed.
+
+    Args:
+        content: Its first bytes; without them, its name decides.
+    """
+    suffix = path.suffix.lower()
+    for usual_suffix, (magic, program) in _COMPRESSED.items():
+        if content.startswith(magic) if content else suffix == usual_suffix:
+            target = shlex.quote(str(path.with_suffix(""))) if suffix == usual_suffix else "NEW"
+            return f"{program} < {shlex.quote(str(path))} > {target}"
+    return ""
 
 
 def conversion_to_utf8(content: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.tables import TABLE_FILES, read_lines
+from paceline.recipes.data.tables import TABLE_FILES, decompression, read_lines
 from paceline.recipes.data.texts import Recorded, TextData, load_texts, read_texts
 from paceline.recipes.networks import build_text_network
 from paceline.recipes.options import TextOptions
@@ -43,6 +44,7 @@ NAMES = ("ids", "mask")
 """Names of the network's inputs."""
 BATCH = 64
 """Texts classified at once."""
+_FILES = (*TABLE_FILES, ".txt")
 _DESCRIPTION = description_schema(
     {"test": text(), "columns": tuple_of(text(), text()), "delimiter": text()},
     classes=list_of(text(MAX_LONG_TEXT)),
@@ -157,17 +159,34 @@ def _texts(
     """Yields the texts; ``trained_on`` describes the data of the training."""
     for name in inputs:
         path, suffix = Path(name), Path(name).suffix.lower()
-        if suffix in (*TABLE_FILES, ".txt") and " " not in name and not path.is_file():
+        is_file = os.path.isfile(name)  # noqa: PTH113 - pathlib fails for a long text
+        if suffix in TABLE_FILES and is_file:
+            yield from read_texts(path, _recorded(trained_on, trained_on["source"]), labels)
+        elif suffix == ".txt" and is_file:
+            yield from filter(None, read_lines(path))
+        elif os.path.exists(name):  # noqa: PTH110 - as above
+            _refuse_path(path)
+        elif suffix in _FILES and " " not in name:
             raise DataError(
                 f"there is no file {name}",
                 remedy="correct its name; a text that ends like one needs a blank in it",
             )
-        if suffix in TABLE_FILES and path.is_file():
-            yield from read_texts(path, _recorded(trained_on, trained_on["source"]), labels)
-        elif suffix == ".txt" and path.is_file():
-            yield from filter(None, read_lines(path))
         else:
             yield name
+
+
+def _refuse_path(path: Path) -> None:
+    """Raises DataError for a path that is not read: its name would be taken for a text."""
+    remedy = f"a copy named {path.stem}.txt, if each of its lines is a text"
+    if path.is_dir():
+        remedy = "name the files in it"
+    elif command := decompression(path):
+        remedy = f"decompress it: {command}"
+    raise DataError(
+        f"texts are not read from {path}",
+        found="a folder" if path.is_dir() else f"a file that does not end in {', '.join(_FILES)}",
+        remedy=f'{remedy}; the word itself is a text if a blank follows it: "{path} "',
+    )
 
 
 def _recorded(trained_on: Mapping[str, Any], source: str) -> Recorded:

@@ -301,17 +301,6 @@ def test_evaluate_and_predict(
     assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
 
 
-def test_evaluates_drawn_test_split_of_different_data(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = ("the food was great and the music was awful", "praised")
-    path = write_csv(tmp_path / "d.csv", [("text", "label"), *[good] * 9, (good[0], "blamed")])
-    assert evaluate.main([f"--run={trained_run}", f"--data={path}"]) == 0
-    assert "a test part was drawn from it and is evaluated; --split train" in (
-        capsys.readouterr().out
-    )
-
-
 def test_evaluates_columns_of_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

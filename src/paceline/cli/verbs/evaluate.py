@@ -54,7 +54,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
         )
     base, base_inputs = path_input(recorded_base(folder))
     if has_remote_host(cluster):
-        # --data would replace the recorded test set by a part of the training data
+        # --data would evaluate on all of the training data instead of the recorded test set
         command = shell_text(["paceline", "evaluate", "-H", "local", str(run), *options])
         data = [] if parsed.data or parsed.data_dir else recorded_data(folder)
         for path in [*filter(None, map(existing_path, data)), *([base] if base_inputs else [])]:

@@ -78,6 +78,27 @@ class Subset:
         return self.parent.pixels(self.ids[ids])
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The images of several splits, one after the other."""
+
+    parts: Sequence[Split]
+
+    @property
+    def labels(self) -> Labels:
+        return np.concatenate([part.labels for part in self.parts])
+
+    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
+        starts = np.cumsum([0, *(len(part.labels) for part in self.parts)])
+        places, images = list[NDArray[np.int64]](), list[Pixels]()
+        for part, start, end in zip(self.parts, starts, starts[1:], strict=False):
+            of_part = np.flatnonzero((ids >= start) & (ids < end))
+            if len(of_part):
+                places.append(of_part)
+                images.append(part.pixels(ids[of_part] - start))
+        return np.concatenate(images)[np.argsort(np.concatenate(places))]
+
+
 def subset(parent: Split, ids: NDArray[np.int64]) -> Split:
     """Returns some images of a split, in this order."""
     part: Callable[[NDArray[np.int64]], Split] | None = getattr(parent, "part", None)

@@ -17,7 +17,8 @@ class EvaluateOptions:
     split: str = ""
     """train, val or test (default: the part that the training reported)."""
     data: str = ""
-    """Data to use instead of the training's: a name or a folder."""
+    """Data to use instead of the training's: a name, a file or a folder. All of them are evaluated,
+    or only the test part if they have parts."""
     target: str = ""
     """The second file of a parallel corpus of two files; --data is the first."""
     data_dir: str = ""

@@ -11,10 +11,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torch import nn
 
@@ -165,6 +165,26 @@ def local_session(device: str, config: Mapping[str, Any]) -> train.Session:
     return train.join(device=device, dtype=config["number_format"], quiet=True)
 
 
+Data = TypeVar("Data", "ImageData", "TextData", "PairData", "ChatData")
+
+
+def undivided(
+    options: EvaluateOptions, model: TrainedModel, data: Data, join: Callable[[list[Any]], Any]
+) -> Data:
+    """Returns data that have no parts of their own as one part, ``test``.
+
+    The data of the training keep the part that was held out, and ``--split`` names a drawn part.
+
+    Args:
+        join: Joins parts.
+    """
+    is_drawn = data.split["method"] == "seeded"
+    is_trained_on = data.fingerprint == model.config["data"]["fingerprint"]
+    if not options.data or options.split or not is_drawn or is_trained_on:
+        return data
+    return replace(data, splits={"test": join([*data.splits.values()])}, split={"method": "whole"})
+
+
 Measured = tuple[int, dict[str, float], str]
 """Number of samples, metrics over them, and a line about them."""
 
@@ -186,7 +206,8 @@ def run_evaluation(
         raise DataError(
             f"{data.source} has changed since the training",
             found=f"fingerprint {data.fingerprint}, trained on {recorded}",
-            remedy=f"--data {data.source} evaluates on the data as they are now",
+            remedy=f"--data {data.source} evaluates on the data as they are now; if they have no"
+            " parts, on all of them, so that what was trained on counts, too",
         )
     split = options.split or data.held_out
     if split not in data.splits:
@@ -203,11 +224,12 @@ def run_evaluation(
         quiet=True,
     ) as session:
         session.agree("the data set", data.fingerprint)
-        if options.data and not options.split and data.split["method"] == "seeded":
-            others = " or ".join(f"--split {name}" for name in data.splits if name != split)
+        if data.split["method"] == "whole":
+            session.say(f"{data.source} is not divided: all of it is evaluated")
+        elif options.data and not options.split and data.split["method"] == "seeded":
             session.say(
-                f"{data.source} is not divided: a {split} part was drawn from it and is evaluated;"
-                f" {others} evaluates the rest"
+                f"{data.source} is what the model was trained on: its {split} part is evaluated,"
+                " which was held out"
             )
         samples, figures, summary = measure(session, model.load(session), split)
         if options.figures and session.world.rank == 0:

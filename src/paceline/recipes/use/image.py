@@ -19,7 +19,7 @@ from paceline.recipes.data.decoding import (
     image_files,
     unreadable_error,
 )
-from paceline.recipes.data.images import Subset, load
+from paceline.recipes.data.images import Joined, Subset, load
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import build_image_network
 from paceline.recipes.options import ImageOptions
@@ -32,6 +32,7 @@ from paceline.recipes.use.evaluate import (
     local_session,
     model_config,
     run_evaluation,
+    undivided,
 )
 from paceline.recipes.use.export import (
     Figures,
@@ -123,7 +124,7 @@ def load_trained(run: str) -> TrainedImageModel:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
     model = load_trained(options.run)
-    data = load(model.data_options(options))
+    data = undivided(options, model, load(model.data_options(options)), Joined)
     check_compatible(model, data.source, data.shape, data.classes)
 
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:

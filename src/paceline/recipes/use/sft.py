@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -21,7 +22,6 @@ from paceline.recipes.language.options import SftOptions
 from paceline.recipes.language.references import Reference, without_adapters
 from paceline.recipes.language.sft import (
     EVALUATION_BATCH,
-    ChatData,
     add_end_tokens,
     encode_conversations,
     evaluate,
@@ -37,6 +37,7 @@ from paceline.recipes.use.evaluate import (
     description_schema,
     model_config,
     run_evaluation,
+    undivided,
 )
 from paceline.recipes.use.language_models import Generator, portable, predictions
 from paceline.spec import rundir
@@ -174,7 +175,8 @@ def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank."""
     model = load_trained(options.run)
     settings = model.options(options)
-    data: ChatData = load_conversations(settings)
+    data = load_conversations(settings)
+    data = undivided(options, model, data, lambda parts: [*chain(*parts)])
     tokenizer: Any = BaseModel(str(model.folder / rundir.MODEL)).load_tokenizer()
     encoder = make_encoder(tokenizer, settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from paceline.recipes.use.evaluate import (
     local_session,
     model_config,
     run_evaluation,
+    undivided,
 )
 from paceline.recipes.use.export import (
     Figures,
@@ -91,7 +93,7 @@ def load_trained(run: str) -> TrainedTextModel:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
     model = load_trained(options.run)
-    data = model.load_data(options)
+    data = undivided(options, model, model.load_data(options), join_rows)
 
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
         texts = TextTensors(*data.splits[split], model.encoding, model.config["max_length"])
@@ -100,6 +102,12 @@ def evaluate_run(options: EvaluateOptions) -> None:
         return len(texts), figures, f"{summary}  ({len(texts)} {split} texts)"
 
     run_evaluation(options, model, data, measure)
+
+
+def join_rows(parts: Sequence[tuple[list[str], list[int]]]) -> tuple[list[str], list[int]]:
+    """Joins the texts and the class numbers of parts."""
+    texts, labels = ([*itertools.chain(*columns)] for columns in zip(*parts, strict=True))
+    return texts, labels
 
 
 def portable(run: str) -> PortableModel:

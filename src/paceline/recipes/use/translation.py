@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from paceline.recipes.use.evaluate import (
     description_schema,
     model_config,
     run_evaluation,
+    undivided,
 )
 from paceline.recipes.use.export import Figures, PortableModel, batches, spread_ids
 from paceline.recipes.use.predict import Prediction
@@ -101,7 +103,7 @@ def load_trained(run: str) -> TrainedTranslator:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank; translates every sentence."""
     model = load_trained(options.run)
-    data = model.load_data(options)
+    data = undivided(options, model, model.load_data(options), lambda parts: [*chain(*parts)])
     limit, tokenizers = model.config["seq_len"], (model.source, model.target)
 
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:

@@ -324,6 +324,8 @@ def test_skips_and_counts_incomplete_rows(
     path = write_csv(tmp_path / "d.csv", rows)
     assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}", "--steps=1"]) == 0
     assert "2 rows of" in capsys.readouterr().out
+    assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
+    assert "2 rows of" in capsys.readouterr().out
     assert "" not in config(tmp_path / "run")["classes"]
 
 

@@ -208,6 +208,12 @@ SPLIT_NAMES = {
 """Names of the parts in files, in folders and on the hub; the first that is there counts."""
 
 
+def files_by_name(folder: Path) -> dict[str, Path]:
+    """Returns the files of a folder by their names in lower case."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # capitals first: others count
+    return {path.name.lower(): path for path in paths if path.is_file()}
+
+
 def splits_in_name(name: str) -> list[str]:
     """Returns the parts that words of a file's name name: ``test`` for ``test-00000-of-00002``."""
     words = re.split(r"[\W\d_]+", name.lower())

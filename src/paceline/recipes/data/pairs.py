@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes.data import PAIR_SETS, SPLIT_NAMES, NamedDataset, find_data, is_hub_id
+from paceline.recipes.data import (
+    PAIR_SETS,
+    SPLIT_NAMES,
+    NamedDataset,
+    files_by_name,
+    find_data,
+    is_hub_id,
+)
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.tables import read_jsonl, read_lines
@@ -109,16 +116,17 @@ _LANGUAGES = {"multi30k": ("de", "en")}
 
 def _read_folder(folder: Path, options: TranslationOptions) -> dict[str, list[Pair]]:
     """Reads ``train.tsv``, or ``train.en`` and ``train.it``; the same for val and test."""
-    splits = {}
+    splits, files = {}, files_by_name(folder)
     for split, names in SPLIT_NAMES.items():
         for name in reversed(names):
-            file = next((p for s in _READERS if (p := folder / f"{name}{s}").is_file()), None)
+            file = next((files[n] for s in _READERS if (n := f"{name}{s}") in files), None)
             if file is not None:
                 splits[split] = _read_file(file, options)
             elif all(options.languages):
-                sides = [folder / f"{name}.{language}" for language in options.languages]
-                if sides[0].is_file():
-                    splits[split] = _read_two_files(*sides)
+                sides = [f"{name}.{language}" for language in options.languages]
+                if sides[0].lower() in files:
+                    source, target = (files.get(n.lower(), folder / n) for n in sides)
+                    splits[split] = _read_two_files(source, target)
     return splits
 
 

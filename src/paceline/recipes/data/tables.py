@@ -135,9 +135,14 @@ TABLE_FILES = (".csv", ".tsv", *_OBJECT_READERS)
 """Suffixes of files whose texts are in a column."""
 
 
+def has_objects(path: Path) -> bool:
+    """Tells whether the rows of a file are objects, not lines with a delimiter."""
+    return path.suffix.lower() in _OBJECT_READERS
+
+
 def first_row(path: Path) -> int:
     """Returns the number of the first row of values."""
-    return 1 if path.suffix.lower() in _OBJECT_READERS else 2
+    return 1 if has_objects(path) else 2
 
 
 def read_rows(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, find_data, is_hub_id, tars
+from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, files_by_name, find_data, is_hub_id, tars
 from paceline.recipes.data.classes import (
     MAX_DIGITS,
     describe_classes,
@@ -25,9 +25,11 @@ from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.tables import (
     cell_delimiter,
+    decompression,
     delimiter_remedy,
     first_row,
     has_different_delimiter,
+    has_objects,
     read_rows,
 )
 from paceline.recipes.options import TextOptions
@@ -119,6 +121,12 @@ class TextData:
         """Name of the part for evaluation."""
         return "test" if "test" in self.splits else "val"
 
+    def describe_skipped(self) -> str:
+        """Says how many rows were left out; empty if there are none."""
+        if not self.skipped:
+            return ""
+        return f"{self.skipped} rows of {self.source} left out: no label, or no text"
+
     def remarks(self) -> Iterator[str]:
         """Yields lines about what was read: classes, columns, and rows that are left out."""
         numbers = Counter(number for _, labels in self.splits.values() for number in labels)
@@ -131,8 +139,8 @@ class TextData:
             )
         for names in similar_labels(self.labels)[:_MAX_REMARKS]:
             yield f"warning: classes that differ only in spelling: {', '.join(map(repr, names))}"
-        if self.skipped:
-            yield f"{self.skipped} rows of {self.source} left out: no label, or no text"
+        if skipped := self.describe_skipped():
+            yield skipped
         if self.unused:
             label, column = self.columns
             yield (
@@ -185,9 +193,12 @@ def load_texts(
     remedy = "correct or remove such rows (each row: label, text)"
     if recorded is None:
         remedy += ", or add rows with this label to the training part"
-    splits = {
-        split: _encode_labels(name, split, rows, number, remedy) for split, rows in parts.items()
-    }
+    is_drawn = recorded is not None and split_info["method"] == "seeded"
+    splits = {}
+    for split, rows in parts.items():
+        file = options.test_data if split == "test" else ""
+        part = "" if file or is_drawn else f" of {split}"
+        splits[split] = _encode_labels(file or name, part, rows, number, remedy)
     return TextData(
         name,
         classes,
@@ -261,12 +272,23 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _find_files(folder: Path) -> dict[str, Path]:
-    candidates = {
-        split: [folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES]
-        for split, names in SPLIT_NAMES.items()
-    }
-    existing = {split: next((p for p in c if p.is_file()), None) for split, c in candidates.items()}
-    return {split: path for split, path in existing.items() if path is not None}
+    """Returns the file of each part.
+
+    Raises:
+        DataError: The file of only some parts is compressed. (Other folders are read as those of
+            Hugging Face, which may be.)
+    """
+    files, found, compressed = files_by_name(folder), dict[str, Path](), list[Path]()
+    for split, names in SPLIT_NAMES.items():
+        candidates = [f"{name}{suffix}" for name in names for suffix in _SUFFIXES]
+        if file := next((files[name] for name in candidates if name in files), None):
+            found[split] = file
+        else:
+            compressed += (path for path in files.values() if path.stem.lower() in candidates)
+    for path in compressed if found else ():
+        if command := decompression(path):
+            raise DataError(f"{path} is compressed", remedy=f"decompress it: {command}")
+    return found
 
 
 def _read_files(
@@ -416,17 +438,20 @@ def _select_columns(
 def _select_cells(
     name: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[str], first: int
 ) -> list[tuple[str, ...]]:
-    """Returns the cells of these columns; DataError names the first row that lacks one."""
+    """Returns the cells of these columns, empty for null; DataError names a row that lacks one."""
+    remedy = "complete or remove the row"
+    if not has_objects(Path(name)):
+        remedy += "; a cell with a delimiter in it needs quotes"
     selected = []
     for number, row in enumerate(rows, first):
-        cells = tuple(row.get(column) for column in columns)
-        if None in cells:
+        if missing := [column for column in columns if column not in row]:
             raise DataError(
-                f"{name} row {number} lacks {' or '.join(columns)}",
+                f"{name} row {number} lacks {' or '.join(missing)}",
                 found=f"{[*row.values()]}"[:80],
-                remedy="complete or remove the row; a cell with a delimiter in it needs quotes",
+                remedy=remedy,
             )
-        selected.append(tuple(map(str, cells)))
+        cells = (row[column] for column in columns)
+        selected.append(tuple("" if cell is None else str(cell) for cell in cells))
     return selected
 
 
@@ -487,11 +512,11 @@ def _from_hub(
         preferred = preferred or tables[split].columns
     features = getattr(parts["train"], "features", None) or {}
     names = getattr(features.get(tables["train"].columns[0]), "names", None) or ()
-    # Public benchmarks hide the labels of their test part as -1.
+    # Public benchmarks hide the labels of their test part as -1, or as null.
     return {
         split: table
         for split, table in tables.items()
-        if any(label != "-1" for label, _ in table.rows)
+        if any(label not in ("-1", "") for label, _ in table.rows)
     }, tuple(names)
 
 
@@ -542,14 +567,14 @@ def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> 
 
 
 def _encode_labels(
-    name: str, split: str, rows: Sequence[Row], number: Mapping[str, int], remedy: str
+    name: str, part: str, rows: Sequence[Row], number: Mapping[str, int], remedy: str
 ) -> tuple[list[str], list[int]]:
     if not rows:
-        raise DataError(f"{name} has no texts for {split}", remedy="add some")
+        raise DataError(f"{name} has too few texts{part}", remedy="add some")
     wrong = next((label for label, _ in rows if label not in number), None)
     if wrong is not None:
         raise DataError(
-            f"{name}: label {wrong!r} of {split} is not among the training labels",
+            f"{name}: label {wrong!r}{part} is not among the training labels",
             found=f"these are {_list_labels([*number])}",
             remedy=remedy,
         )

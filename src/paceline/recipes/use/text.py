@@ -96,6 +96,8 @@ def evaluate_run(options: EvaluateOptions) -> None:
     data = undivided(options, model, model.load_data(options), join_rows)
 
     def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
+        if skipped := data.describe_skipped():
+            session.say(skipped)
         texts = TextTensors(*data.splits[split], model.encoding, model.config["max_length"])
         figures = evaluate(session, network, texts, len(model.classes))
         summary = f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"

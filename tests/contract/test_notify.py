@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def test_command_may_ignore_input() -> None:
 def test_ends_command_after_timeout(tmp_path: Path) -> None:
     mark = tmp_path / "after"
     (message,) = collect_warnings(f"sleep 60; touch {mark}", patience=0.4)
-    assert message.endswith("it was ended after 0 s")
+    assert re.search(r"it was ended after \d+ s$", message)
     assert not mark.exists()
 
 

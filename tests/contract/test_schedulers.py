@@ -22,7 +22,7 @@ from each_case import each_case
 from paceline.schedulers import SCHEDULERS, current_scheduler, load, mpi, slurm, submission
 from paceline.schedulers.scheduler import Options
 from paceline.schedulers.script import BatchRequest
-from paceline.schedulers.slurm import parse_job
+from paceline.schedulers.slurm import parse_jobs
 from paceline.spec.errors import PermanentConnectError, SettingError
 from paceline.spec.hosts import Host
 
@@ -759,7 +759,7 @@ JOBS = {  # file → state, whether it is over, exit status
 
 @pytest.mark.parametrize("name", JOBS)
 def test_parses_slurm_job(name: str) -> None:
-    state = parse_job((FIXTURES / "slurm" / f"{name}.job.txt").read_text())
+    state = parse_jobs((FIXTURES / "slurm" / f"{name}.job.txt").read_text())
     assert state is not None
     assert (state.state, state.is_over, state.exit_code) == JOBS[name]
 
@@ -767,14 +767,14 @@ def test_parses_slurm_job(name: str) -> None:
 @pytest.mark.parametrize("reason", slurm.PARTITION_LIMITS)
 def test_explains_partition_limits(reason: str) -> None:
     text = (FIXTURES / "slurm" / "requeued.job.txt").read_text()
-    state = parse_job(text.replace("Reason=BeginTime", f"Reason={reason}"))
+    state = parse_jobs(text.replace("Reason=BeginTime", f"Reason={reason}"))
     assert state is not None
     assert state.describe().startswith(f"PENDING ({reason}: the partition ")
     assert state.describe().endswith(": see sinfo)")
 
 
 def test_unknown_slurm_job_is_none() -> None:
-    assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
+    assert parse_jobs("slurm_load_jobs error: Invalid job id specified") is None
 
 
 def test_parses_slurm_node() -> None:

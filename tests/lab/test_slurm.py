@@ -411,13 +411,18 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_job_array_runs(batch: Transport, slurm: Slurm) -> None:
-    options = (*batch.options, "--array", "1-2", "--detach")
-    ended = Transport(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "tell.py")
-    assert ended.code == 0, ended.err
+def test_job_array_ends_with_its_last_task(batch: Transport, slurm: Slurm) -> None:
+    """The second task fails at once, while the first still runs."""
+    transport = Transport(batch.site, (*batch.options, "--array", "1-2"), env=batch.env)
+    script = """[ "$SLURM_ARRAY_TASK_ID" = 1 ] || exit 7; sleep 5"""
+    ended = transport.run("-p", "1", "--no-python", "sh", "-c", script)
+    assert ended.code == 7, ended.err
+    assert slurm.tell("squeue", "-h").strip() == ""
     results = [ended.directory / index / "result.json" for index in ("1", "2")]
-    assert eventually(lambda: all(result.exists() for result in results))
-    assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "")
+    assert [json.loads(result.read_text())["exit_code"] for result in results] == [0, 7]
+    assert re.search(
+        r"1 of 2 tasks finished; failed: 2 \(exit status 7\): paceline explain \S+/2\n", ended.err
+    )
 
 
 def test_status_logs_and_stop_from_second_terminal(batch: Transport, slurm: Slurm) -> None:

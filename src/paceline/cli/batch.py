@@ -46,8 +46,7 @@ def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
                 err=True,
             )
         return 0
-    array = bool(request.array)
-    submitted = submission.submit_job(scheduler, text, directory, array, job.typed)
+    submitted = submission.submit_job(scheduler, text, directory, request.array, job.typed)
     say(f"paceline: {submitted.title}, run directory {directory}", err=True)
     if ctx.params["detach"]:
         return 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.remote.openssh import SshOptions
@@ -27,6 +28,8 @@ SCRIPT_OPTIONS = frozenset({  # schedulers that take a script
     "ship", "follow_links", "time_limit", "partition", "account", "mem", "gres", "gpus",
     "gpus_per_node", "array", "sbatch_arg", "setup_command",
 })  # fmt: skip
+
+_MAX_NAMED = 4  # failed tasks of an array in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class JobState:
         may_return: Whether the scheduler may requeue a job that is over.
         is_transient: Whether the state is not worth reporting, because it is about to change.
         queued_s: Seconds in the queue; ``None`` if unknown.
+        tasks: States of the tasks of a job array, by index; empty for other jobs.
     """
 
     state: str
@@ -91,9 +95,56 @@ class JobState:
     may_return: bool = False
     is_transient: bool = False
     queued_s: float | None = None
+    tasks: Mapping[int, JobState] = field(default_factory=dict)
 
     def describe(self) -> str:
         return f"{self.state} ({self.reason})" if self.reason else self.state
+
+    def failed_tasks(self) -> list[int]:
+        return sorted(i for i, task in self.tasks.items() if task.is_over and task.exit_code)
+
+    def describe_tasks(self) -> str:
+        """Returns how many tasks of an array finished, and which failed; empty for other jobs."""
+        if not self.tasks:
+            return ""
+        num_finished = sum(task.is_over and not task.exit_code for task in self.tasks.values())
+        text = f"{num_finished} of {len(self.tasks)} tasks finished"
+        failed = self.failed_tasks()
+        named = [f"{i} (exit status {self.tasks[i].exit_code})" for i in failed[:_MAX_NAMED]]
+        remainder = f" and {len(failed) - len(named)} more" if len(failed) > len(named) else ""
+        return f"{text}; failed: {', '.join(named)}{remainder}" if failed else text
+
+
+def array_state(tasks: Mapping[int, JobState]) -> JobState:
+    """Returns the state of a job array, which ends with its last task. Pure.
+
+    It has the words of a task that runs, else of one that waits, else of the first that failed; its
+    exit status is that of the first that failed.
+    """
+    ordered = [tasks[index] for index in sorted(tasks)]
+    unfinished = sorted((task for task in ordered if not task.is_over), key=_has_reason)
+    failed = [task for task in ordered if task.is_over and task.exit_code]
+    return replace(
+        (unfinished or failed or ordered)[0],
+        is_over=not unfinished,
+        exit_code=next((task.exit_code for task in (*failed, *unfinished)), 0),
+        may_return=any(task.may_return for task in ordered),
+        tasks=tasks,
+    )
+
+
+def _has_reason(task: JobState) -> bool:
+    return bool(task.reason)  # schedulers give one for a task that waits
+
+
+def array_ranges(text: str) -> list[range]:
+    """Returns the indices of a job array, as in ``1,4-9:2%3``; leaves out what it cannot read."""
+    indices, _, _ = text.partition("%")
+    number = "[0-9]{1,9}"
+    parts = [re.fullmatch(f"({number})(?:-({number}))?(?::({number}))?", part)
+             for part in indices.split(",")]  # fmt: skip
+    return [range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1) or 1)
+            for part in parts if part]  # fmt: skip
 
 
 class Scheduler:

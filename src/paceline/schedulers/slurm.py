@@ -23,6 +23,8 @@ from paceline.schedulers.scheduler import (
     JobState,
     Options,
     Scheduler,
+    array_ranges,
+    array_state,
 )
 from paceline.schedulers.script import (
     OWNER_FILE,
@@ -122,9 +124,9 @@ class Slurm(Scheduler):
         return run_submit_command(self, [sbatch, "--parsable", str(script)], script, JOB_ID_PATTERN)
 
     async def poll(self, job: str) -> JobState | None:
-        """Returns the state of a job; of an array, that of its first task."""
-        output = await command_output("scontrol", "show", "job", "-o", job)
-        return parse_job(output.splitlines()[0]) if output.strip() else None
+        # Slurm shortens long lists of an array's tasks unless this is set
+        scontrol = ("env", "SLURM_BITSTR_LEN=0", "scontrol")
+        return parse_jobs(await command_output(*scontrol, "show", "job", "-o", job))
 
     def cancel(self, job: str, kill: bool = False) -> None:
         force = ["--signal=KILL", "--full"] if kill else []
@@ -210,11 +212,21 @@ def _with_requeue(line: str, run_dir: str) -> list[str]:
     ]
 
 
-def parse_job(text: str) -> JobState | None:
-    """Parses a line of ``scontrol show job -o``; ``None`` for an unknown job."""
-    fields = dict(re.findall(r"(?<!\S)([A-Za-z:/]+)=(\S*)", text))
-    if "JobState" not in fields:
-        return None
+def parse_jobs(text: str) -> JobState | None:
+    """Parses ``scontrol show job -o``; ``None`` for an unknown job.
+
+    A job array has a line for each task that has begun, and one for all that have not.
+    """
+    lines = [dict(re.findall(r"(?<!\S)([A-Za-z:/]+)=(\S*)", line)) for line in text.splitlines()]
+    jobs = [(fields.get("ArrayTaskId", ""), _job_state(fields))
+            for fields in lines if "JobState" in fields]  # fmt: skip
+    tasks = {i: state for array, state in jobs for part in array_ranges(array) for i in part}
+    if tasks:
+        return array_state(tasks)
+    return jobs[0][1] if jobs else None
+
+
+def _job_state(fields: Mapping[str, str]) -> JobState:
     state, reason = fields["JobState"], fields.get("Reason", "None")
     code, _, signal = fields.get("ExitCode", "0:0").partition(":")
     failed = 128 + int(signal) if int(signal or 0) else int(code)

@@ -15,11 +15,13 @@ from typing import IO
 
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
-from paceline.rundir.directory import require_own_place, write_text
+from paceline.rundir.directory import require_own_place, short, write_text
 from paceline.schedulers import SCHEDULERS, load
-from paceline.schedulers.scheduler import JobState, Scheduler
+from paceline.schedulers.scheduler import JobState, Scheduler, array_ranges, array_state
 from paceline.spec.errors import ConnectError, SettingError
-from paceline.spec.rundir import BATCH
+from paceline.spec.failure import UNKNOWN, Result
+from paceline.spec.formatting import shell_text
+from paceline.spec.rundir import BATCH, RESULT
 from paceline.spec.terminal import clean, has_colours
 
 POLL_INTERVAL_S = 0.5
@@ -28,11 +30,20 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """A submitted job: its id, and the files with its output as far as they are known."""
+    """A submitted job.
+
+    Attributes:
+        job: The scheduler's id of it.
+        outputs: Files with its output, as far as they are known.
+        directory: Its run directory; those of the tasks of an array are below it.
+        array: Index range of a job array; empty for other jobs.
+    """
 
     scheduler: Scheduler
     job: str
     outputs: tuple[Path, ...] = ()
+    directory: Path = Path()
+    array: str = ""
 
     @property
     def title(self) -> str:
@@ -45,17 +56,59 @@ class SubmittedJob:
         """Returns the scheduler's present state of the job."""
         import asyncio  # other kinds of runs do not need it
 
-        return asyncio.run(self.scheduler.poll(self.job))
+        return asyncio.run(self.poll({}))
+
+    async def poll(self, known: Mapping[int, JobState]) -> JobState | None:
+        """Returns the scheduler's present state of the job; ``None`` if it does not know it.
+
+        Schedulers forget the tasks of an array some time after their end, while others still run.
+
+        Args:
+            known: States of an array's tasks before.
+        """
+        state = await self.scheduler.poll(self.job)
+        if state is None or not state.tasks:
+            return state
+        forgotten = (known.keys() | self.task_folders().keys()) - state.tasks.keys()
+        ended = {index: known[index] if index in known and known[index].is_over
+                 else self._recorded_end(index) for index in forgotten}  # fmt: skip
+        return array_state({**state.tasks, **ended})
+
+    def task_folders(self) -> dict[int, Path]:
+        """Returns the run directories of an array's tasks that have begun, by index."""
+        ranges = array_ranges(self.array)
+        names = {int(folder.name): folder for folder in records.folders_in(self.directory)
+                 if ranges and re.fullmatch("[0-9]{1,9}", folder.name)}  # fmt: skip
+        return {i: names[i] for i in sorted(names) if any(i in part for part in ranges)}
+
+    def _recorded_end(self, index: int) -> JobState:
+        record = records.read_object(self.directory / str(index) / RESULT)
+        code = Result.from_json(record or {}).exit_code
+        state = "failed" if code else "finished"
+        return JobState(state, is_over=True, exit_code=1 if code == UNKNOWN else code)
+
+    def describe(self, state: JobState) -> str:
+        """Returns a state as text; of an array that is over, with the command to type."""
+        tasks, failed = state.describe_tasks(), state.failed_tasks()
+        text = f"{state.describe()}; {tasks}" if tasks else state.describe()
+        if not failed or not state.is_over:
+            return text
+        folder = self.directory / str(failed[0])
+        task = [short(folder)]
+        if not folder.is_dir():  # it failed before Paceline began
+            output = self.scheduler.output.replace("{job}", f"{self.job}_{failed[0]}")
+            task = ["--log", short(self.directory / output)]
+        return f"{text}: {shell_text(['paceline', 'explain', *task])}"
 
 
-def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = False,
+def submit_job(scheduler: Scheduler, text: str, directory: Path, array: str = "",
                typed: str = "") -> SubmittedJob:  # fmt: skip
     """Writes the script into the run directory, submits it, and records its id there.
 
     Args:
         scheduler, text: The scheduler and its script.
         directory: The run directory, which is made.
-        array: Whether it is an array, whose tasks have outputs of their own.
+        array: Index range of an array, whose tasks have outputs of their own.
         typed: The command that submits it, without secrets.
 
     Raises:
@@ -69,12 +122,14 @@ def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = F
         write_text(directory, scheduler.script, text)
     job = scheduler.submit(directory / scheduler.script)
     output = scheduler.output.replace("{job}", job)
-    record = {"scheduler": scheduler.name, "job": job, "output": output, "typed": typed}
+    record = {"scheduler": scheduler.name, "job": job, "output": output, "typed": typed,
+              "array": array}  # fmt: skip
     with contextlib.suppress(SettingError):  # without a seal the job is there all the same
         record[detached_file.SEAL] = detached_file.make_seal(record, directory)
     with _explained(directory, f"{scheduler.title} job {job} is submitted"):
         write_text(directory, BATCH, json.dumps(record) + "\n")
-    return SubmittedJob(scheduler, job, () if array else (directory / output,))
+    outputs = () if array else (directory / output,)
+    return SubmittedJob(scheduler, job, outputs, directory, array)
 
 
 @contextlib.contextmanager
@@ -110,7 +165,8 @@ def read_submission(directory: Path) -> SubmittedJob | None:
         return None
     scheduler = load(str(name))
     is_known = scheduler.can_follow() and re.fullmatch(scheduler.job_id, job)
-    return SubmittedJob(scheduler, job) if is_known else None
+    array = records.as_text(record.get("array"))
+    return SubmittedJob(scheduler, job, (), directory, array) if is_known else None
 
 
 def require_own_submission(directory: Path, job: SubmittedJob) -> None:
@@ -131,7 +187,7 @@ async def follow(job: SubmittedJob, note: Callable[[str], None]) -> int:
 
     Args:
         job: The job, which Ctrl-C cancels.
-        note: Called with every new state.
+        note: Called with every new state; of an array, also when a task ends.
 
     Raises:
         ConnectError: The scheduler does not know the job.
@@ -139,9 +195,10 @@ async def follow(job: SubmittedJob, note: Callable[[str], None]) -> int:
     tails = [FileTail(path) for path in job.outputs]
     stop = InterruptHandler(job)
     last_shown = last_word = ""
+    tasks: Mapping[int, JobState] = {}
     try:
         while True:
-            state = await job.scheduler.poll(job.job)
+            state = await job.poll(tasks)
             for tail in tails:
                 tail.show()
             if state is None:
@@ -150,9 +207,10 @@ async def follow(job: SubmittedJob, note: Callable[[str], None]) -> int:
                     found="it said nothing of it",
                     remedy=job.scheduler.history.replace("{job}", job.job),
                 )
-            if state.describe() != last_shown and not state.is_transient:
-                last_shown = state.describe()
-                note(f"paceline: {job.title}: {last_shown}")
+            tasks = state.tasks
+            if (text := job.describe(state)) != last_shown and not state.is_transient:
+                last_shown = text
+                note(f"paceline: {job.title}: {text}")
             returns = state.may_return and last_word != state.state
             if state.is_over and not returns:
                 return stop.exit_code or state.exit_code

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from paceline.schedulers import load, submission
 from paceline.schedulers.scheduler import JobState, array_ranges
+from paceline.schedulers.script import BatchRequest
 from paceline.schedulers.slurm import parse_jobs
 from paceline.schedulers.submission import SubmittedJob
 
@@ -132,3 +134,26 @@ def test_submission_records_array(
     submitted = submission.submit_job(array.scheduler, "the script", tmp_path / "af", "1-3")
     assert submission.read_submission(tmp_path / "af") == submitted
     assert submitted.outputs == ()
+
+
+@pytest.mark.parametrize(
+    ("array", "variables", "requeued"),
+    [
+        ("", {"SLURM_JOB_ID": "7"}, "7"),
+        (
+            "1-3",
+            {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"},
+            "7_3",
+        ),
+    ],
+)
+def test_requeues_only_own_task(
+    array: str, variables: dict[str, str], requeued: str, tmp_path: Path
+) -> None:
+    """The last task has the id of the array, by which Slurm would start all its tasks again."""
+    setup = (f'scontrol() {{ echo "$@" > {tmp_path}/typed; }}', "kill -USR1 $$")
+    request = BatchRequest("x", "python", ("run",), ("t.py",), str(tmp_path), str(tmp_path), 1,
+                           requeue=True, array=array, setup=setup)  # fmt: skip
+    script = load("slurm").render(request)
+    subprocess.run(["bash", "-c", script], env={"PATH": "/usr/bin:/bin", **variables}, check=False)
+    assert (tmp_path / "typed").read_text() == f"requeue {requeued}\n"

@@ -187,6 +187,10 @@ _TRAPS = (
 )
 
 
+# The last task of an array has the array's id as its own, which stands for all tasks.
+_THIS_JOB = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+
+
 def _with_requeue(line: str, run_dir: str) -> list[str]:
     """Returns lines that stop the job before the time limit and requeue it."""
     return [
@@ -202,11 +206,11 @@ def _with_requeue(line: str, run_dir: str) -> list[str]:
         "fi",
         'if [ "$limit" ] && [ "$status" -ne 0 ]; then',
         '  echo "paceline: the time limit is near: back into the queue"',
-        '  scontrol requeue "$SLURM_JOB_ID"',
+        f'  scontrol requeue "{_THIS_JOB}"',
         f"elif grep -qs '{LOST_NODE_MARK}' {run_dir}/{RESULT}; then",
         '  echo "paceline: a node was lost: Slurm puts the job back once it has noticed"',
         f"  sleep {REQUEUE_DELAY_S} & wait $!",
-        '  scontrol requeue "$SLURM_JOB_ID"',
+        f'  scontrol requeue "{_THIS_JOB}"',
         "fi",
         'exit "$status"',
     ]

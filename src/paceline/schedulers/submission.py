@@ -165,7 +165,7 @@ def read_submission(directory: Path) -> SubmittedJob | None:
         return None
     scheduler = load(str(name))
     is_known = scheduler.can_follow() and re.fullmatch(scheduler.job_id, job)
-    array = records.as_text(record.get("array"))
+    array = records.as_text(record.get("array"), 1 << 16)
     return SubmittedJob(scheduler, job, (), directory, array) if is_known else None
 
 

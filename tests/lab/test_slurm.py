@@ -423,6 +423,8 @@ def test_job_array_ends_with_its_last_task(batch: Transport, slurm: Slurm) -> No
     assert re.search(
         r"1 of 2 tasks finished; failed: 2 \(exit status 7\): paceline explain \S+/2\n", ended.err
     )
+    status = transport.verb("status", str(ended.directory))
+    assert f"{ended.directory}/2: failed, exit status 7" in status
 
 
 def test_status_logs_and_stop_from_second_terminal(batch: Transport, slurm: Slurm) -> None:

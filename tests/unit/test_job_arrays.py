@@ -8,12 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from paceline.cli import program
 from paceline.schedulers import load, submission
 from paceline.schedulers.scheduler import JobState, array_ranges
 from paceline.schedulers.script import BatchRequest
 from paceline.schedulers.slurm import parse_jobs
 from paceline.schedulers.submission import SubmittedJob
+from paceline.spec.errors import SettingError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "schedulers" / "slurm"
 
@@ -77,6 +80,21 @@ def show(monkeypatch: pytest.MonkeyPatch, array: SubmittedJob) -> list[str]:
     monkeypatch.setattr(array.scheduler, "poll", poll)
     monkeypatch.setattr(submission, "POLL_INTERVAL_S", 0.01)
     return texts
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: list[str]) -> str:
+    """A run directory of an array whose second task failed; the third has left no folder."""
+    folder = tmp_path / "runs" / "af"
+    folder.mkdir(parents=True)
+    (folder / "batch.json").write_text('{"scheduler": "slurm", "job": "1", "array": "1-3"}')
+    for index, code in (("1", 0), ("2", 3)):
+        (folder / index).mkdir()
+        (folder / index / "plan.json").write_text("{}")
+        (folder / index / "result.json").write_text(json.dumps({"exit_code": code}))
+    monkeypatch.chdir(tmp_path)
+    show.append(printed("failed"))
+    return "runs/af"
 
 
 def follow(job: SubmittedJob) -> tuple[int, list[str]]:
@@ -157,3 +175,45 @@ def test_requeues_only_own_task(
     script = load("slurm").render(request)
     subprocess.run(["bash", "-c", script], env={"PATH": "/usr/bin:/bin", **variables}, check=False)
     assert (tmp_path / "typed").read_text() == f"requeue {requeued}\n"
+
+
+def test_status_names_tasks(run: str) -> None:
+    result = CliRunner().invoke(program, ["status", run])
+    assert result.exit_code == 0
+    assert result.output == (
+        "runs/af: FAILED (NonZeroExitCode), exit status 3\n"
+        "  Slurm job 1\n"
+        "  2 of 3 tasks finished; failed: 2 (exit status 3): paceline explain runs/af/2\n"
+        "  runs/af/2: failed, exit status 3\n"
+        "  runs/af/1: finished, exit status 0\n"
+    )
+    record = json.loads(CliRunner().invoke(program, ["status", run, "--json"]).output)
+    assert record["tasks"][0] == {"run_dir": "runs/af/2", "state": "failed", "exit_code": 3}
+
+
+def test_status_of_array_that_slurm_forgot_is_that_of_its_folders(
+    run: str, show: list[str]
+) -> None:
+    show[:] = ["slurm_load_jobs error: Invalid job id specified"]
+    output = CliRunner().invoke(program, ["status", run]).output
+    assert output.startswith("runs/af: failed, exit status 3\n  Slurm job 1\n  runs/af/2: failed")
+
+
+def test_list_of_runs_has_tasks(run: str) -> None:
+    record = json.loads(CliRunner().invoke(program, ["runs", "--json"]).output)
+    rows = {row["run"]: (row["state"], row["exit_code"]) for row in record["runs"]}
+    assert rows == {
+        "af": ("FAILED (NonZeroExitCode)", 3),
+        "af/1": ("finished", 0),
+        "af/2": ("failed", 3),
+    }
+
+
+@pytest.mark.parametrize("verb", ["logs", "explain", "report"])
+def test_names_tasks_for_commands_about_one_run(verb: str, run: str) -> None:
+    error = CliRunner().invoke(program, [verb, run]).exception
+    assert isinstance(error, SettingError)
+    assert error.message.startswith("runs/af is a job array: name one of its tasks")
+    assert "runs/af/1: finished" in error.found
+    assert error.remedy == f"paceline {verb} runs/af/2"
+    assert CliRunner().invoke(program, [verb, f"{run}/1"]).exit_code == 0

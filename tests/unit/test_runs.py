@@ -30,6 +30,8 @@ from paceline.report import explanation, record
 from paceline.rundir import records
 from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
+from paceline.schedulers.scheduler import JobState
+from paceline.schedulers.submission import SubmittedJob
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.events import Event
@@ -230,9 +232,9 @@ def test_status_of_batch_shows_recent_ranks(
 ) -> None:
     """Old information is not shown: the job may be waiting in the queue again."""
     folder = make_run("batch", code=None)
-    state = SimpleNamespace(is_over=has_ended, exit_code=0, describe=lambda: "RUNNING")
-    job = SimpleNamespace(state=lambda: state, title="Slurm job 2", job="2")
-    monkeypatch.setattr(run_state, "read_submission", lambda path: job)
+    state = JobState("RUNNING", is_over=has_ended, exit_code=0)
+    monkeypatch.setattr(SubmittedJob, "state", lambda job: state)
+    (folder / "batch.json").write_text('{"scheduler": "slurm", "job": "2"}')
     ranks_record = {"time": time.time() - age_s, "ranks": [], "hang": "rank 1 on n2 sleeps"}
     (folder / "ranks.json").write_text(json.dumps(ranks_record))
     summary = describe_run(run_state.read_state(folder))

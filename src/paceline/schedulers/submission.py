@@ -77,9 +77,10 @@ class SubmittedJob:
     def task_folders(self) -> dict[int, Path]:
         """Returns the run directories of an array's tasks that have begun, by index."""
         ranges = array_ranges(self.array)
-        names = {int(folder.name): folder for folder in records.folders_in(self.directory)
-                 if ranges and re.fullmatch("[0-9]{1,9}", folder.name)}  # fmt: skip
-        return {i: names[i] for i in sorted(names) if any(i in part for part in ranges)}
+        folders = {int(folder.name): folder for folder in records.folders_in(self.directory)
+                   if ranges and re.fullmatch("[0-9]{1,9}", folder.name)
+                   and not records.is_regular(folder / BATCH)}  # fmt: skip
+        return {i: folders[i] for i in sorted(folders) if any(i in part for part in ranges)}
 
     def _recorded_end(self, index: int) -> JobState:
         record = records.read_object(self.directory / str(index) / RESULT)
@@ -88,9 +89,12 @@ class SubmittedJob:
         return JobState(state, is_over=True, exit_code=1 if code == UNKNOWN else code)
 
     def describe(self, state: JobState) -> str:
-        """Returns a state as text; of an array that is over, with the command to type."""
-        tasks, failed = state.describe_tasks(), state.failed_tasks()
-        text = f"{state.describe()}; {tasks}" if tasks else state.describe()
+        tasks = self.describe_tasks(state)
+        return f"{state.describe()}; {tasks}" if tasks else state.describe()
+
+    def describe_tasks(self, state: JobState) -> str:
+        """Returns :meth:`JobState.describe_tasks`, and what to type if the array failed."""
+        text, failed = state.describe_tasks(), state.failed_tasks()
         if not failed or not state.is_over:
             return text
         folder = self.directory / str(failed[0])

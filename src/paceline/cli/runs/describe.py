@@ -21,16 +21,19 @@ from paceline.spec.formatting import (
 
 MIN_SILENCE_S = 5.0  # of a rank that is told of: others say where they are each second
 _MAX_LISTED = 4  # ranks in a line
+_MAX_TASKS = 8  # of a job array
 
 
 def describe_run(state: RunState) -> str:
-    ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
     suffix = ", waits for nodes" if state.waiting else ""
-    lines = [f"{state.path}: {state.word}{ended}{suffix}"]
+    lines = [f"{_describe_end(state)}{suffix}"]
     if state.waiting:
         lines.append(f"  {state.waiting.description}")
     if state.job:
         lines.append(f"  {state.job.title}")
+    if state.progress:
+        lines.append(f"  {state.progress}")
+    lines += [f"  {line}" for line in describe_tasks(state.tasks)]
     if state.owner and state.word == "running":
         owner = state.owner
         lines.append(
@@ -60,6 +63,17 @@ def describe_run(state: RunState) -> str:
     if state.word == "stopped":
         lines += [f"  {line}" for line in describe_resume(state.path)]
     return "\n".join(lines)
+
+
+def _describe_end(state: RunState) -> str:
+    ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
+    return f"{state.path}: {state.word}{ended}"
+
+
+def describe_tasks(tasks: Sequence[RunState]) -> list[str]:
+    """Returns a line for each of the first tasks of a job array."""
+    lines = [_describe_end(task) for task in tasks[:_MAX_TASKS]]
+    return lines + ([f"and {len(tasks) - _MAX_TASKS} more"] if len(tasks) > _MAX_TASKS else [])
 
 
 def _record_time(record: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import click
 
 from paceline.cli.cluster import read_chosen_cluster
 from paceline.cli.dispatch import ssh_options
+from paceline.cli.runs.describe import describe_tasks
 from paceline.cli.runs.state import last_started_at, read_state
 from paceline.cli.settings import setting
 from paceline.rundir import records
@@ -18,6 +19,7 @@ from paceline.schedulers.submission import read_submission
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED
 from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Source
 
@@ -120,6 +122,20 @@ def _is_running_remotely(path: Path) -> bool:
     with contextlib.suppress(PacelineError, ConnectionError):
         sync_run(path)
     return not read_state(path).is_over
+
+
+def require_single_run(path: Path, verb: str) -> Path:
+    """Returns a run's folder. Raises SettingError for a job array: each of its tasks is a run."""
+    job = read_submission(path)
+    if job is None or not job.array:
+        return path
+    state = read_state(path)
+    example = [verb, short(state.tasks[0].path)] if state.tasks else ["status", short(path)]
+    raise SettingError(
+        f"{path} is a job array: name one of its tasks, which have run directories of their own",
+        found="\n".join([*filter(None, [state.progress]), *describe_tasks(state.tasks)]),
+        remedy=shell_text(["paceline", *example]),
+    )
 
 
 def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:

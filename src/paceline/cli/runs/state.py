@@ -60,6 +60,9 @@ class RunState:
         replica_difference: Which ranks train different models, if :func:`read_state_and_replicas`
             has found any.
         waiting: Too few nodes are there, and it waits for others.
+        progress: Of a job array: how many tasks have finished, and which failed.
+        tasks: Of a job array: the runs of its tasks that have begun; failed ones first, then
+            running ones.
     """
 
     path: Path
@@ -78,6 +81,8 @@ class RunState:
     waiting: run_state.NodeWait | None = None
     lost: LostRun | None = None
     replica_difference: str = ""
+    progress: str = ""
+    tasks: tuple[RunState, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -107,6 +112,10 @@ class RunState:
             "waits": asdict(self.waiting) if self.waiting else None,
             "lost": asdict(self.lost) if self.lost else None,
             "replicas_differ": self.replica_difference or None,
+            "tasks": [
+                {"run_dir": str(task.path), "state": task.word, "exit_code": task.exit_code}
+                for task in self.tasks
+            ],
         }
 
 
@@ -125,9 +134,11 @@ def read_state(path: Path) -> RunState:
     file = path / names.METRICS
     last_record = records.last_record(file, TAIL_BYTES, lambda line: line.get("split") != "pace")
     job = read_submission(path)
+    tasks = _read_tasks(job) if job is not None else ()
     if job is not None and (state := job.state()) is not None:
         code = state.exit_code if state.is_over else None
-        batch = RunState(path, state.describe(), code, owner, job, "", last_record)
+        batch = RunState(path, state.describe(), code, owner, job, "", last_record,
+                         progress=job.describe_tasks(state), tasks=tasks)  # fmt: skip
         return replace(batch, failure=text) if state.is_over else _with_ranks(batch, MAX_AGE_S)
     if owner is not None and owner_alive(owner):
         return _with_ranks(RunState(path, "running", None, owner, job, "", last_record))
@@ -141,9 +152,19 @@ def read_state(path: Path) -> RunState:
         return RunState(path, end_state(result, code), code, None, job, text, last_record)
     if owner or lost(path):
         return RunState(path, "lost", None, None, job, "", last_record, lost=read_lost_run(path))
+    if tasks:  # their scheduler does not know them any more
+        first = next((task for task in tasks if not task.is_over), tasks[0])
+        return RunState(path, first.word, first.exit_code, None, job, tasks=tasks)
     has_records = last_record is not None or records.is_regular(path / names.EVENTS)
     label = NO_LAUNCHER if has_records else NOT_STARTED
     return RunState(path, label, None, None, job, "", last_record)
+
+
+def _read_tasks(job: SubmittedJob) -> tuple[RunState, ...]:
+    def order(task: RunState) -> int:
+        return 2 if task.exit_code == 0 else 0 if task.is_over else 1
+
+    return tuple(sorted(map(read_state, job.task_folders().values()), key=order))
 
 
 def last_started_at(path: Path) -> float:

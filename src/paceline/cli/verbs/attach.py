@@ -24,6 +24,6 @@ def command(ctx: click.Context, /, lines: bool, **_: object) -> None:
     Exit status: that of the run, or 0 if it was left running.
     """
     from paceline.cli.runs.attached import attach_to_run
-    from paceline.cli.runs.run_lookup import resolve_run
+    from paceline.cli.runs.run_lookup import require_single_run, resolve_run
 
-    ctx.exit(attach_to_run(resolve_run(ctx), lines=lines))
+    ctx.exit(attach_to_run(require_single_run(resolve_run(ctx), "attach"), lines=lines))

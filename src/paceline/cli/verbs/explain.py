@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import run_lookup_options
-from paceline.cli.runs.run_lookup import specified_run
+from paceline.cli.runs.run_lookup import require_single_run, specified_run
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb, say
 from paceline.explain.conclusion import Conclusion, conclude, to_findings
@@ -58,7 +58,7 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
     else:
         from paceline.cli.runs.sync import try_sync
 
-        run = _resolve_run(ctx)
+        run = require_single_run(_resolve_run(ctx), "explain")
         evidence = from_run(run, confirmed=try_sync(run))
     conclusion = conclude(evidence, load_all())
     is_running = evidence.launcher is not None and evidence.launcher.alive

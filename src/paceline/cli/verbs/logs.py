@@ -35,11 +35,11 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
     With -H, also find runs that were started from another machine.
     """
     from paceline.cli.runs.describe import describe_run
-    from paceline.cli.runs.run_lookup import resolve_run
+    from paceline.cli.runs.run_lookup import require_single_run, resolve_run
     from paceline.cli.runs.state import read_state
     from paceline.cli.runs.sync import keep_synced, try_sync
 
-    path = resolve_run(ctx, allow_ended=True)
+    path = require_single_run(resolve_run(ctx, allow_ended=True), "logs")
     readers: dict[Path, LogReader] = {}
 
     def show(*, to_the_end: bool) -> None:

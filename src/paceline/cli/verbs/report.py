@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import RUN_DIR_OF, Parsed, settings_options
-from paceline.cli.runs.run_lookup import current_run, find_run_folder
+from paceline.cli.runs.run_lookup import current_run, find_run_folder, require_single_run
 from paceline.cli.verb import Verb
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError, SettingError
@@ -77,6 +77,7 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
     if goals and len(paths) < 2:
         raise SettingError("--to compares runs", found="one run", remedy="Name several runs")
     for path in paths:
+        require_single_run(path, "report")
         try_sync(path)  # it may go on, or have ended, on another host
         explain_if_missing(path)
     loaded: list[Run] = [read_run(path) for path in paths]

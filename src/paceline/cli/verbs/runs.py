@@ -21,6 +21,7 @@ from paceline.cli.verb import Verb, say
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of, read_of_last_start
+from paceline.schedulers.submission import read_submission
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.formatting import format_duration_short, shell_text
@@ -98,7 +99,10 @@ def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> N
     if prune:
         detached_runs = _prune(detached_runs, folders, cluster, ssh_options(ctx.params))
     by_id = {run.info.run_id: run for run in detached_runs.runs}
-    rows = [_row_of_folder(path, by_id) for path in folders]
+    rows = [_row_of_folder(path, path.name, by_id) for path in folders]
+    rows += [_row_of_folder(task, f"{path.name}/{task.name}", by_id)
+             for path in folders if (job := read_submission(path))
+             for task in job.task_folders().values()]  # fmt: skip
     local_ids = {row.run_id for row in rows}
     rows += [row_of_detached(run) for run in detached_runs.runs if run.info.run_id not in local_ids]
     rows.sort(key=lambda row: row.started, reverse=True)
@@ -178,11 +182,11 @@ def _prune(
     return replace(detached_runs, runs=runs)
 
 
-def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
+def _row_of_folder(path: Path, name: str, detached_runs: Mapping[str, DetachedRun]) -> Row:
     state = read_state(path)
     supervisor, plan = state.supervisor, records.read_object(path / names.PLAN) or {}
     if supervisor is not None and supervisor.run_id in detached_runs:
-        return replace(row_of_detached(detached_runs[supervisor.run_id]), run=path.name, here=True)
+        return replace(row_of_detached(detached_runs[supervisor.run_id]), run=name, here=True)
     row_state = "waiting" if state.waiting else state.word
     hosts = [
         records.as_text(node.get("host"), 255) for node in records.objects_in(plan.get("nodes"))
@@ -191,7 +195,7 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
     step, steps = _steps(read_of_last_start(path, names.RANKS) or {}, recorded)
     record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
     return Row(
-        path.name, row_state, state.exit_code, last_started_at(path) or path.lstat().st_mtime,
+        name, row_state, state.exit_code, last_started_at(path) or path.lstat().st_mtime,
         tuple(hosts), step, steps,
         best_metric(recorded), _command(plan), "" if record is None else record.run_id,
         "" if supervisor is None else supervisor.host,

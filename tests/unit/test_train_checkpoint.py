@@ -317,6 +317,38 @@ def test_detects_changes_outside_session_step() -> None:
     assert finish()["f"]["weight"].tolist() == [0.5] * 3
 
 
+def test_changed_weights_drop_one_checkpoint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warning does not speak of a full disk, and ``stop_when_full`` does not stop."""
+    start_copy = Copier.start
+
+    def start_and_change(self: Copier, *args: Any) -> Any:
+        finish = start_copy(self, *args)
+        monkeypatch.setattr(Copier, "start", start_copy)
+        with torch.no_grad():
+            model.weight.clamp_(max=0.5)
+        return finish
+
+    monkeypatch.setattr(Copier, "start", start_and_change)
+    with train.join(device="cpu", run_dir=tmp_path) as session:
+        model = torch.nn.Linear(1, 1)
+        net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        session.checkpoints(every=1, stop_when_full=True)
+        loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
+        for _ in session.epochs(loader, 1):
+            for (x,) in loader:
+                session.step(net(x).mean(1))
+                assert session._checkpoints.keeper is not None
+                session._checkpoints.keeper._writer.wait()
+    said = capsys.readouterr().out
+    assert said.count("warning: checkpoint failed: ") == 1
+    assert "weight changed outside session.step while it was copied" in said
+    assert "continues without checkpoints" not in said
+    folders = (tmp_path / "checkpoints").glob("[0-9]*")
+    assert sorted(folder.name for folder in folders) == ["6", "7", "8"]
+
+
 def test_moving_average_snapshot_excludes_later_changes() -> None:
     """The average may be updated as soon as the step has returned, while a thread still copies."""
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

@@ -310,8 +310,9 @@ class Copier:
                     if _version(tensor) != version:
                         self._copies_at_once = True
                         raise TornSnapshot(
-                            f"{name} changed outside session.step while it was copied;"
-                            " the next checkpoints are copied at once"
+                            f"{name} changed outside session.step while it was copied, so this"
+                            " checkpoint is dropped; the next ones are copied before session.step"
+                            " returns"
                         )
                 return copied
             finally:

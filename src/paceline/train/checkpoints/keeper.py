@@ -429,6 +429,9 @@ class CheckpointManager:
                 size, seconds = round(outcome.bytes / 1e6, 3), round(outcome.seconds, 3)
                 self._report("checkpoint", step=outcome.step, megabytes=size, seconds=seconds)
                 continue
+            if outcome.is_torn:  # the next ones can be made
+                self._report("checkpoint failed", step=outcome.step, warning=outcome.problem)
+                continue
             former_problem, self._save_problem = self._save_problem, outcome.problem
             if outcome.fenced:
                 self._fenced_reason = outcome.problem

@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.spec.rundir import frozen_file
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.train import files
-from paceline.train.checkpoints.capture import Copier, Snapshot
+from paceline.train.checkpoints.capture import Copier, Snapshot, TornSnapshot
 from paceline.train.checkpoints.format import (
     FROZEN,
     STATE,
@@ -40,13 +40,20 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """Result of a save: no ``problem`` if it went well; ``fenced`` if another writer took over."""
+    """Result of a save.
+
+    Attributes:
+        problem: Why there is no checkpoint; empty if there is one.
+        fenced: Another writer took over.
+        is_torn: The script changed the model while it was copied; the next save can succeed.
+    """
 
     step: int
     seconds: float
     bytes: int
     problem: str = ""
     fenced: bool = False
+    is_torn: bool = False
 
 
 class Writer:
@@ -91,7 +98,7 @@ class Writer:
     def _work(
         self, snapshot: Snapshot, finish: Callable[[], Files], part: PartialWrite | None
     ) -> None:
-        started, problem, fenced = time.monotonic(), "", False
+        started, problem, fenced, is_torn = time.monotonic(), "", False, False
         self._linked_bytes = 0  # bytes that an earlier checkpoint has
         try:
             tensors = finish()
@@ -103,9 +110,11 @@ class Writer:
             problem, fenced = f"{error.message} ({error.found})", True
         except Exception as error:  # whatever it is, it ends no training
             problem = str(error) or type(error).__name__
+            is_torn = isinstance(error, TornSnapshot)
         seconds = time.monotonic() - started
         written = snapshot.bytes - self._linked_bytes
-        self.outcomes.put(SaveOutcome(snapshot.step, seconds, written, problem, fenced))
+        outcome = SaveOutcome(snapshot.step, seconds, written, problem, fenced, is_torn)
+        self.outcomes.put(outcome)
 
     def _write(self, snapshot: Snapshot, tensors: Files, part: PartialWrite | None) -> None:
         """Writes what is this process's, waits for other ranks' parts, and publishes."""

@@ -104,6 +104,11 @@ class FakeExchange:
     reducer: Any = None
     former_reducer: Any = None
     layout: tuple[int, int] = (0, 0)
+    sizes: tuple[int, ...] = (1_999_000, 1_000)
+
+    @property
+    def exchanged(self) -> list[Tensor]:
+        return [torch.empty(size, device="meta") for size in self.sizes]
 
     @property
     def nbytes(self) -> int:
@@ -232,6 +237,25 @@ def test_int4_starts_with_int8_warmup(network: dict[str, float]) -> None:
         return results
 
     assert both(body) == [[(15, "int4"), (0, "int4"), (20, "int4"), (4, "int4"), (0, "int4")]] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes", "reason"),
+    [
+        ("int8", (1_023,) * 9, "all trained parameters have fewer than 1,024 elements"),
+        ("int4", (1_500, 1_500), "the model has fewer than 4,096 trained elements"),
+        ("int8", (4_000, 96), ""),
+        ("exact", (3,), ""),
+    ],
+)
+def test_method_without_effect_is_reported(
+    method: str, sizes: tuple[int, ...], reason: str
+) -> None:
+    exchange = cast(GradientExchange, FakeExchange(0, sizes=sizes))
+    comms = Comms(World(rank=0, size=2), torch.device("cpu"))
+    text = Communication(method, exchange, comms).begin(150, 0)
+    assert bool(text) == bool(reason)
+    assert reason in text
 
 
 def test_newcomer_joins_with_method_of_group(network: dict[str, float]) -> None:

@@ -74,7 +74,9 @@ def _make_exchange(model: DistributedDataParallel, method: str, option: str) -> 
     if comms.is_alone:
         return exchange
     communication = Communication(method, exchange, comms)
-    communication.begin(_ASSUMED_STEPS, 0)
+    text = communication.begin(_ASSUMED_STEPS, 0)
+    if text and comms.world.rank == 0:
+        _reporter().message(text)
     _Steps(model, exchange, communication, comms)
     weakref.finalize(model, exchange.close).atexit = False
     return exchange

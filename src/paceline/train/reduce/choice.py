@@ -18,7 +18,7 @@ from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.parallel import Replica, trained_buffers
 from paceline.train.reduce.auto import AutoMethod
 from paceline.train.reduce.buckets import BucketExchange
-from paceline.train.reduce.coded_reducer import MIN_BUCKET
+from paceline.train.reduce.coded_reducer import MIN_BUCKET, SMALL_PARAMETER, CodedReducer
 from paceline.train.reduce.exact import Exact
 from paceline.train.reduce.local import Local
 from paceline.train.reduce.reducer import GradientReducer
@@ -160,8 +160,23 @@ class Communication:
     def begin(self, steps: int, step: int) -> str:
         """Takes how many steps the training has, and are done; returns what is to be told."""
         self._advance(steps, step)
-        local = self.local
-        return f"communication: {Local.name}: {local.set_length(steps)}" if local else ""
+        if local := self.local:
+            return f"communication: {Local.name}: {local.set_length(steps)}"
+        if self._auto is None and isinstance(self._exchange.reducer, CodedReducer):
+            return self._no_effect()
+        return ""
+
+    def _no_effect(self) -> str:
+        """Returns a message if the model is too small for any gradient to be coded."""
+        sizes = [parameter.numel() for parameter in self._exchange.exchanged]
+        if max(sizes, default=0) < SMALL_PARAMETER:
+            reason = f"all trained parameters have fewer than {SMALL_PARAMETER:,} elements"
+        elif sum(sizes) < MIN_BUCKET:
+            reason = f"the model has fewer than {MIN_BUCKET:,} trained elements"
+        else:
+            return ""
+        name = self.requested.name
+        return f"communication: {name} has no effect: {reason}, which are sent as they are"
 
     @property
     def is_local(self) -> bool:

@@ -152,6 +152,12 @@ def test_rejects_different_splits(worlds: Any) -> None:
         assert "split the data before session.prepare" in entry["split"]
 
 
+def test_rejects_different_data_in_evaluation(worlds: Any) -> None:
+    assert worlds[1][0]["evaluation split"] == ""
+    for entry in worlds[3]:
+        assert "the data set of session.shard must be the same" in entry["evaluation split"]
+
+
 def test_ranks_get_rows_of_peers(worlds: Any) -> None:
     assert worlds[3][1]["sums"] == [0, 1, 2]
 

@@ -40,6 +40,7 @@ def world(folder: Path) -> None:
             "order": stated_order(session),
             "orders": refused(lambda: session.loader(numbers(9), 4, order=own_order(session))),
             "split": refused(lambda: session.loader(own_split(session), 4)),
+            "evaluation split": refused(lambda: list(session.shard(own_split(session)))),
             "once": made_once(session, folder),
             "odd": odd_sizes(session),
             "trained": trained(session, limit=0),

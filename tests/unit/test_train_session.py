@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.errors import SettingError
 from paceline.spec.training.communication import validate
+from paceline.train.comms import Comms
 from paceline.train.elastic import waits
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.job_group import JobGroup
@@ -396,8 +397,24 @@ def test_shard_can_be_iterated_twice(session: train.Session) -> None:
         assert torch.cat([values for (values,) in shard]).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_padding_samples_do_not_count() -> None:
+def test_each_iteration_of_a_shard_compares_data(
+    session: train.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that came for a lost one takes part in its first: the others must in all."""
+    compare = Mock()
+    monkeypatch.setattr(Comms, "agree", compare)
+    shard = session.shard(TensorDataset(torch.arange(5)))
+    compare.assert_not_called()
+    for _ in range(2):
+        list(shard)
+    assert [call.args[0] for call in compare.call_args_list] == [
+        "the data set of session.shard"
+    ] * 2
+
+
+def test_padding_samples_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks share three samples: one rank has a stand-in for one of its batches."""
+    monkeypatch.setattr(Comms, "agree", Mock())  # there is no second rank
     num_samples = 0
     for rank in range(2):
         session = train.join(quiet=True)

@@ -287,7 +287,9 @@ class Session(Member):
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
         """Makes a loader for evaluation: all ranks together get every sample exactly once.
 
-        Samples come in their stored order. Make it once, and iterate over it in every epoch.
+        Samples come in their stored order. Make it once, and iterate over it in every epoch, on all
+        ranks: an iteration begins with the check that they have the same data, as in
+        :meth:`loader`. If they have not, it raises JobError.
 
         Args:
             data: Data set as for :meth:`loader`.

@@ -440,6 +440,8 @@ class Shard:
         size: Most samples in a batch.
         on_batch: Called before each batch is given out.
         shares: Gives the shares of the training, by which these are divided, too.
+        on_iteration: Called at the beginning of each iteration, not only of the first: a rank that
+            came for a lost one begins its first when the others begin a later one.
         slot: Number of this rank that never changes; the rank where there is none.
         list_slots: Returns the slots of all ranks that are present, in rank order: a collective.
             ``None`` if ranks cannot be lost.
@@ -455,13 +457,14 @@ class Shard:
         on_batch: Callable[[], None],
         shares: Callable[[], Shares | None] = lambda: None,
         *,
+        on_iteration: Callable[[], object] = lambda: None,
         slot: int | None = None,
         list_slots: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._fetch, self._samples = fetch, samples
         self._progress, self._on_batch = progress, on_batch
         self._place, self._size, self._shares = place, size, shares
-        self._slot, self._list_slots = slot, list_slots
+        self._on_iteration, self._slot, self._list_slots = on_iteration, slot, list_slots
 
     def __len__(self) -> int:
         """Batches of an iteration, the same on every rank (where none is lost)."""
@@ -470,6 +473,7 @@ class Shard:
         )
 
     def __iter__(self) -> Iterator[Batch]:
+        self._on_iteration()
         was_stand_in = self._progress.stand_in  # of the training, inside whose loop this may be
         slots, weights = self._present_slots(), self._shares()
         remaining: Spans = [(0, self._samples)] if self._samples else []

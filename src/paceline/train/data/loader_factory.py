@@ -59,10 +59,7 @@ class LoaderFactory:
         member = self._member
         if workers is None:
             workers = loader_workers(usable_cpus(), member.world.local_size)
-        if isinstance(data, ShardedDataset):
-            member.agree("the data set", data.fingerprint)
-        else:
-            member.agree("the data set", fingerprint(data), remedy=SAME_DATA_REMEDY)
+        self._check_same("the data set", data)
         sample_order = order_of(data, self._seed, shuffle)
         if order is not None:
             sample_order = with_script_order(sample_order, order)
@@ -88,6 +85,13 @@ class LoaderFactory:
         loader.balance, loader.drop_slow = shares, drop_slow
         return loader
 
+    def _check_same(self, subject: str, data: Data) -> None:
+        """Raises JobError unless all ranks have the same data, as far as is known; a collective."""
+        if isinstance(data, ShardedDataset):
+            self._member.agree(subject, data.fingerprint)
+        else:
+            self._member.agree(subject, fingerprint(data), remedy=SAME_DATA_REMEDY)
+
     def _rank_limit(self, limits: Mapping[str, int]) -> int:
         """This rank's limit, of limits by host; a collective."""
         world = self._member.world
@@ -111,6 +115,7 @@ class LoaderFactory:
             self._member.progress,
             on_batch,
             lambda: self._division.shares,
+            on_iteration=lambda: self._check_same("the data set of session.shard", data),
             slot=None if recovery is None else recovery.slot,
             list_slots=membership.slots if has_slots else None,
         )

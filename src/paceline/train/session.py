@@ -414,9 +414,9 @@ class Session(Member):
         ranks' shares.
 
         Args:
-            losses: One loss for each sample (preferred), or the mean over the batch. For several
-                models, their losses by name: all gradients are computed, then all are updated. A
-                model that is left out stays as it is.
+            losses: One loss for each sample (preferred), or the mean over the batch, but not the
+                sum. For several models, their losses by name: all gradients are computed, then all
+                are updated. A model that is left out stays as it is.
             values: Further per-sample values to average in the log, shape ``[n]``.
 
         Returns:
@@ -426,6 +426,7 @@ class Session(Member):
         Raises:
             ValueError: The losses are neither a mean nor one for each sample, or no model has this
                 name.
+            SettingError: The loss is a sum over samples. The first loss of each model is checked.
         """
         return self._loop.run_step(losses, values)
 

@@ -19,6 +19,7 @@ from paceline.train.measure.pace import StepTimer
 from paceline.train.measure.watch import NormAndLoadWatch
 from paceline.train.member import Member
 from paceline.train.models import UNNAMED, Models
+from paceline.train.summed_loss import check_loss
 from paceline.train.update import loss_of, per_sample_losses
 
 
@@ -40,6 +41,7 @@ class StepRunner:
     _measured: dict[str, Tensor] = field(default_factory=dict)  # values of the running step
     _updates: int = 0  # within the step, on this pass over its batch
     _committed: dict[str, Tensor] = field(default_factory=dict)  # values of updates that count
+    _checked: set[str] = field(default_factory=set)  # models whose loss was checked once
 
     def start_batch(self) -> None:
         """Called when the script gets a global batch, for the first time or again."""
@@ -136,6 +138,9 @@ class StepRunner:
             is_outdated = recovery is not None and recovery.stale and not is_local
             if is_outdated or (recovery is not None and recovery.is_batch_void):
                 return ExchangeResult.VOID
+            if name not in self._checked and not given.dim() and len(batch.ids) > 1:
+                self._checked.add(name)
+                check_loss(given, len(batch.ids), self._member.say)
             sample_losses = per_sample_losses(given, len(batch.ids))
             loss = loss_of(sample_losses, batch, self._membership.data_place[1])
             if batch.last:

@@ -19,6 +19,12 @@ SCRIPTS = {
     "exits none": ("import sys; sys.exit()", 0),
     "message": ("import sys; sys.exit('a message')", 1),
     "raises": ("1 / 0", 1),
+    "interrupted": (
+        "import atexit; atexit.register(print, 'at exit')\n"
+        "log = open('log', 'w'); log.write('text'); print('out')\n"
+        "raise KeyboardInterrupt",
+        -signal.SIGINT,
+    ),
     "at exit": (
         "import atexit; atexit.register(print, 'at exit'); atexit.register(lambda: 1/0)",
         0,

@@ -14,6 +14,7 @@ import functools
 import gc
 import io
 import os
+import signal
 import sys
 import threading
 from typing import Any, Callable, List
@@ -44,7 +45,7 @@ def exit_process(status: int) -> None:
     """Ends the process as the interpreter would, and does not return.
 
     Args:
-        status: Exit status.
+        status: Exit status; a negative one is the number of the signal of which it dies.
     """
     _suppressed(threading._shutdown)  # type: ignore[attr-defined]
     _suppressed(atexit._run_exitfuncs)
@@ -54,6 +55,9 @@ def exit_process(status: int) -> None:
         _flush_open_files()  # what finalizers have written
     failed = [not _flush(stream) for stream in (sys.stdout, sys.stderr)]
     _suppressed(lambda: ctypes.CDLL(None).fflush(None))  # what C libraries have printed
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     os._exit(_FLUSH_FAILED if failed[0] and not status else status)
 
 

@@ -128,13 +128,16 @@ def run(entry: Message, workdir: str, events: int) -> int:
         if interpreter_exit.is_safe():
             raise
         status = interpreter_exit.exit_status(exit_request)
-    if not interpreter_exit.is_safe():
+    if status < 0 or not interpreter_exit.is_safe():
         interpreter_exit.exit_process(status)
     return status
 
 
 def run_entry(entry: Message, workdir: str, events: int) -> int:
-    """Runs the script, module, function or program; returns its exit status, if it returns."""
+    """Runs the script, module, function or program; returns its exit status, if it returns.
+
+    A negative one is the number of the signal of which the process is to die.
+    """
     call: Any = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.EXIT_SIGNALS)  # it is a rank now
@@ -149,11 +152,8 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
-        # what Python itself does: die of the signal, so that the parent sees it
         traceback.print_exception(type(error), error, _trim_traceback(error).__traceback__)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise
+        return -signal.SIGINT  # what Python itself does, so that the parent sees it
     except BaseException as error:
         _disarm_sigchld()
         if call is not None:

@@ -1,4 +1,4 @@
-"""Tests messages to running ranks, and ranks that are started in a running attempt."""
+"""Tests messages and signals to running ranks, and ranks started in a running attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.agent.supervision import job as agent_job
-from paceline.agent.supervision import processes, rank_process
+from paceline.agent.supervision import processes, rank_process, stalls
 from paceline.agent.supervision.job import NodeJob
 from paceline.remote.agent_code import _MAIN
 
@@ -85,6 +85,89 @@ def request(script: Path, ranks: dict[int, dict[str, str]], *arguments: str) -> 
         "ranks": [{"rank": rank, "local_rank": rank - 4, "cpus": [], "env": env}
                   for rank, env in ranks.items()],
     }  # fmt: skip
+
+
+SAVES_ON_TERM = """
+def save(*_):
+    time.sleep(0.5)
+    write("saved on SIGTERM")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+"""
+# "saved" shows that the helper process of the rank still ran when it saved
+SAVES_ON_INTERRUPT = """
+helper = subprocess.Popen(["sleep", "600"])
+atexit.register(write, "at exit")
+write("ready")
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    subprocess.run(["sleep", "0.5"])
+    write("saved" if helper.poll() is None else "the helper was killed")
+    raise
+"""
+# as a rank that waits for the others in init_process_group, where Python handles no signal
+JOINS = """
+os.write(int(os.environ["PACELINE_EVENT_FD"]), b'{"kind": "event", "event": "joining"}\\n')
+write("ready")
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+time.sleep(600)
+"""
+BY_CHILDREN = """
+import multiprocessing
+def work(name):
+    write("ready")
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(0.2)
+        write("saved by " + name)
+processes = [multiprocessing.get_context("fork").Process(target=work, args=[n]) for n in "ab"]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+"""
+STOPPING_HEADER = """
+import atexit, os, signal, subprocess, sys, time
+def write(text):
+    with open("log", "a") as log:
+        log.write(text + "\\n")
+"""
+CHILD = f"{STOPPING_HEADER}{SAVES_ON_TERM}write('ready'); time.sleep(600)"
+WAITS = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}])"
+
+
+@pytest.mark.parametrize(
+    ("text", "signum", "saved", "ended_by"),
+    [
+        (SAVES_ON_INTERRUPT, signal.SIGINT, ["saved", "at exit"], signal.SIGINT),
+        (SAVES_ON_INTERRUPT, signal.SIGTERM, [], signal.SIGTERM),
+        (SAVES_ON_TERM + SAVES_ON_INTERRUPT, signal.SIGINT, ["at exit", "saved on SIGTERM"], None),
+        (BY_CHILDREN, signal.SIGINT, ["saved by a", "saved by b"], signal.SIGINT),
+        (WAITS, signal.SIGINT, ["saved on SIGTERM"], signal.SIGTERM),
+        (JOINS, signal.SIGINT, [], signal.SIGTERM),
+    ],
+)
+def test_stopped_rank_saves(
+    harness: Harness, tmp_path: Path, text: str, signum: int, saved: list[str], ended_by: int | None
+) -> None:
+    """SIGINT is the user's; ranks get the signal that they, or what they wait for, handle."""
+    script, log = tmp_path / "train.py", tmp_path / "log"
+    script.write_text(STOPPING_HEADER + text)
+    harness.job.start(request(script, {4: {}}), None)
+    num_processes = 1 + (text == BY_CHILDREN)
+    harness.until(lambda: log.exists() and log.read_text() == "ready\n" * num_processes)
+    (rank,) = harness.job.ranks
+    assert rank.process is not None
+    pid = rank.process.pid
+    if text == WAITS:
+        harness.until(lambda: stalls.awaited_child(pid))
+    harness.until(lambda: text != JOINS or harness.said(4))
+    harness.job.stop(signum, TIMEOUT_S)
+    harness.until(lambda: not harness.job.running)
+    assert sorted(log.read_text().splitlines()[num_processes:]) == sorted(saved)
+    assert harness.ends(4)[0]["signal"] == ended_by
 
 
 @pytest.fixture

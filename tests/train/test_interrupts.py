@@ -177,6 +177,15 @@ NO_HANDLER = f"""
     import subprocess
     subprocess.run(["sh", "-c", "{SAVING}"])
 """
+INTERRUPTED = """
+    import time
+    print("ready", flush=True)
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("saved by the script")
+        raise
+"""
 PROGRAM = f"""
     trap 'echo trapped' TERM
     sh -c "{SAVING}"
@@ -188,13 +197,17 @@ PROGRAM = f"""
     [
         ("", HANDLER_AND_WORKER, "saved, the worker runs: True"),
         ("", NO_HANDLER, "saved by the child"),
+        ("", INTERRUPTED, "saved by the script"),
         ("--no-python bash", PROGRAM, "saved by the child"),
     ],
 )
 def test_script_handler_has_time_to_save(
     tmp_path: Path, options: str, text: str, saved: str
 ) -> None:
-    """A handler of the script, or of a child, has time to save, and its workers still run."""
+    """A handler of the script, or of a child, has time to save, and its workers still run.
+
+    So has a script that handles KeyboardInterrupt.
+    """
     (tmp_path / "script").write_text(textwrap.dedent(text))
     argv = [*PACELINE, "run", "--no-torch", "--screen", "lines", "--grace", str(TIMEOUT_S)]
     argv += ["--run-dir", "run", *options.split(), "script"]
@@ -203,3 +216,4 @@ def test_script_handler_has_time_to_save(
         terminal.types(b"\x03")
         assert terminal.ends() == 130
     assert saved in terminal.said.decode()
+    assert "Traceback" not in terminal.said.decode()

@@ -196,7 +196,7 @@ LAUNCH = [
                  help="Heartbeat timeout. A node that receives nothing from the launcher for 70 %"
                       " of this time lets its ranks save, and ends them before the time is over."),
     click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
-                 help="Time between SIGTERM and SIGKILL when you stop the job."),
+                 help="Time for the ranks to save and end when you stop the job."),
     click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",
                  help="End a job or rank that hangs for this long; 0 only reports hangs. auto ends"
                       " a script that uses paceline.train after five times its slowest step (at"

@@ -416,7 +416,7 @@ class NodeJob:
     # --- end ---------------------------------------------------------------------------------
 
     def stop(self, signum: int, grace_s: float) -> None:
-        """Signals every rank; kills survivors after ``grace_s``.
+        """Signals every rank; kills survivors after ``grace_s``. SIGINT is a user's request.
 
         Ranks that are not ordered yet count as ended by the signal.
         """
@@ -446,6 +446,7 @@ class NodeJob:
             self._kill_at = None
             self.kill()
         for rank in self.ranks:
+            rank.stop_children()
             if rank.is_finished and not rank.is_reported:
                 self._report_exit(rank)
         if self.running and all(rank.is_reported for rank in self.ranks):
@@ -496,7 +497,8 @@ class NodeJob:
     def kill(self) -> int:
         """SIGKILLs the job's processes except fork server and store; returns their number."""
         for rank in self.ranks:
-            rank.is_group_signaled = False  # its processes have no grace period any more
+            # its processes have no grace period any more
+            rank.is_group_signaled = rank.is_interrupted = False
         if self._server is None:
             return 0
         spared = [self._server.pid] if self._channel is not None else []

@@ -198,6 +198,24 @@ def has_handler(pid: int, signum: int) -> bool:
     return match is not None and bool(int(match.group(1), 16) >> (signum - 1) & 1)
 
 
+def stop_signal(pid: int) -> int:
+    """Returns the signal with which a user's request to stop lets a Python process save.
+
+    SIGINT if it handles that only, as every Python process does without a handler of its own.
+    """
+    handles_interrupts = has_handler(pid, signal.SIGINT) and not has_handler(pid, signal.SIGTERM)
+    return signal.SIGINT if handles_interrupts else signal.SIGTERM
+
+
+def children_of_leader(pid: int) -> List[Process]:
+    """Returns the living children of a session's leader that are in its session."""
+    return [
+        Process(stat.pid, stat.start)
+        for stat in all_stats().values()
+        if stat.parent == stat.session == pid and stat.state not in "ZX"
+    ]
+
+
 def is_session_alive(session: int) -> bool:
     """Whether any process of this session runs, even if its leader has ended."""
     return any(stat.session == session and stat.state not in "ZX" for stat in all_stats().values())

@@ -34,6 +34,8 @@ class RankProcess:
         self.ended_at = 0.0
         self.is_reported = False
         self.is_group_signaled = False  # its child processes were signalled, too
+        self.is_interrupted = False  # it got SIGINT, and its child processes nothing yet
+        self._interrupted_children: List[processes.Process] = []  # that it had at that time
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.control_fd: Optional[int] = None  # write end of its control pipe
         self.unsent = bytearray()  # lines that the control pipe has not taken yet
@@ -45,6 +47,7 @@ class RankProcess:
         self.active_at = time.monotonic()  # when it last used a CPU or sent an event
         self.stall = stalls.StallDetector()
         self.is_replaceable = False  # the others continue if it is lost
+        self._is_joining = False  # it makes its process group, which SIGINT does not end
         self._interval_start = self.active_at  # of the interval over which CPU ticks are counted
         self._interval_cpu = 0
         self._gloo_loops = gloo_threads.LoopClock()
@@ -138,7 +141,12 @@ class RankProcess:
         return events
 
     def note_event(self, event: Message) -> None:
-        """Notes whether the job can continue without this rank; then stops are reported sooner."""
+        """Notes whether the job can continue without this rank; then stops are reported sooner.
+
+        Also notes whether it is making its process group.
+        """
+        if event.get("event") in ("joining", "world joined"):
+            self._is_joining = event["event"] == "joining"
         is_recoverable = event.get("event") == "recoverable" and event.get("able") is True
         if is_recoverable or event.get("event") == "newcomer ready":
             self.is_replaceable = True
@@ -186,11 +194,19 @@ class RankProcess:
 
         A rank that saves first still needs its data workers. A program other than Python may be a
         shell, whose handler runs only after its child.
+
+        SIGINT is a user's request to stop. It turns into SIGTERM unless the rank handles only
+        SIGINT, as a Python script does by default.
         """
         process = self.process
         if process is None or processes.identify(process.pid) != process:
             return
+        if signum == signal.SIGINT and (is_program or not self._takes_interrupt(process.pid)):
+            signum = signal.SIGTERM
         if not is_program and processes.has_handler(process.pid, signum):
+            self.is_interrupted = signum == signal.SIGINT
+            if self.is_interrupted:
+                self._interrupted_children = processes.children_of_leader(process.pid)
             processes.send(process, signum)
             signum = signal.SIGCONT
         else:
@@ -201,6 +217,36 @@ class RankProcess:
                 os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
             except ProcessLookupError:  # it does not lead its group yet, so it has none
                 os.kill(process.pid, signum)
+
+    def _takes_interrupt(self, pid: int) -> bool:
+        """Whether SIGINT lets the rank save.
+
+        If it only waits for a program that saves on SIGTERM, Python would kill that program soon.
+        """
+        if self._is_joining:
+            return False
+        child = stalls.awaited_child(pid)
+        child_saves = bool(child) and processes.has_handler(child, signal.SIGTERM)
+        return not child_saves and processes.stop_signal(pid) == signal.SIGINT
+
+    def stop_children(self) -> None:
+        """Signals child processes of an interrupted rank once it has ended or waits for one.
+
+        Before, it may need them to save. What it starts after the interrupt runs until it has
+        ended, such as a program that copies what was saved.
+        """
+        if not self.is_interrupted or self.process is None:
+            return
+        if self.status is not None:
+            self.is_interrupted, self.is_group_signaled = False, True
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+        elif self._interrupted_children:
+            awaited = stalls.awaited_child(self.process.pid)
+            if any(child.pid == awaited for child in self._interrupted_children):
+                for child in self._interrupted_children:
+                    processes.send(child, processes.stop_signal(child.pid))
+                self._interrupted_children = []
 
     def kill_group(self) -> None:
         """SIGKILLs the rank's process group, whose leader may have exited."""

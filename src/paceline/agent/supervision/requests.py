@@ -125,7 +125,10 @@ def seen(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def stop(agent: Agent, request: Message, _: bytes) -> None:
-    """Sends ``signal`` to every rank, SIGKILL after ``grace_s``."""
+    """Sends ``signal`` to every rank, SIGKILL after ``grace_s``.
+
+    SIGINT is a user's request to stop; ranks that handle SIGTERM get that instead.
+    """
     agent.job.stop(request["signal"], request["grace_s"])
     agent.reply(request)
 

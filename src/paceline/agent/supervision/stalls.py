@@ -64,6 +64,15 @@ def blocking_call(pid: int) -> Dict[str, str]:
     return blocked
 
 
+def awaited_child(pid: int) -> int:
+    """Returns the pid of the child whose end the main thread waits for; 0: none, or unknown."""
+    fields = read_text("/proc/%d/syscall" % pid).split()
+    if len(fields) < 2 or not fields[0].isdigit() or _CALL_NAMES.get(int(fields[0])) != "wait4":
+        return 0
+    child = int(fields[1], 16)
+    return child if child < 1 << 31 else 0  # negative: any child
+
+
 def context_switches(pid: int) -> int:
     """Number of the main thread's context switches: constant while it waits for one thing."""
     status = read_text("/proc/%d/task/%d/status" % (pid, pid))

@@ -69,6 +69,7 @@ class Attempt:
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
         self._expansion_requested = asyncio.Event()
+        self._is_stopping = False  # the user has asked for it, and the ranks are told
         self._strangers: set[str] = set()
         self._commands = RankCommands(plan, job, fleet, recorder.display_path)
         self.startup = StartupTracker(job)
@@ -188,7 +189,7 @@ class Attempt:
         return Result(first.status, first, num_other_failures=num_others)
 
     async def _stop_for_user(self) -> Result:
-        """Sends SIGTERM, and SIGKILL after the grace period or after a second signal."""
+        """Lets the ranks save; kills them after the grace period or after a second signal."""
         signum = self._interrupts.received[0]
         name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
@@ -201,7 +202,9 @@ class Attempt:
             self._screen.note(f"paceline: it hung: {hang.text}")
             self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
         self.recovery.stop()
-        stopping = asyncio.ensure_future(self._stop_ranks(self._job.grace_s.value))
+        self._is_stopping = True
+        self._screen.hide_interrupts()
+        stopping = asyncio.ensure_future(self._stop_ranks(self._job.grace_s.value, signal.SIGINT))
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
             self._screen.note("paceline: stopping at once")
@@ -210,9 +213,9 @@ class Attempt:
         await asyncio.gather(stopping, return_exceptions=True)
         return Result(128 + signum, interrupted=signum)
 
-    async def _stop_ranks(self, grace_s: float) -> None:
+    async def _stop_ranks(self, grace_s: float, signum: int = signal.SIGTERM) -> None:
         """Ends all ranks; returns when all nodes have reported it or do not answer."""
-        await self._fleet.tell("stop", signal=int(signal.SIGTERM), grace_s=grace_s)
+        await self._fleet.tell("stop", signal=int(signum), grace_s=grace_s)
         if not await finishes_in(self._ended.wait(), grace_s + END_TIMEOUT_S):
             await self._fleet.tell("kill")
             await finishes_in(self._ended.wait(), END_TIMEOUT_S)
@@ -407,8 +410,8 @@ class Attempt:
         return next((part.interface for part in self.plan.nodes if part.host == host), "")
 
     def _on_hang(self, hang: Hang | None, seconds: float) -> None:
-        """Reports a hang, or its end."""
-        if self._members.is_regrouping:
+        """Reports a hang, or its end; ranks that save after a stop have not ended it."""
+        if self._members.is_regrouping or self._is_stopping:
             return
         if hang is None:
             self._screen.note(f"paceline: the job continues, after {seconds:.0f} s")

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from signal import SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 from paceline.spec.events import PARTS, Event
@@ -192,6 +192,7 @@ class Curve:
 
 
 STOPPED = "Stopped"  # the exception of paceline.train in a rank that was asked to stop
+_STOP_SIGNALS = (SIGINT, SIGTERM, SIGKILL)  # of Paceline, to ranks
 
 
 class RunState:
@@ -251,7 +252,7 @@ class RunState:
             self._stopped.add(event.rank)
         if event.rank in self._stopped and event.kind in ("exception", "rank ended"):
             return None
-        stopped = event.kind == "rank ended" and event["signal"] in (SIGTERM, SIGKILL)
+        stopped = event.kind == "rank ended" and event["signal"] in _STOP_SIGNALS
         if not text or (stopped and self._lost):
             return None
         if event.kind == "started":

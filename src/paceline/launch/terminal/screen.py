@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from paceline.launch.terminal.interrupt_filter import InterruptFilter
 from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.progress import Bar, describe
@@ -116,6 +117,8 @@ class Screen:
         self._colour = has_colours(self._out)
         self._lines: dict[tuple[str, int, str], LineSplitter] = {}
         self._muted: set[tuple[str, int]] = set()
+        self._hides_interrupts = False
+        self._interrupt_filters: dict[tuple[str, int], InterruptFilter] = {}
         self._hosts: dict[str, int] = {}
         self._bar: Bar | None = None
         self._logged_at = float("-inf")
@@ -140,8 +143,11 @@ class Screen:
             return
         if self._live is not None:
             self._live.watch_bar(rank, data)
-        lines = self._lines.setdefault((host, rank, stream), LineSplitter())
-        self._print_labelled(host, rank, stream, lines.feed(data, time.monotonic()))
+        splitter = self._lines.setdefault((host, rank, stream), LineSplitter())
+        lines = splitter.feed(data, time.monotonic())
+        if stream == "err" and self._hides_interrupts:
+            lines = self._interrupt_filters.setdefault((host, rank), InterruptFilter()).feed(lines)
+        self._print_labelled(host, rank, stream, lines)
 
     def _is_selected(self, rank: int) -> bool:
         return self._show == "all" or (self._show == "rank0" and rank == 0)
@@ -149,6 +155,10 @@ class Screen:
     def mute(self, host: str, rank: int) -> None:
         """Hides a rank's error stream until it starts again: the end shows its traceback once."""
         self._muted.add((host, rank))
+
+    def hide_interrupts(self) -> None:
+        """Hides tracebacks of KeyboardInterrupt from now on: the user has stopped the ranks."""
+        self._hides_interrupts = True
 
     def restart_rank(self, host: str, rank: int) -> None:
         """Forgets the state of the rank's former process, after showing its unfinished lines."""
@@ -168,6 +178,8 @@ class Screen:
         """Shows unfinished lines."""
         for (host, rank, stream), lines in self._lines.items():
             self._print_labelled(host, rank, stream, lines.flush())
+        for (host, rank), interrupt_filter in self._interrupt_filters.items():
+            self._print_labelled(host, rank, "err", interrupt_filter.flush())
 
     def _print_labelled(self, host: str, rank: int, stream: str, lines: list[bytes]) -> None:
         """Writes the lines in one piece, which is faster than single writes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.remote.work_share import MAX_SHARE, MAX_WORK_S, WorkShare
+from paceline.remote.work_share import MAX_PAUSE_S, MAX_SHARE, MAX_WORK_S, WorkShare
 
 
 @pytest.mark.parametrize("work_s", [0.0001, 0.03, 0.5])
@@ -19,6 +19,12 @@ def test_busy_host_gets_its_share(work_s: float) -> None:
             now, busy_s = now + pause_s, 0.0
     assert num_frames * work_s / 30 < MAX_SHARE + 0.02
     assert max_busy_s <= max(work_s, MAX_WORK_S + 2 * work_s)
+
+
+def test_stopped_launcher_is_no_work_of_a_host() -> None:
+    share = WorkShare()
+    assert share.pause_s(0.0, 20.0) == MAX_PAUSE_S
+    assert not share.pause_s(21.0, 21.01)
 
 
 def test_moderate_work_is_not_paused() -> None:

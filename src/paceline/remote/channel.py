@@ -346,6 +346,7 @@ class Channel:
                     self._on_frame(message, blob)
                     if pause_s := self._work_share.pause_s(started_at, loop.time()):
                         await asyncio.sleep(pause_s)  # other hosts' leases must not run out
+                        self.received_at = loop.time()  # it is not silent: it has to wait
                     started_at = loop.time()
                 if self._unacked_bytes > ACK_BYTES:
                     self._enqueue({})  # acknowledges, as every frame does

@@ -2,6 +2,7 @@
 
 MAX_SHARE = 0.5
 MAX_WORK_S = 0.05  # of work in excess of the share, before other tasks run
+MAX_PAUSE_S = 0.5  # a frame takes longer only if this process or its disk was stopped
 
 
 class WorkShare:
@@ -12,6 +13,7 @@ class WorkShare:
 
     def pause_s(self, started_at: float, now: float) -> float:
         """Records work; returns for how many seconds the host's next frames must wait."""
-        self._paid_at = max(self._paid_at, started_at) + (now - started_at) / MAX_SHARE
+        paid_at = max(self._paid_at, started_at) + (now - started_at) / MAX_SHARE
+        self._paid_at = min(paid_at, now + MAX_PAUSE_S)
         pause_s = self._paid_at - now
         return pause_s if pause_s > MAX_WORK_S else 0.0

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,9 @@ class SignatureFile:
     def __init__(self, run: Path) -> None:
         self._run, self._seals = run, LineSeals(run)
         self.path = run / SIGNATURES
-        name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()
+        # machines that share a home may have different runs at one path
+        place = f"{socket.gethostname()}\0".encode() + os.fsencode(run.resolve())
+        name = hashlib.sha256(place).hexdigest()
         self._record = this_machine.config_folder() / "signed" / name
 
     @property
@@ -117,8 +120,8 @@ class SignatureFile:
         for index, line in enumerate(lines):
             last = lines[index - 1].get(SEAL) if index else ""
             lines[index] = self._seals.sealed({**line, "previous": last})
+        self.remove_record()  # of a line that goes now: the new one may not be writable
         safe_paths.write_file(str(self._run), SIGNATURES, b"".join(map(_encode, lines)))
-        self.remove_record()  # of a line that is gone: the new one may not be writable
         if lines:
             self._write_record(lines[-1])
 

@@ -44,8 +44,9 @@ def command(ctx: click.Context, /, **_: object) -> None:
             details += f"; not covered: {', '.join(checkpoint.uncovered):.200}"
         if checkpoint.is_unexpected:
             folder = path / CHECKPOINTS / checkpoint.name
-            details += "; an earlier one is signed. If you do not know who wrote this one, remove"
-            details += f" it: {shell_text(['rm', '-r', str(folder)])}"
+            details += "; an earlier one is signed. A job has just written this one, its launcher"
+            details += " was killed, or somebody else wrote it. If you do not trust it, remove it:"
+            details += f" {shell_text(['rm', '-r', str(folder)])}"
         line = f"{checkpoint.name:<12} {checkpoint.status:<9} {details}"
         say(format_for(line, sys.stdout))
     if not num_checkpoints:

@@ -25,11 +25,12 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     cwd, toml = Path.cwd(), toml_of(ctx)
     described = read_hosts(source, environ=os.environ, cwd=cwd)
     cluster = mark_local(apply_overrides(described, toml))
-    from_file = setting(ctx, "hosts").source is Source.FILE
+    origin = setting(ctx, "hosts").source
+    from_file, is_typed = origin is Source.FILE, origin > Source.FILE
     if from_file:
         if effect := _foreign_source_effect(source or "", described, cwd):
             trust.require_trust_of_source(cwd / TOML_NAME, toml, effect)
-    elif any(map(_is_redirected, mark_local(described).hosts, cluster.hosts)):
+    elif is_typed and any(map(_is_redirected, mark_local(described).hosts, cluster.hosts)):
         trust.require_trust_of_logins(cwd / TOML_NAME, toml)
     if any(host.python or host.env for host in cluster.hosts):
         trust.require_trust_of_hosts(cwd / TOML_NAME, toml, described=from_file)
@@ -83,19 +84,18 @@ def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
 
     if setting(ctx, "hosts").source is Source.COMMAND_LINE:
         typed = ctx.params["hosts"]
-        is_file = cluster.file and cluster.file == str((Path.cwd() / typed).resolve())
-        if is_file and not must_be_file(typed, ()):
+        if cluster.file and Path(typed).is_file() and not must_be_file(typed, ()):
             say(f"paceline: hosts: {abbreviated_names(cluster)} (the file {typed})", err=True)
-        tables = toml_of(ctx).get("hosts", {})
-        moved = [f"{host.name} is {host.address}" for host in cluster.hosts
-                 if "address" in tables.get(host.name, {})]  # fmt: skip
-        if moved:
-            say(f"paceline: {', '.join(moved)} ({TOML_NAME})", err=True)
     elif not all(host.local for host in cluster.hosts):
         say(
             f"paceline: hosts: {abbreviated_names(cluster)} ({hosts_origin(ctx, cluster)})",
             err=True,
         )
+    tables = toml_of(ctx).get("hosts", {})
+    moved = [f"{host.name} is {host.address}" for host in cluster.hosts
+             if "address" in tables.get(host.name, {})]  # fmt: skip
+    if moved and ctx.params["hosts"] != TABLES_ARE_HOSTS:
+        say(f"paceline: {', '.join(moved)} ({TOML_NAME})", err=True)
 
 
 def hosts_setting(ctx: click.Context) -> Setting[str | None]:

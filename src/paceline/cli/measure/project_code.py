@@ -47,7 +47,7 @@ def code_files(entry: Entry) -> Iterator[Path]:
     else:
         script = script_path(entry, str(cwd))
         root = root if script.is_relative_to(root) else folder_root(script.parent)
-        imported = imported_files(script, root)
+        imported = [*imported_files(script, root)]
         yield from imported
         if imported and not any(_BY_NAME.search(path.read_bytes()) for path in imported):
             return

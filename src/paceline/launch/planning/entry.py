@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from pathlib import Path
 
@@ -167,9 +168,11 @@ def _uses_paceline(path: Path | None) -> bool:
     """Whether a file imports ``paceline``, itself or through modules of its project."""
     if path is None or imports_paceline(path):
         return path is not None
-    return any(map(imports_paceline, imported_files(path, Path.cwd())))
+    files = itertools.islice(imported_files(path, Path.cwd()), MAX_IMPORTED_FILES)
+    return any(map(imports_paceline, files))
 
 
+MAX_IMPORTED_FILES = 300  # that are read for this at each start
 _INNER_LAUNCHER = re.compile(
     r"^[^#\n]*?(?<![\w./-])"
     r"(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)(?![\w./-])",

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILES = 5000  # of a project that are looked at
@@ -22,20 +23,20 @@ def imports_paceline(path: Path) -> bool:
     return False
 
 
-def imported_files(script: Path, root: Path) -> list[Path]:
-    """Returns a script and all files below a folder that it imports; none if it cannot be read."""
-    reached: dict[Path, None] = {}
+def imported_files(script: Path, root: Path) -> Iterator[Path]:
+    """Yields a script and all files below a folder that it imports; none if it cannot be read."""
+    reached = set[Path]()
     pending = [script]
     while pending and len(reached) < MAX_FILES:
         path = pending.pop()
         if path not in reached and (names := imported_names(path)) is not None:
-            reached[path] = None
+            reached.add(path)
+            yield path
             folders = path.parent, path.parent.parent, script.parent, root, root / "src"
             for name, folder in itertools.product(names, folders):
                 module = folder / name.replace(".", "/")
                 variants = module.with_name(f"{module.name}.py"), module / "__init__.py"
                 pending += filter(Path.is_file, variants)
-    return [*reached]
 
 
 def imported_names(path: Path) -> list[str] | None:
@@ -53,4 +54,6 @@ def imported_names(path: Path) -> list[str] | None:
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
             names += [module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)]
-    return [name for name in names if name]
+    parents = (".".join(parts[:depth]) for name in names if (parts := name.split("."))
+               for depth in range(1, len(parts) + 1))  # fmt: skip
+    return [*filter(None, dict.fromkeys(parents))]  # Python imports each package on the way

@@ -25,7 +25,7 @@ def test_script_loopback_is_refused_on_several_hosts(
         monkeypatch.setenv(name, value)
     master_address.follow_plan(b"")
     create = rendezvous._create_c10d_store
-    with pytest.raises(RuntimeError, match="another machine on each of the 2 hosts"):
+    with pytest.raises(RuntimeError, match="each of the 2 hosts to itself"):
         create(address, 29500, 1, 4, None)
     accepted = [(address, 29500, 1, 2), ("127.0.0.1", 4000, 1, 4), ("10.0.0.1", 29500, 1, 4)]
     for args in accepted:

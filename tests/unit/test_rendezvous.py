@@ -102,6 +102,9 @@ class Writer:
     def abort(self) -> None:
         self.is_open = False
 
+    def is_closing(self) -> bool:
+        return not self.is_open
+
     close = abort
 
 

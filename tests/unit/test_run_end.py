@@ -110,6 +110,7 @@ def test_names_older_checkpoint_in_resume_command(arguments: list[str], named: s
     note = "\n".join(run_end.older_checkpoint_note(command, "out/ckpt-3.pt"))
     assert named in note
     assert bool(note) == bool(named)
+    assert not run_end.older_checkpoint_note([*command, "--epochs", "5"], "30")
 
 
 def test_diverged_replicas_show_no_resume_command(

@@ -164,6 +164,7 @@ class Peers:
 
     def _add_waiting(self, connection: Connection) -> None:
         """Keeps a connection; if they are too many, closes the oldest of the busiest address."""
+        self.waiting = [other for other in self.waiting if not other.writer.is_closing()]
         self.waiting.append(connection)
         if len(self.waiting) > MAX_WAITING_PER_PLACE * len(self._admission.places):
             counts = Counter(waiting.peer for waiting in self.waiting)

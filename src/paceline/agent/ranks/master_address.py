@@ -69,8 +69,8 @@ def _require_reachable(hostname: str, port: int, world_size: int) -> None:
     is_loopback = hostname in ("localhost", "::1") or hostname.startswith("127.")
     if is_loopback and num_hosts > 1 and world_size == int(os.environ.get("WORLD_SIZE", "0")):
         raise RuntimeError(
-            "the script lets its ranks meet at %s port %s, which is another machine on each of the"
-            " %d hosts. Leave out the lines that set MASTER_ADDR and MASTER_PORT, or the address"
+            "the script lets its ranks meet at %s port %s, which leads each of the %d hosts to"
+            " itself. Leave out the lines that set MASTER_ADDR and MASTER_PORT, or the address"
             " in init_method: every rank gets MASTER_ADDR and MASTER_PORT from its launcher"
             % (hostname, port, num_hosts)
         )

@@ -284,7 +284,8 @@ def older_checkpoint_note(argv: Sequence[str], newest: str) -> list[str]:
     series = series_of(newest)
     older = next((value for value in values if value not in (series, newest)
                   and series_of(os.path.normpath(value)) == series), "")  # fmt: skip
-    return [f"  it names {older}; the newest checkpoint is {newest}"] if older else []
+    is_named = older and any(map(str.isalpha, series))  # not any number, if it is named "30"
+    return [f"  it names {older}; the newest checkpoint is {newest}"] if is_named else []
 
 
 def resume_command(argv: Sequence[str], path: str) -> list[str]:

@@ -368,7 +368,9 @@ def test_damaged_images_are_named_or_skipped(tmp_path: Path, capsys) -> None:  #
     assert train(tmp_path / "a", *flags) == 1
     assert str(broken) in capsys.readouterr().err
     assert train(tmp_path / "b", *flags, "--skip-damaged") == 0
-    assert f"1 damaged image in {folder} left out" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"1 damaged image in {folder} left out" in printed
+    assert "23 images of 2 classes: light 12, dark 11\n" in printed
     assert sum(config(tmp_path / "b")["data"]["sizes"].values()) == 23
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.recipes import common, pretrained, torchvision_models
+from paceline.recipes.data import describe_classes
 from paceline.recipes.data.images import ImageData, load
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, wrap_hub_model
@@ -47,6 +48,8 @@ def train_image(options: ImageOptions) -> None:
     fast = options.fast and options.dtype != "float64" and large
     with common.join("image", options) as session:
         session.agree("the data set", data.fingerprint)
+        numbers = (number for part in data.splits.values() for number in part.labels.tolist())
+        session.say(describe_classes("image", data.classes, numbers))
         if data.ignored:
             count = pluralize(data.ignored, "hidden or system file")
             session.say(
@@ -61,11 +64,11 @@ def train_image(options: ImageOptions) -> None:
             data.splits["train"], data.shape[0]
         )
         size = model_input.fitted(data.shape)
-        numbers = session.precision.parameters
+        dtype = session.precision.parameters
         splits = data.splits
-        training = ImageTensors(splits["train"], normalise, numbers, options.augment, size)
-        watched = ImageTensors(splits[data.watched], normalise, numbers, (), size)
-        held_out = ImageTensors(splits[data.held_out], normalise, numbers, (), size)
+        training = ImageTensors(splits["train"], normalise, dtype, options.augment, size)
+        watched = ImageTensors(splits[data.watched], normalise, dtype, (), size)
+        held_out = ImageTensors(splits[data.held_out], normalise, dtype, (), size)
         batching = common.make_batching(session, options)
         workers = count_workers(options, training)
         loader = common.make_loader(session, options, training, batching, workers=workers)

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch.utils.data import get_worker_info
 
 from paceline.recipes.data.images import Labels, Pixels, Randoms
@@ -36,6 +36,18 @@ _REDUCING_GAP = 2.0
 difference is invisible, and a photo of twelve megapixels takes half the time."""
 _MIN_PARALLEL = 8
 _CHUNK = 512  # samples that are read at once to check them
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How to turn the stored pixels of a photo upright, by its EXIF orientation."""
+_SWAPS_AXES = range(5, 9)
 
 CROP_AREA = (0.08, 1.0)  # fraction of the image that a random crop takes
 CROP_ASPECT = (3 / 4, 4 / 3)  # width over height of a random crop
@@ -97,14 +109,16 @@ def decode_resized(file: File, channels: int, size: tuple[int, int], crop: bool)
     """
     with _open(file) as image:
         _reduce(image, size)
-        converted = image.convert("L" if channels == 1 else "RGB")
+        converted = _convert(image, "L" if channels == 1 else "RGB")
+        orientation = _orientation(image)
+        size = size[::-1] if orientation in _SWAPS_AXES else size
         if converted.size != size and crop:
             converted = ImageOps.fit(converted, size, Image.Resampling.BILINEAR)
         elif converted.size != size:
             converted = converted.resize(
                 size, Image.Resampling.BILINEAR, reducing_gap=_REDUCING_GAP
             )
-    return _pixels(converted)
+    return _pixels(converted, orientation)
 
 
 def random_crop(file: File, randoms: NDArray[np.float64], size: int) -> Pixels:
@@ -118,10 +132,10 @@ def random_crop(file: File, randoms: NDArray[np.float64], size: int) -> Pixels:
         _reduce(image, (width * size / (right - left), height * size / (bottom - top)))
         x_scale, y_scale = image.width / width, image.height / height  # less than 1 if reduced
         box = left * x_scale, top * y_scale, right * x_scale, bottom * y_scale
-        cropped = image.convert("RGB").resize(
+        cropped = _convert(image, "RGB").resize(
             (size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=_REDUCING_GAP
         )
-    return _pixels(cropped)
+        return _pixels(cropped, _orientation(image))
 
 
 def crop_box(width: int, height: int, randoms: NDArray[np.float64]) -> Box:
@@ -145,8 +159,57 @@ def crop_box(width: int, height: int, randoms: NDArray[np.float64]) -> Box:
     return left, top, left + crop_width, top + crop_height
 
 
-def _pixels(image: Image.Image) -> Pixels:
-    pixels = np.array(image, dtype=np.uint8)
+def _convert(image: Image.Image, mode: str) -> Image.Image:
+    """Decodes an image to 8 bits per channel, with what is transparent on white.
+
+    The scale depends on the format and not on the values: pictures of a set stay comparable.
+
+    Raises:
+        ValueError: Nothing says which values are black and white.
+    """
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "I":
+        image = Image.fromarray(_scaled_integers(image))
+    elif image.mode == "F":
+        image = Image.fromarray(_scaled_floats(image))
+    elif image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert(mode)
+
+
+def _scaled_integers(image: Image.Image) -> Pixels:
+    """Converts mode ``I``, in which Pillow opens PGM and in old versions PNG files of 16 bits."""
+    if image.format not in ("PNG", "PPM"):
+        raise ValueError(
+            "signed or 32-bit integers, of which nothing says what is white; save them as 8 or"
+            " unsigned 16 bits"
+        )
+    return (np.asarray(image) >> 8).astype(np.uint8)
+
+
+def _scaled_floats(image: Image.Image) -> Pixels:
+    values = np.asarray(image)
+    if not (values.min() >= 0 and values.max() <= 1):  # also refuses NaN
+        raise ValueError(
+            f"floating-point values from {values.min():g} to {values.max():g}; scale them to 0…1,"
+            " or save them as 8 or unsigned 16 bits"
+        )
+    return (values * 255).round().astype(np.uint8)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Returns the EXIF orientation that the decoded pixels still have; 1 is upright."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # damaged metadata may raise anything, and leave the picture readable
+        return 1
+
+
+def _pixels(image: Image.Image, orientation: int) -> Pixels:
+    turn = _TURNS.get(orientation)
+    pixels = np.array(image if turn is None else image.transpose(turn), dtype=np.uint8)
     return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -229,7 +292,7 @@ class FileSplit:
     def _is_readable(self, sample: Any) -> bool:
         try:
             with open_image(self._open(sample)) as image:
-                image.load()
+                _convert(image, "RGB")
         except Exception:  # a damaged image may raise anything
             return False
         return True

@@ -374,6 +374,25 @@ def test_damaged_images_are_named_or_skipped(tmp_path: Path, capsys) -> None:  #
     assert sum(config(tmp_path / "b")["data"]["sizes"].values()) == 23
 
 
+def test_other_files_are_counted_and_named(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    folder = class_folders(tmp_path / "d")
+    (folder / "dark/0.png").rename(folder / "dark/0")
+    (folder / "dark/1.png").rename(folder / "dark/1.JFIF")
+    (folder / "light/0.png").rename(folder / "loose.png")
+    for name in ("light/a.heic", "light/README"):
+        (folder / name).write_bytes(b"....ftypheic")
+    flags = [f"--data={folder}", "--steps=2", "--image-size=16", f"--run-dir={tmp_path / 'run'}"]
+    assert image.main(flags) == 0
+    printed = capsys.readouterr().out
+    assert "23 images of 2 classes: dark 12, light 11\n" in printed
+    others = f"3 other files, such as {folder / 'light/README'}, left out: not named like an image"
+    assert others in printed
+    assert predict.main([f"--run={tmp_path / 'run'}", str(folder)]) == 0
+    result = capsys.readouterr()
+    assert len(result.out.splitlines()) == 24
+    assert f"2 other files, such as {folder / 'light/README'}, left out" in result.err
+
+
 def test_random_resized_crops(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     folder = class_folders(tmp_path / "d")
     flags = [f"--data={folder}", "--steps=3", "--image-size=28", "--workers=1"]

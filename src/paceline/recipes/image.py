@@ -55,6 +55,10 @@ def train_image(options: ImageOptions) -> None:
             session.say(
                 f"{count} in {options.data} ignored (._*, __MACOSX, Thumbs.db and the like)"
             )
+        if data.others:
+            session.say(
+                f"{data.others}, left out: not named like an image, or outside the class folders"
+            )
         if data.damaged:
             count = pluralize(data.damaged, "damaged image")
             session.say(f"{count} in {options.data} left out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 
 from paceline.recipes.data.images import Labels, Pixels, Randoms
 from paceline.spec.errors import DataError
+from paceline.spec.formatting import pluralize
 from paceline.train.data.fetch import usable_cpus
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 File = Path | IO[bytes]
 SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+    (
+        *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp"),
+        *(".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
+    )
 )
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """Formats of ``SUFFIXES``. Pillow detects others by their content; one of them starts programs."""
@@ -228,15 +232,43 @@ def is_system_file(path: Path) -> bool:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Lists the images below a folder, sorted by name, without system files."""
+    """Lists the images below a folder, sorted by name, without system files.
+
+    Files with the name of an image count even if they are damaged. Files whose names have no suffix
+    count if they hold an image.
+    """
     try:
         return sorted(
             path
             for path in folder.rglob("*")
-            if path.suffix.lower() in SUFFIXES and not is_system_file(path.relative_to(folder))
+            if not is_system_file(path.relative_to(folder))
+            and (path.suffix.lower() in SUFFIXES or (not path.suffix and _holds_image(path)))
         )
     except RecursionError:
         raise DataError(f"{folder} holds folders that are nested too deep") from None
+
+
+def _holds_image(path: Path) -> bool:
+    try:
+        with _open(path):
+            return True
+    except Exception:  # a folder, another file, or a damaged image, which may raise anything
+        return False
+
+
+def other_files(folder: Path, images: Collection[Path]) -> list[Path]:
+    """Lists the files below a folder that are neither these images nor system files, sorted."""
+    known = {*images}
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path not in known and not is_system_file(path.relative_to(folder)) and path.is_file()
+    )
+
+
+def describe_other_files(paths: Sequence[Path]) -> str:
+    """Counts files that are left out, and names one; empty if there are none."""
+    return f"{pluralize(len(paths), 'other file')}, such as {paths[0]}" if paths else ""
 
 
 def unreadable_error(

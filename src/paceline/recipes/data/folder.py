@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from paceline.recipes.data.decoding import (
     SUFFIXES,
     FileSplit,
+    describe_other_files,
     image_files,
     is_system_file,
     open_image,
+    other_files,
     unreadable_error,
 )
 from paceline.recipes.data.images import (
@@ -90,6 +92,12 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
         for name, path in (folders if "train" in folders else {"train": folder}).items()
     }
     split_info: SplitInfo = {"method": "folders"}
+    images = [path for split in splits.values() for path in split.paths]
+    others = [
+        path
+        for path in other_files(folder, images)
+        if not _holds_runs(folder / path.relative_to(folder).parts[0])
+    ]
     if "train" not in folders:
         ids, split_info = split_seeded(splits["train"].labels, options)
         splits = {name: splits["train"].part(part) for name, part in ids.items()}
@@ -98,18 +106,25 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
             f"{folder} has a train folder but nothing held out",
             remedy="add a folder test or val with the same classes",
         )
-    num_images = sum(len(split.labels) for split in splits.values())
     if options.skip_damaged:
         splits = {name: split.readable() for name, split in splits.items()}
     else:
-        _check_headers([path for split in splits.values() for path in split.paths])
+        _check_headers(images)
     digest = _fingerprint(folder, splits)
     ignored = sum(
         is_system_file(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     )
-    damaged = num_images - sum(len(split.labels) for split in splits.values())
+    damaged = len(images) - sum(len(split.labels) for split in splits.values())
     return ImageData(
-        options.data, classes, (3, size, size), splits, digest, split_info, ignored, damaged
+        options.data,
+        classes,
+        (3, size, size),
+        splits,
+        digest,
+        split_info,
+        ignored,
+        damaged,
+        describe_other_files(others),
     )
 
 
@@ -158,7 +173,7 @@ def _images(folder: Path) -> list[Path]:
     if not images:
         raise DataError(
             f"the class folder {folder} holds no images",
-            found=f"{sum(1 for _ in folder.iterdir())} other entries",
+            found=describe_other_files(other_files(folder, ())) or "no files",
             remedy=f"add images ({', '.join(sorted(SUFFIXES))}) or move the folder elsewhere",
         )
     return images

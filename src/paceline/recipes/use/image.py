@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite
@@ -16,7 +17,9 @@ from paceline.recipes.data.decoding import (
     MAX_PIXELS,
     SUFFIXES,
     decode_resized,
+    describe_other_files,
     image_files,
+    other_files,
     unreadable_error,
 )
 from paceline.recipes.data.images import Joined, Subset, load
@@ -208,8 +211,17 @@ def _files(names: Iterable[str]) -> Iterator[Path]:
             yield path
             continue
         images = image_files(path)
+        others = describe_other_files(other_files(path, images))
         if not images:
-            raise DataError(f"{path} holds no images", remedy=", ".join(sorted(SUFFIXES)))
+            raise DataError(
+                f"{path} holds no images", found=others, remedy=", ".join(sorted(SUFFIXES))
+            )
+        if others:
+            print(
+                f"paceline: {others}, left out: not named like an image",
+                file=sys.stderr,
+                flush=True,
+            )
         yield from images
 
 

@@ -320,6 +320,14 @@ def test_val_fraction_splits_training_data() -> None:
     assert data.fingerprint != read("digits", val_fraction=0.1, seed=2).fingerprint
 
 
+def test_held_out_folder_may_have_one_class(tmp_path: Path) -> None:
+    for name in ("train/cat", "train/dog", "val/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / name / "0.png")
+    splits = load(ImageOptions(data=str(tmp_path))).splits
+    assert (splits["train"].labels.tolist(), splits["val"].labels.tolist()) == ([0, 1], [1])
+
+
 def test_val_fraction_splits_folders(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 20, "b": 10})
     data = read(tmp_path, val_fraction=0.25)

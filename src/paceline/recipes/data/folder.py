@@ -86,7 +86,7 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
     """
     size = options.image_size or DEFAULT_SIZE
     folders = {name: path for name in _SPLITS if (path := _split_folder(folder, name))}
-    classes = _class_folders(folders.get("train", folder))
+    classes = _class_folders(folders.get("train", folder), minimum=2)
     splits = {
         name: FolderSplit(*_list_class_folders(path, classes), size, options.crop)
         for name, path in (folders if "train" in folders else {"train": folder}).items()
@@ -132,7 +132,7 @@ def _split_folder(folder: Path, split: str) -> Path | None:
     return next((folder / name for name in _SPLITS[split] if (folder / name).is_dir()), None)
 
 
-def _class_folders(folder: Path) -> tuple[str, ...]:
+def _class_folders(folder: Path, minimum: int = 1) -> tuple[str, ...]:
     try:
         names = sorted(
             path.name
@@ -141,9 +141,10 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read", found=str(error)) from None
-    if len(names) < 2:
+    if len(names) < minimum:
+        required = "at least two classes" if minimum > 1 else "classes"
         raise DataError(
-            f"{folder} holds no folders for at least two classes",
+            f"{folder} holds no folders for {required}",
             found=f"folders: {', '.join(names) or 'none'}",
             remedy="one folder for each class, with its images inside",
         )

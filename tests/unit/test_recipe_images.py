@@ -24,6 +24,7 @@ from paceline.recipes.catalogue import catalogue
 from paceline.recipes.common import cpu_flags
 from paceline.recipes.data import hub
 from paceline.recipes.data.hub import fetch
+from paceline.recipes.data.images import load
 from paceline.recipes.networks import MODELS, backbone
 from paceline.recipes.options import IMAGE_PRESETS, ImageOptions
 from paceline.recipes.preprocessing import augmented, input_format
@@ -391,6 +392,18 @@ def test_other_files_are_counted_and_named(tmp_path: Path, capsys) -> None:  # t
     result = capsys.readouterr()
     assert len(result.out.splitlines()) == 24
     assert f"2 other files, such as {folder / 'light/README'}, left out" in result.err
+
+
+def test_accuracy_of_constant_answer_gets_a_hint() -> None:
+    options = ImageOptions(data="digits")
+    data = load(options)
+    largest = int(np.bincount(data.splits["test"].labels).max())
+    hint = image.describe_chance(options, data, largest, 45)
+    assert f"no better than always answering 1 ({largest} of 450)" in hint
+    assert "45 steps may be too few; try --epochs 60 or --global-batch 16" in hint
+    assert not image.describe_chance(options, data, largest + 1, 45)
+    dummy = ImageOptions(data="dummy", image_size=8)
+    assert not image.describe_chance(dummy, load(dummy), 0, 45)
 
 
 def test_random_resized_crops(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -128,6 +129,23 @@ def train_image(options: ImageOptions) -> None:
         session.save_model({**metadata, "metrics": {data.held_out: figures}}, average=True)
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")
+        if hint := describe_chance(options, data, hits, session.progress.step):
+            session.say(hint)
+
+
+def describe_chance(options: ImageOptions, data: ImageData, hits: int, steps: int) -> str:
+    """Says what to try if the accuracy is that of a constant answer; empty if it is better."""
+    counts = np.bincount(data.splits[data.held_out].labels, minlength=1)
+    largest, total = int(counts.max()), int(counts.sum())
+    if hits > largest or largest == total or options.data == "dummy":
+        return ""
+    frequent = data.classes[int(counts.argmax())]
+    return (
+        f"this is no better than always answering {frequent} ({largest} of {total}): if"
+        f" images and classes are right, {pluralize(steps, 'step')} may be too few;"
+        f" try --epochs {4 * options.epochs} or --global-batch {max(1, options.global_batch // 4)},"
+        " or pretrained weights"
+    )
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from paceline.cli.recipe_job import absolute_folder
-from paceline.recipes.data import decoding, describe_classes, find_data
+from paceline.recipes.data import decoding, find_data
 from paceline.recipes.data.images import ImageData, load
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import normalisation
@@ -527,14 +527,3 @@ def test_too_few_images_error_says_what_helps(tmp_path: Path, images: int, remed
     with pytest.raises(DataError, match=f"{2 * images} images in 2 classes") as caught:
         read(tmp_path)
     assert remedy in caught.value.remedy
-
-
-def test_describe_classes_counts_and_shortens() -> None:
-    assert describe_classes("image", ("cat", "dog", "owl"), [1] * 1_200 + [0] * 9) == (
-        "1,209 images of 3 classes: dog 1,200, cat 9, owl 0"
-    )
-    names = tuple("abcdefgh")
-    numbers = [number for number in range(8) for _ in range(10 - number)]
-    assert describe_classes("text", names, numbers) == (
-        "52 texts of 8 classes: a 10, b 9, c 8, d 7, e 6, …, h 3"
-    )

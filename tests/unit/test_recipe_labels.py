@@ -45,7 +45,7 @@ def test_equal_numbers_are_one_class(tmp_path: Path) -> None:
     data = read_labels(tmp_path / "d.csv", ["1", "2", "2.0", "10.0"] * 5)
     assert data.labels == ("1", "2", "10")
     assert [*data.remarks()] == [
-        f"{data.source}: 3 classes: 1 5, 2 10, 10 5",
+        f"{data.source}: 20 rows of 3 classes: 2 10, 1 5, 10 5",
         "equal numbers are one class: 10.0 as 10, 2.0 as 2",
     ]
     rows = [{"text": f"text {n}", "label": label} for n, label in enumerate([1, 1.0, 2, 2.0] * 5)]
@@ -81,11 +81,17 @@ def test_similar_labels_are_named(tmp_path: Path) -> None:
     assert "warning: classes that differ only in spelling: 'Spam', 'spam'" in [*data.remarks()]
 
 
-def test_classes_are_listed_in_one_short_line() -> None:
-    assert describe_classes({"yes": 1200, "no": 8}) == "2 classes: yes 1,200, no 8"
-    many = describe_classes({f"a\nb{'c' * 99}{n}": n for n in range(500)})
-    assert many.startswith("500 classes: a b")
-    assert many.endswith(", …")
+def test_describe_classes_counts_and_shortens() -> None:
+    assert describe_classes("image", ("cat", "dog", "owl"), [1] * 1_200 + [0] * 9) == (
+        "1,209 images of 3 classes: dog 1,200, cat 9, owl 0"
+    )
+    names = tuple("abcdefgh")
+    numbers = [number for number in range(8) for _ in range(10 - number)]
+    assert describe_classes("text", names, numbers) == (
+        "52 texts of 8 classes: a 10, b 9, c 8, d 7, e 6, …, h 3"
+    )
+    many = describe_classes("row", [f"a\nb{'c' * 99}{n}" for n in range(500)], range(500))
+    assert "500 classes: a b" in many
     assert len(many) < 500
     assert "\n" not in many
 
@@ -96,4 +102,4 @@ def test_training_starts_with_its_classes(
     data = read_labels(tmp_path / "d.csv", ["yes", "no", "no"] * 5)
     flags = ["--device=cpu", "--checkpoint-every=never", "--steps=1", f"--data={data.source}"]
     assert text.main([f"--run-dir={tmp_path / 'run'}", *flags]) == 0
-    assert f"{data.source}: 2 classes: no 10, yes 5\n" in capsys.readouterr().out
+    assert f"{data.source}: 15 rows of 2 classes: no 10, yes 5\n" in capsys.readouterr().out

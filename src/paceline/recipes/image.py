@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.recipes import common, pretrained, torchvision_models
-from paceline.recipes.data import describe_classes
+from paceline.recipes.data.classes import describe_classes
 from paceline.recipes.data.images import ImageData, load
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, wrap_hub_model

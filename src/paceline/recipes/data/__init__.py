@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.spec import jobenv
-from paceline.spec.formatting import pluralize
 
 _DIGITS = tuple("0123456789")
 _CLOTHES = (
@@ -221,23 +218,3 @@ def splits_in_name(name: str) -> list[str]:
     """Returns the parts that words of a file's name name: ``test`` for ``test-00000-of-00002``."""
     words = re.split(r"[\W\d_]+", name.lower())
     return [split for split, names in SPLIT_NAMES.items() if not {*names}.isdisjoint(words)]
-
-
-_LISTED_CLASSES = 6
-
-
-def describe_classes(noun: str, classes: Sequence[str], numbers: Iterable[int]) -> str:
-    """``1,200 images of 3 classes: circle 800, square 300, triangle 100``, in descending order.
-
-    Args:
-        noun: What the samples are, such as ``image``.
-        classes: Name of each class.
-        numbers: Class number of each sample.
-    """
-    counts = Counter(dict.fromkeys(range(len(classes)), 0))
-    counts.update(numbers)
-    listed = [f"{classes[number][:40]} {count:,}" for number, count in counts.most_common()]
-    if len(listed) > _LISTED_CLASSES:
-        listed = [*listed[: _LISTED_CLASSES - 1], "…", listed[-1]]
-    total = f"{len(classes):,} class{'es' * (len(classes) != 1)}"
-    return f"{pluralize(counts.total(), noun)} of {total}: {', '.join(listed)}"

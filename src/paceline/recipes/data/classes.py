@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
+
+from paceline.spec.formatting import pluralize
 
 MAX_DIGITS = 20  # of a numeric label
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?")
-_MAX_LISTED = 8
+_MAX_LISTED = 6
 
 
 def label_number(label: str) -> Decimal | None:
@@ -44,9 +47,19 @@ def similar_labels(labels: Iterable[str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def describe_classes(counts: Mapping[str, int]) -> str:
-    """Returns a line with the first classes and their numbers of samples."""
-    first = [*counts.items()][:_MAX_LISTED]
-    listed = [f"{' '.join(name.split())[:40]} {count:,}" for name, count in first]
-    more = ", …" if len(counts) > _MAX_LISTED else ""
-    return f"{len(counts)} classes: {', '.join(listed)}{more}"
+def describe_classes(noun: str, classes: Sequence[str], numbers: Iterable[int]) -> str:
+    """``1,200 images of 3 classes: circle 800, square 300, triangle 100``, in descending order.
+
+    Args:
+        noun: What the samples are, such as ``image``.
+        classes: Name of each class.
+        numbers: Class number of each sample.
+    """
+    counts = Counter(dict.fromkeys(range(len(classes)), 0))
+    counts.update(numbers)
+    listed = [f"{' '.join(classes[number].split())[:40]} {count:,}"
+              for number, count in counts.most_common()]  # fmt: skip
+    if len(listed) > _MAX_LISTED:
+        listed = [*listed[: _MAX_LISTED - 1], "…", listed[-1]]
+    total = f"{len(classes):,} class{'es' * (len(classes) != 1)}"
+    return f"{pluralize(counts.total(), noun)} of {total}: {', '.join(listed)}"

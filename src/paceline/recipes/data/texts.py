@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 import shlex
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,9 +128,8 @@ class TextData:
 
     def remarks(self) -> Iterator[str]:
         """Yields lines about what was read: classes, columns, and rows that are left out."""
-        numbers = Counter(number for _, labels in self.splits.values() for number in labels)
-        counts = {name: numbers[place] for place, name in enumerate(self.classes)}
-        yield f"{self.source}: {describe_classes(counts)}"
+        numbers = (number for _, labels in self.splits.values() for number in labels)
+        yield f"{self.source}: {describe_classes('row', self.classes, numbers)}"
         if self.unified:
             pairs = [f"{old} as {new}" for old, new in sorted(self.unified.items())]
             yield f"equal numbers are one class: {', '.join(pairs[:_MAX_REMARKS])}" + (

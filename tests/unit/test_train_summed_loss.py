@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.train.summed_loss import Summed, find_sum
+from paceline.train.summed_loss import Summed, classify_loss
 
 SAMPLES = 4
 NETWORK = nn.Linear(3, SAMPLES)  # as many outputs as samples: shapes alone do not tell
@@ -49,7 +49,7 @@ def squares(outputs: Tensor) -> Tensor:
     ],
 )
 def test_sum_over_samples_is_found(loss: Loss) -> None:
-    assert find_sum(loss(NETWORK(INPUTS)), SAMPLES) is Summed.YES
+    assert classify_loss(loss(NETWORK(INPUTS)), SAMPLES) is Summed.YES
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_sum_over_samples_is_found(loss: Loss) -> None:
     ],
 )
 def test_other_loss_is_no_sum_over_samples(loss: Loss) -> None:
-    assert find_sum(loss(NETWORK(INPUTS)), SAMPLES) is Summed.NO
+    assert classify_loss(loss(NETWORK(INPUTS)), SAMPLES) is Summed.NO
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_other_loss_is_no_sum_over_samples(loss: Loss) -> None:
     ],
 )
 def test_sum_that_may_be_a_mean_is_doubtful(loss: Loss) -> None:
-    assert find_sum(loss(NETWORK(INPUTS)), SAMPLES) is Summed.MAYBE
+    assert classify_loss(loss(NETWORK(INPUTS)), SAMPLES) is Summed.MAYBE
 
 
 def test_sum_of_one_sample_is_its_mean() -> None:
-    assert find_sum(NETWORK(INPUTS[:1]).sum(), 1) is Summed.NO
+    assert classify_loss(NETWORK(INPUTS[:1]).sum(), 1) is Summed.NO

@@ -424,16 +424,16 @@ def reconnect(
 ) -> Optional[Tuple[ssl.SSLSocket, ssl.SSLSocket]]:
     """Reconnects while the agent lives; ``None`` if it ended, or the launcher has gone."""
 
-    def call_again(host: str, port: int, stream: str) -> ssl.SSLSocket:
-        about = dict(caller, stream=stream, again=True)
-        return call(host, port, key, about, ANSWER_S, certificate)
+    def call_for(host: str, port: int, stream: str) -> ssl.SSLSocket:
+        info = dict(caller, stream=stream, again=True)
+        return call(host, port, key, info, ANSWER_S, certificate)
 
     refused_since = None
     while agent.poll() is None:
         num_refused = 0
         for host, port in addresses:
             try:
-                return call_again(host, port, "frames"), call_again(host, port, "errors")
+                return call_for(host, port, "frames"), call_for(host, port, "errors")
             except ConnectionRefusedError:
                 num_refused += 1
             except CallRefused:

@@ -89,12 +89,10 @@ REFUSALS_S = 1.0  # to collect other refusals after the first
 DETACH_TIMEOUT_S = 15.0  # for callers to detach
 SUPERVISOR_GRACE_S = 20.0  # for a supervisor to end an abandoned job
 
-_TEXT = text(MAX_MESSAGE_BYTES)
+_TEXT, _ADDRESSES = text(MAX_MESSAGE_BYTES), list_of(tuple_of(text(), PORT), 1000)
 MESSAGES: dict[str, Schema] = {
     "refused": record({"found": _TEXT, "remedy": _TEXT}, refused=_TEXT),
-    "listening": record(
-        {"certificate": SHA256}, listening=list_of(tuple_of(text(), PORT), 1000), folder=FOLDER
-    ),  # no certificate if no host calls
+    "listening": record({"certificate": SHA256}, listening=_ADDRESSES, folder=FOLDER),
     "starting": record(starting=text(), done=SIZE, of=SIZE),
     "text": record(text=_TEXT, err=boolean),
     "running": record(running=boolean),  # the ranks; after listening
@@ -500,9 +498,8 @@ class _DetachedStart:
 
     # --- the callers ----------------------------------------------------------------------------
 
-    def _start_callers(
-        self, login: Login, addresses: Sequence[tuple[str, int]], certificate: str
-    ) -> None:
+    def _start_callers(self, login: Login, addresses: Sequence[tuple[str, int]],
+                       certificate: str) -> None:  # fmt: skip
         local_agent = self._host.local and self._wrap is None  # it is a child of its supervisor
         for index, host in enumerate(self._request.hosts):
             if not (host.local and local_agent):
@@ -515,10 +512,9 @@ class _DetachedStart:
         if reason := self._hosts_without_container.get(host.name):
             raise _CallerFailed(host, reason)
         wrap, python = self._wrap, self._python(host)
-        settings = {"index": index, "node": host.name}
         config = caller_config(
             addresses, certificate, [planner.python_of(self._detached.job, host)], [],
-            PROCESS_VARIABLES, CALLER_TIMEOUT_S, settings,
+            PROCESS_VARIABLES, CALLER_TIMEOUT_S, {"index": index, "node": host.name},
             wrap=list if wrap is None else partial(wrap, host), is_single_use=wrap is not None,
         )  # fmt: skip
         start = {"argv": caller_command(config), "env": {caller.KEY_VARIABLE: self._key.hex()}}

@@ -56,9 +56,9 @@ def train_image(options: ImageOptions) -> None:
             session.say(
                 f"{count} in {options.data} ignored (._*, __MACOSX, Thumbs.db and the like)"
             )
-        if data.others:
+        if data.unread:
             session.say(
-                f"{data.others}, left out: not named like an image, or outside the class folders"
+                f"{data.unread}, left out: not named like an image, or outside the class folders"
             )
         if data.damaged:
             count = pluralize(data.damaged, "damaged image")

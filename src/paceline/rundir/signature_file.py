@@ -35,13 +35,13 @@ class Signatures:
 
     Attributes:
         manifests: SHA-256 of the manifest that was signed last for each checkpoint, by name.
-        last: Seal of the line that the next one covers.
+        seal: Of the line that the next one covers.
         problem: How the lines differ from those that were written; empty if they do not.
         is_recorded: Whether this machine knows the last line. Otherwise others may be missing.
     """
 
     manifests: Mapping[str, str]
-    last: str
+    seal: str
     problem: str
     is_recorded: bool
 
@@ -75,14 +75,14 @@ class SignatureFile:
         """
         record = self._read_record()  # first: a running launcher appends
         lines: list[dict[str, Any]] = []
-        problem, last = "", ""
+        problem, seal = "", ""
         for line in self._lines():
             previous = line.get("previous")
             if previous is None and lines and "previous" in lines[-1]:
                 continue
-            if previous in (None, last):
+            if previous in (None, seal):
                 lines.append(line)
-                last = line[SEAL]
+                seal = line[SEAL]
             else:
                 problem = problem or (
                     f"the line of checkpoint {line.get('checkpoint')} does not follow the one that"
@@ -90,7 +90,7 @@ class SignatureFile:
                 )
         if record and record not in lines:
             lines.append(record)
-            last = record[SEAL]
+            seal = record[SEAL]
             problem = problem or (
                 f"the last line, of checkpoint {record.get('checkpoint')}, is missing: it was"
                 " removed, or the file or its folder was replaced by an earlier one"
@@ -99,11 +99,11 @@ class SignatureFile:
             problem = line.get("problem", problem)
         manifests = {str(line.get("checkpoint")): str(line.get("manifest")) for line in lines
                      if "problem" not in line}  # fmt: skip
-        return Signatures(manifests, last, problem, bool(record))
+        return Signatures(manifests, seal, problem, bool(record))
 
-    def append(self, name: str, digest: str, last: str) -> None:
+    def append(self, name: str, digest: str, previous: str) -> None:
         """Signs a checkpoint's manifest, given its SHA-256; without a key it does nothing."""
-        line = self._seals.sealed({"checkpoint": name, "manifest": digest, "previous": last})
+        line = self._seals.sealed({"checkpoint": name, "manifest": digest, "previous": previous})
         if SEAL not in line:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -118,8 +118,8 @@ class SignatureFile:
         lines: list[dict[str, Any]] = [{"problem": problem}] if problem else []
         lines += [{"checkpoint": name, "manifest": sha256} for name, sha256 in manifests.items()]
         for index, line in enumerate(lines):
-            last = lines[index - 1].get(SEAL) if index else ""
-            lines[index] = self._seals.sealed({**line, "previous": last})
+            previous = lines[index - 1].get(SEAL) if index else ""
+            lines[index] = self._seals.sealed({**line, "previous": previous})
         self.remove_record()  # of a line that goes now: the new one may not be writable
         safe_paths.write_file(str(self._run), SIGNATURES, b"".join(map(_encode, lines)))
         if lines:

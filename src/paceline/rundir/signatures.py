@@ -83,7 +83,7 @@ class Signer:
             if signatures.problem and _version(name) < _version(self.newest):
                 return  # the line of another manifest may have been removed
             if former != digest:
-                file.append(name, digest, signatures.last)
+                file.append(name, digest, signatures.seal)
             self.newest = max(self.newest, name, key=_version)
 
     def sign_step(self, step: int | None) -> None:

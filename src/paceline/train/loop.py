@@ -167,11 +167,11 @@ class TrainingLoop:
         progress = self._training.progress
         first_step = progress.step
         # the run may have ended in the evaluation after its last step
-        is_evaluation_due = progress.finished and loader.is_evaluation_due
+        is_evaluation_pending = progress.finished and loader.is_evaluation_pending
         if progress.finished:
-            self._member.say(self._describe_end(is_evaluation_due=is_evaluation_due))
-        while is_evaluation_due or not progress.finished:
-            is_evaluation_due = False
+            self._member.say(self._describe_end(is_evaluation_pending=is_evaluation_pending))
+        while is_evaluation_pending or not progress.finished:
+            is_evaluation_pending = False
             self.pace.restart(loader.waited_s, self._checkpoints.blocked_s)
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)
@@ -195,10 +195,10 @@ class TrainingLoop:
         self._membership.verify()
         self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)
 
-    def _describe_end(self, *, is_evaluation_due: bool) -> str:
+    def _describe_end(self, *, is_evaluation_pending: bool) -> str:
         """Returns why no step is left to do."""
         progress = self._training.progress
-        if is_evaluation_due:
+        if is_evaluation_pending:
             return (
                 f"step {progress.step:,} was the last, and the run ended before its evaluation:"
                 " evaluating now"

@@ -39,7 +39,7 @@ class Summed(Enum):
     YES = "yes"
 
 
-def find_sum(loss: Tensor, samples: int) -> Summed:
+def classify_loss(loss: Tensor, samples: int) -> Summed:
     """Returns whether a scalar loss, or a term of it, is a sum over the samples of a batch.
 
     Args:
@@ -48,7 +48,7 @@ def find_sum(loss: Tensor, samples: int) -> Summed:
     """
     if samples < 2:
         return Summed.NO
-    findings = {_find_in_term(node, samples) for node in _terms(loss.grad_fn)}
+    findings = {_classify_term(node, samples) for node in _terms(loss.grad_fn)}
     return next((found for found in (Summed.YES, Summed.MAYBE) if found in findings), Summed.NO)
 
 
@@ -56,13 +56,13 @@ def check_loss(loss: Tensor, samples: int, warn: Callable[[str], None]) -> None:
     """Refuses a loss that is a sum over samples, and warns of one that may be.
 
     Args:
-        loss, samples: As of :func:`find_sum`.
+        loss, samples: As of :func:`classify_loss`.
         warn: Shows a line to the user.
 
     Raises:
         SettingError: It is a sum.
     """
-    match find_sum(loss, samples):
+    match classify_loss(loss, samples):
         case Summed.YES:
             raise SettingError(
                 "session.step was given the sum of the losses, not their mean",
@@ -91,7 +91,7 @@ def _terms(node: Any) -> Iterator[Any]:
         yield node
 
 
-def _find_in_term(node: Any, samples: int) -> Summed:
+def _classify_term(node: Any, samples: int) -> Summed:
     if getattr(node, "_saved_reduction", None) == _SUM:
         rows = getattr(node, "_saved_self", None)
         is_by_sample = isinstance(rows, Tensor) and rows.dim() and len(rows) % samples == 0
@@ -100,10 +100,10 @@ def _find_in_term(node: Any, samples: int) -> Summed:
         return Summed.NO
     if [*getattr(node, "_saved_self_sym_sizes", ())][:1] != [samples]:
         return Summed.NO
-    return _find_in_summand(node.next_functions[0][0], samples)
+    return _classify_summand(node.next_functions[0][0], samples)
 
 
-def _find_in_summand(summand: Any, samples: int) -> Summed:
+def _classify_summand(summand: Any, samples: int) -> Summed:
     """Returns whether what is summed has one row for each sample."""
     pending, ends, is_weighted = [summand], [], False
     while pending:

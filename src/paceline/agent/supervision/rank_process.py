@@ -201,7 +201,7 @@ class RankProcess:
         process = self.process
         if process is None or processes.identify(process.pid) != process:
             return
-        if signum == signal.SIGINT and (is_program or not self._takes_interrupt(process.pid)):
+        if signum == signal.SIGINT and (is_program or not self._handles_interrupt(process.pid)):
             signum = signal.SIGTERM
         if not is_program and processes.has_handler(process.pid, signum):
             self.is_interrupted = signum == signal.SIGINT
@@ -218,7 +218,7 @@ class RankProcess:
             except ProcessLookupError:  # it does not lead its group yet, so it has none
                 os.kill(process.pid, signum)
 
-    def _takes_interrupt(self, pid: int) -> bool:
+    def _handles_interrupt(self, pid: int) -> bool:
         """Whether SIGINT lets the rank save.
 
         If it only waits for a program that saves on SIGTERM, Python would kill that program soon.

@@ -25,12 +25,12 @@ def imports_paceline(path: Path) -> bool:
 
 def imported_files(script: Path, root: Path) -> Iterator[Path]:
     """Yields a script and all files below a folder that it imports; none if it cannot be read."""
-    reached = set[Path]()
+    visited = set[Path]()
     pending = [script]
-    while pending and len(reached) < MAX_FILES:
+    while pending and len(visited) < MAX_FILES:
         path = pending.pop()
-        if path not in reached and (names := imported_names(path)) is not None:
-            reached.add(path)
+        if path not in visited and (names := imported_names(path)) is not None:
+            visited.add(path)
             yield path
             folders = path.parent, path.parent.parent, script.parent, root, root / "src"
             for name, folder in itertools.product(names, folders):

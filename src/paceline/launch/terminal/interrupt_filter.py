@@ -21,7 +21,7 @@ class InterruptFilter:
     """
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
+        self._pending: list[bytes] = []
         self._names_exception = False  # the last traceback that is held back is complete
 
     def feed(self, lines: list[bytes]) -> list[bytes]:
@@ -30,20 +30,20 @@ class InterruptFilter:
         for line in lines:
             if _START.match(line):
                 self._names_exception = False
-            elif self._held and not self._names_exception and _INTERRUPT.match(line):
+            elif self._pending and not self._names_exception and _INTERRUPT.match(line):
                 self.flush()
                 continue
-            elif not self._held or (self._names_exception and not _INDENTED.match(line)):
+            elif not self._pending or (self._names_exception and not _INDENTED.match(line)):
                 visible += [*self.flush(), line]
                 continue
             elif not _INDENTED.match(line):
                 self._names_exception = True
-            self._held.append(line)
-            if len(self._held) > MAX_LINES:
+            self._pending.append(line)
+            if len(self._pending) > MAX_LINES:
                 visible += self.flush()
         return visible
 
     def flush(self) -> list[bytes]:
         """Forgets the lines that are held back, and returns them."""
-        held, self._held, self._names_exception = self._held, [], False
-        return held
+        pending, self._pending, self._names_exception = self._pending, [], False
+        return pending

@@ -242,13 +242,13 @@ def image_files(folder: Path) -> list[Path]:
             path
             for path in folder.rglob("*")
             if not is_system_file(path.relative_to(folder))
-            and (path.suffix.lower() in SUFFIXES or (not path.suffix and _holds_image(path)))
+            and (path.suffix.lower() in SUFFIXES or (not path.suffix and _is_image(path)))
         )
     except RecursionError:
         raise DataError(f"{folder} holds folders that are nested too deep") from None
 
 
-def _holds_image(path: Path) -> bool:
+def _is_image(path: Path) -> bool:
     try:
         with _open(path):
             return True
@@ -256,7 +256,7 @@ def _holds_image(path: Path) -> bool:
         return False
 
 
-def other_files(folder: Path, images: Collection[Path]) -> list[Path]:
+def unread_files(folder: Path, images: Collection[Path]) -> list[Path]:
     """Lists the files below a folder that are neither these images nor system files, sorted."""
     known = {*images}
     return sorted(
@@ -266,7 +266,7 @@ def other_files(folder: Path, images: Collection[Path]) -> list[Path]:
     )
 
 
-def describe_other_files(paths: Sequence[Path]) -> str:
+def describe_unread_files(paths: Sequence[Path]) -> str:
     """Counts files that are left out, and names one; empty if there are none."""
     return f"{pluralize(len(paths), 'other file')}, such as {paths[0]}" if paths else ""
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from paceline.recipes.data.decoding import (
     SUFFIXES,
     FileSplit,
-    describe_other_files,
+    describe_unread_files,
     image_files,
     is_system_file,
     open_image,
-    other_files,
+    unread_files,
     unreadable_error,
 )
 from paceline.recipes.data.images import (
@@ -93,9 +93,9 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
     }
     split_info: SplitInfo = {"method": "folders"}
     images = [path for split in splits.values() for path in split.paths]
-    others = [
+    unread = [
         path
-        for path in other_files(folder, images)
+        for path in unread_files(folder, images)
         if not _holds_runs(folder / path.relative_to(folder).parts[0])
     ]
     if "train" not in folders:
@@ -124,7 +124,7 @@ def read(folder: Path, options: ImageOptions) -> ImageData:
         split_info,
         ignored,
         damaged,
-        describe_other_files(others),
+        describe_unread_files(unread),
     )
 
 
@@ -174,7 +174,7 @@ def _images(folder: Path) -> list[Path]:
     if not images:
         raise DataError(
             f"the class folder {folder} holds no images",
-            found=describe_other_files(other_files(folder, ())) or "no files",
+            found=describe_unread_files(unread_files(folder, ())) or "no files",
             remedy=f"add images ({', '.join(sorted(SUFFIXES))}) or move the folder elsewhere",
         )
     return images

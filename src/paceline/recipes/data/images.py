@@ -117,7 +117,7 @@ class ImageData:
         split: Record of how the parts were made.
         ignored: Number of system files in the folder (``._*``, ``__MACOSX``).
         damaged: Number of images that ``--skip-damaged`` left out.
-        others: Describes files in the folder that are no images of a class; empty if none.
+        unread: Describes files in the folder that are no images of a class; empty if none.
     """
 
     source: str
@@ -128,7 +128,7 @@ class ImageData:
     split: SplitInfo
     ignored: int = 0
     damaged: int = 0
-    others: str = ""
+    unread: str = ""
 
     @property
     def held_out(self) -> str:

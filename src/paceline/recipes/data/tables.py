@@ -59,9 +59,9 @@ def decompression(path: Path, content: bytes = b"") -> str:
         content: Its first bytes; without them, its name decides.
     """
     suffix = path.suffix.lower()
-    for usual_suffix, (magic, program) in _COMPRESSED.items():
-        if content.startswith(magic) if content else suffix == usual_suffix:
-            target = shlex.quote(str(path.with_suffix(""))) if suffix == usual_suffix else "NEW"
+    for standard_suffix, (magic, program) in _COMPRESSED.items():
+        if content.startswith(magic) if content else suffix == standard_suffix:
+            target = shlex.quote(str(path.with_suffix(""))) if suffix == standard_suffix else "NEW"
             return f"{program} < {shlex.quote(str(path))} > {target}"
     return ""
 

@@ -17,9 +17,9 @@ from paceline.recipes.data.decoding import (
     MAX_PIXELS,
     SUFFIXES,
     decode_resized,
-    describe_other_files,
+    describe_unread_files,
     image_files,
-    other_files,
+    unread_files,
     unreadable_error,
 )
 from paceline.recipes.data.images import Joined, Subset, load
@@ -211,14 +211,14 @@ def _files(names: Iterable[str]) -> Iterator[Path]:
             yield path
             continue
         images = image_files(path)
-        others = describe_other_files(other_files(path, images))
+        unread = describe_unread_files(unread_files(path, images))
         if not images:
             raise DataError(
-                f"{path} holds no images", found=others, remedy=", ".join(sorted(SUFFIXES))
+                f"{path} holds no images", found=unread, remedy=", ".join(sorted(SUFFIXES))
             )
-        if others:
+        if unread:
             print(
-                f"paceline: {others}, left out: not named like an image",
+                f"paceline: {unread}, left out: not named like an image",
                 file=sys.stderr,
                 flush=True,
             )

@@ -327,7 +327,7 @@ class Loader:
         return progress.finished or progress.offset >= self.order.size or self._is_at_pause
 
     @property
-    def is_evaluation_due(self) -> bool:
+    def is_evaluation_pending(self) -> bool:
         """Whether the last step was followed by an evaluation that has not ended."""
         progress = self.progress
         is_end = progress.offset >= self.order.size or progress.step == progress.steps

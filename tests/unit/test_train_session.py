@@ -233,29 +233,6 @@ def test_reports_finished_training(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "and 4 steps (2 epochs) were asked for" in said
 
 
-def test_training_that_stopped_early_goes_on_with_more_patience_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = []
-    for patience in (1, 1, 3, 0):
-        with train.join(run_dir=tmp_path) as session:
-            loader, model = prepare_training(session), session.models.first.model
-            best = train.Best(patience=patience)
-            session.checkpoints(best=best)
-            for _ in session.epochs(loader, 9):
-                for (inputs,) in loader:
-                    session.step(model(inputs).square().mean(1))
-                best.update(1.0, session.progress.step)
-                if best.stop:
-                    session.stop("no better value")
-            steps.append(session.progress.step)
-    assert steps == [4, 4, 8, 18]
-    said = capsys.readouterr().out
-    assert said.count("nothing is left to train") == 1
-    assert "stopped early after step 4, as 1 evaluation gave nothing better than step 2\n" in said
-    assert "a larger patience trains it further" in said
-
-
 def test_length_grouped_epoch_survives_batch_size_changes(
     tmp_path: Path,
 ) -> None:

@@ -63,7 +63,6 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         member, journal, models = self._member, self._journal, self._training.models
-        self._has_stopped_early = False  # before this process began
         self._has_begun_batches = False  # in this iteration of session.epochs, or all are over
         self.stragglers = StragglerMonitor(member)
         self.watch = NormAndLoadWatch(journal.record)
@@ -126,7 +125,6 @@ class TrainingLoop:
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
         """Prepares the training with this loader; waits for the others in a process that joins."""
         progress, membership = self._training.progress, self._membership
-        is_first = self.steps.loader is None
         self.steps.loader = loader
         membership.start_training(loader)
         self._member.write_deferred_files()
@@ -141,10 +139,6 @@ class TrainingLoop:
             progress.step + loader.steps_left(epochs), min(progress.step, 1)
         )
         self._journal.epochs = -(-steps // len(loader)) or epochs
-        best = self._checkpoints.best
-        self._has_stopped_early = is_first and best is not None and best.stop
-        if self._has_stopped_early:
-            progress.steps = min(progress.steps, progress.step)
         if not progress.finished:
             if text := _describe_change(progress, loader):
                 self._member.say(text)
@@ -202,14 +196,6 @@ class TrainingLoop:
             return (
                 f"step {progress.step:,} was the last, and the run ended before its evaluation:"
                 " evaluating now"
-            )
-        best = self._checkpoints.best
-        if self._has_stopped_early and best is not None:
-            return (
-                f"nothing is left to train: the training stopped early after step"
-                f" {progress.step:,}, as {pluralize(best.stale, 'evaluation')} gave nothing better"
-                f" than step {best.step:,}\na larger patience trains it further; --resume never, or"
-                " a run directory of its own, starts a new training"
             )
         return (
             f"nothing is left to train: step {progress.step:,}, in epoch"

@@ -519,7 +519,6 @@ class CheckpointController:
 
     Attributes:
         keeper: Makes checkpoints; ``None`` until :meth:`open`.
-        best: Best value of the evaluations; ``None`` if the script keeps none.
     """
 
     def __init__(
@@ -533,7 +532,7 @@ class CheckpointController:
         self._member, self._journal, self._training = member, journal, training
         self._membership, self._callbacks = membership, callbacks
         self.keeper: CheckpointManager | None = None
-        self.best: Best | None = None
+        self._best: Best | None = None
         self._poll: Poll | None = None
 
     def open(
@@ -547,7 +546,7 @@ class CheckpointController:
     ) -> bool:
         """See :meth:`Session.checkpoints`."""
         member, membership, control = self._member, self._membership, self._membership.control
-        self.best = best
+        self._best = best
         self.keeper = keeper = CheckpointManager(
             self._training,
             member.comms,
@@ -613,7 +612,7 @@ class CheckpointController:
         if self.keeper is None:
             return
         progress = self._training.progress
-        is_best = self.best is not None and self.best.step == progress.step
+        is_best = self._best is not None and self._best.step == progress.step
         self.keeper.on_evaluation_end(is_best, epoch_ended or progress.finished)
         if not progress.finished:
             self.keeper.poll(force=True)

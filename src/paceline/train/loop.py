@@ -160,12 +160,15 @@ class TrainingLoop:
     def epochs(self, loader: Loader) -> Iterator[int]:
         progress = self._training.progress
         first_step = progress.step
-        # the run may have ended in the evaluation after its last step
-        is_evaluation_pending = progress.finished and loader.is_evaluation_pending
         if progress.finished:
-            self._member.say(self._describe_end(is_evaluation_pending=is_evaluation_pending))
-        while is_evaluation_pending or not progress.finished:
-            is_evaluation_pending = False
+            self._member.say(
+                f"nothing is left to train: step {progress.step:,}, in epoch"
+                f" {progress.epoch + (progress.offset > 0)}, is done already, and"
+                f" {progress.steps:,} steps ({pluralize(self._journal.epochs, 'epoch')})"
+                " were asked for\nmore epochs or steps train it further; --resume never, or a run"
+                " directory of its own, starts a new training"
+            )
+        while not progress.finished:
             self.pace.restart(loader.waited_s, self._checkpoints.blocked_s)
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)
@@ -188,22 +191,6 @@ class TrainingLoop:
         self._has_begun_batches = True
         self._membership.verify()
         self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)
-
-    def _describe_end(self, *, is_evaluation_pending: bool) -> str:
-        """Returns why no step is left to do."""
-        progress = self._training.progress
-        if is_evaluation_pending:
-            return (
-                f"step {progress.step:,} was the last, and the run ended before its evaluation:"
-                " evaluating now"
-            )
-        return (
-            f"nothing is left to train: step {progress.step:,}, in epoch"
-            f" {progress.epoch + (progress.offset > 0)}, is done already, and"
-            f" {progress.steps:,} steps ({pluralize(self._journal.epochs, 'epoch')})"
-            " were asked for\nmore epochs or steps train it further; --resume never, or a run"
-            " directory of its own, starts a new training"
-        )
 
     def _allow_losses(self, loader: Loader) -> None:
         """Lets the loader divide batches again when ranks are lost."""

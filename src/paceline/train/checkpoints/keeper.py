@@ -126,7 +126,6 @@ class CheckpointManager:
         self._save_request, self._answered_request = save_request, 0
         self._poll = Poll(comms, membership)
         self._last_save_time, self._last_save_step = time.monotonic(), -1
-        self._saved_evaluation = 0  # step of the last evaluation in the last save
         self._save_problem = self._fenced_reason = ""
         self._complete_step, self._has_taken_over = 0, False
         self._copy_problem, self._is_closing = "", False  # why, as it was last told
@@ -165,7 +164,6 @@ class CheckpointManager:
                 self._comms.together(lambda: check_identity(loaded, self._training.identity))
                 restore(loaded, self._training, self._comms)
                 self._last_save_step = self._complete_step = self._reported_step = loaded.step
-                self._saved_evaluation = self._training.progress.evaluated
             self._claim_token(known_token)
             self._negotiate_copies()
         except BaseException:
@@ -310,19 +308,9 @@ class CheckpointManager:
             self._callbacks.call(Callback.checkpoint_saved, step)
 
     def on_evaluation_end(self, is_best: bool, epoch_ended: bool) -> None:
-        """Saves after an evaluation or epoch if the policy says so.
-
-        The checkpoint of the last step is saved again if it is older than the evaluation: the next
-        start would evaluate again.
-        """
-        progress = self._training.progress
-        is_outdated = (
-            progress.finished
-            and self._last_save_step == progress.step
-            and self._saved_evaluation < progress.evaluated
-        )
-        if is_best or is_outdated or (epoch_ended and self._policy.epochs):
-            self.save(is_best=is_best, is_outdated=is_outdated)
+        """Saves after an evaluation or epoch if the policy says so."""
+        if is_best or (epoch_ended and self._policy.epochs):
+            self.save(is_best=is_best)
 
     def wait_for_copy(self) -> None:
         """Waits until no copy of the model is in progress, so that it may be changed."""
@@ -394,19 +382,12 @@ class CheckpointManager:
         message = f"stopped after step {step}: the launcher is gone, and other ranks with it"
         raise Stopped(message, found=state_text)
 
-    def save(self, is_best: bool = False, *, is_outdated: bool = False) -> None:
-        """Saves the current state; the training waits for the copy only.
-
-        Args:
-            is_best: The state is the best so far.
-            is_outdated: Replaces the checkpoint of this step, if there is one.
-        """
-        progress = self._training.progress
-        if progress.step == self._last_save_step and not (is_best or is_outdated):
+    def save(self, is_best: bool = False) -> None:
+        """Saves the current state; the training waits for the copy only."""
+        if self._training.progress.step == self._last_save_step and not is_best:
             return
         start = time.perf_counter()
-        self._last_save_step, self._last_save_time = progress.step, time.monotonic()
-        self._saved_evaluation = progress.evaluated
+        self._last_save_step, self._last_save_time = self._training.progress.step, time.monotonic()
         self._save_pending = False
         with self._comms.excluded_from_waited():  # as saving
             self._training.models.synchronize(moments=True)

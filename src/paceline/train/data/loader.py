@@ -257,7 +257,7 @@ class Loader:
         """Yields batches from the current position to the end of epoch or training, or a pause."""
         progress, step = self.progress, self.progress.step
         # A checkpoint may be of a pause's beginning: what the script does in it comes first then.
-        pause = self._is_at_pause
+        pause = step > progress.evaluated and self.pauses_now()
         if not progress.steps:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
@@ -324,18 +324,8 @@ class Loader:
     def is_at_end(self) -> bool:
         """Whether the batch loop ends here: at the end of epoch or training, or at a pause."""
         progress = self.progress
-        return progress.finished or progress.offset >= self.order.size or self._is_at_pause
-
-    @property
-    def is_evaluation_pending(self) -> bool:
-        """Whether the last step was followed by an evaluation that has not ended."""
-        progress = self.progress
-        is_end = progress.offset >= self.order.size or progress.step == progress.steps
-        return self._is_at_pause or (is_end and progress.step > progress.evaluated)
-
-    @property
-    def _is_at_pause(self) -> bool:
-        return self.progress.step > self.progress.evaluated and self.pauses_now()
+        pauses = progress.step > progress.evaluated and self.pauses_now()
+        return progress.finished or progress.offset >= self.order.size or pauses
 
     @property
     def is_outdated(self) -> bool:

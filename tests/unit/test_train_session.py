@@ -375,17 +375,6 @@ def test_meter_counts_partial_metric_separately(session: train.Session) -> None:
     )
 
 
-def test_sum_over_samples_is_refused_in_first_step(session: train.Session) -> None:
-    loader, model = prepare_training(session), session.models.first.model
-    for _ in session.epochs(loader, 1):
-        for (inputs,) in loader:
-            with pytest.raises(SettingError, match="the sum of the losses") as error:
-                session.step(model(inputs).square().sum())
-            assert "a sum over 4 samples" in error.value.found
-            assert ".mean()" in error.value.remedy
-            return
-
-
 @pytest.mark.parametrize(("scale", "warnings"), [(0.25, 1), (None, 0)])
 def test_weighted_sum_warns_once(
     session: train.Session,

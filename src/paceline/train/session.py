@@ -426,7 +426,6 @@ class Session(Member):
         Raises:
             ValueError: The losses are neither a mean nor one for each sample, or no model has this
                 name.
-            SettingError: The loss is a sum over samples. The first loss of each model is checked.
         """
         return self._loop.run_step(losses, values)
 

@@ -19,7 +19,7 @@ from paceline.train.measure.pace import StepTimer
 from paceline.train.measure.watch import NormAndLoadWatch
 from paceline.train.member import Member
 from paceline.train.models import UNNAMED, Models
-from paceline.train.summed_loss import check_loss
+from paceline.train.summed_loss import WARNING, is_summed
 from paceline.train.update import loss_of, per_sample_losses
 
 
@@ -138,9 +138,10 @@ class StepRunner:
             is_outdated = recovery is not None and recovery.stale and not is_local
             if is_outdated or (recovery is not None and recovery.is_batch_void):
                 return ExchangeResult.VOID
-            if name not in self._checked and not given.dim() and len(batch.ids) > 1:
+            if name not in self._checked:
                 self._checked.add(name)
-                check_loss(given, len(batch.ids), self._member.say)
+                if not given.dim() and is_summed(given, len(batch.ids)):
+                    self._member.say(WARNING)
             sample_losses = per_sample_losses(given, len(batch.ids))
             loss = loss_of(sample_losses, batch, self._membership.data_place[1])
             if batch.last:

@@ -121,6 +121,17 @@ def test_follow_waits_for_all_tasks_and_names_those_that_failed(
     )
 
 
+def test_forgotten_task_without_folder_counts_as_failed(
+    array: SubmittedJob, show: list[str]
+) -> None:
+    """It failed before Paceline began in it."""
+    show.append(printed("running").splitlines()[0].replace("RUNNING", "COMPLETED"))
+    state = array.state()
+    assert state is not None
+    assert sorted(state.tasks) == [1, 2, 3]
+    assert len(state.failed_tasks()) >= 2
+
+
 def test_follow_remembers_tasks_that_slurm_forgets(array: SubmittedJob, show: list[str]) -> None:
     """Slurm keeps a task for MinJobAge after its end, and only the last one for longer."""
     last, failed, running = printed("running").splitlines()

@@ -1,82 +1,34 @@
-"""Tests labels of texts: numbers that are written differently, similar words, and lines about
-classes."""
+"""Tests labels of texts: similar words and numbers, and lines about classes."""
 
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from paceline.recipes import text
-from paceline.recipes.data.classes import describe_classes, similar_labels, unify_numbers
+from paceline.recipes.data.classes import describe_classes, similar_labels
 from paceline.recipes.data.texts import TextData, load_texts
 from paceline.recipes.options import TextOptions
 
 
-def read_labels(path: Path, labels: Sequence[str], known: tuple[str, ...] = ()) -> TextData:
+def read_labels(path: Path, labels: Sequence[str]) -> TextData:
     """Writes a row for each label, and reads them."""
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows((label, f"text {n}") for n, label in enumerate(labels))
-    return load_texts(TextOptions(data=str(path)), known)
-
-
-@pytest.mark.parametrize(
-    ("labels", "known", "expected"),
-    [
-        (("1", "2", "2.0", "2.50"), (), {"2.0": "2"}),
-        (("1.0", "2.0"), (), {"1.0": "1", "2.0": "2"}),  # as pandas writes them
-        (("01", "02"), (), {}),
-        (("1", "2.0"), ("1.0", "2"), {"1": "1.0", "2.0": "2"}),
-        (("1", "1.0"), ("1", "1.0"), {}),  # of a model that was trained on both
-        (("0", "-0", "+1", "1"), (), {"-0": "0", "+1": "1"}),
-        (("v1", "1e3", "nan", "1_0", "٣", "10"), (), {}),
-    ],
-)
-def test_equal_numbers_get_one_spelling(
-    labels: tuple[str, ...], known: tuple[str, ...], expected: dict[str, str]
-) -> None:
-    assert unify_numbers(labels, known) == expected
-
-
-def test_equal_numbers_are_one_class(tmp_path: Path) -> None:
-    data = read_labels(tmp_path / "d.csv", ["1", "2", "2.0", "10.0"] * 5)
-    assert data.labels == ("1", "2", "10")
-    assert [*data.remarks()] == [
-        f"{data.source}: 20 rows of 3 classes: 2 10, 1 5, 10 5",
-        "equal numbers are one class: 10.0 as 10, 2.0 as 2",
-    ]
-    rows = [{"text": f"text {n}", "label": label} for n, label in enumerate([1, 1.0, 2, 2.0] * 5)]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert load_texts(TextOptions(data=str(path))).labels == ("1", "2")
-
-
-def test_labels_of_floats_are_numbered_classes(tmp_path: Path) -> None:
-    rows = "".join(f"{n % 2}.0,text {n}\n" for n in range(20))
-    (tmp_path / "d.csv").write_text(rows)
-    data = load_texts(TextOptions(data=str(tmp_path / "d.csv"), class_names=("bad", "good")))
-    assert data.classes == ("bad", "good")
+    return load_texts(TextOptions(data=str(path)))
 
 
 def test_first_row_with_a_float_label_is_no_header(tmp_path: Path) -> None:
-    assert len(read_labels(tmp_path / "d.csv", ["1.0", *["1", "2"] * 5]).labels) == 2
-
-
-def test_evaluation_reads_numbers_of_the_training(tmp_path: Path) -> None:
-    data = read_labels(tmp_path / "d.csv", ["1.0", "2.00"] * 5, ("1", "2"))
-    assert data.labels == ("1", "2")
-    trained = read_labels(tmp_path / "d.csv", ["1", "2"] * 5)
-    assert trained.fingerprint == data.fingerprint
+    assert len(read_labels(tmp_path / "d.csv", ["1.0", "2.0"] * 5).labels) == 2
 
 
 def test_similar_labels_are_named(tmp_path: Path) -> None:
-    assert similar_labels(["Spam", "ham", "spam", "no  spam", "no spam"]) == [
-        ["Spam", "spam"],
-        ["no  spam", "no spam"],
-    ]
+    assert similar_labels(
+        ["Spam", "ham", "spam", "no  spam", "no spam", "1", "2", "1.0", "01", "v1"]
+    ) == [["Spam", "spam"], ["no  spam", "no spam"], ["1", "1.0", "01"]]
     data = read_labels(tmp_path / "d.csv", ["Spam", "ham", "spam"] * 5)
     assert "warning: classes that differ only in spelling: 'Spam', 'spam'" in [*data.remarks()]
 

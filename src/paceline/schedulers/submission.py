@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -26,6 +27,7 @@ from paceline.spec.terminal import clean, has_colours
 
 POLL_INTERVAL_S = 0.5
 _READ_BYTES = 1 << 20
+MAX_TASKS = 10_000  # of an array that are looked for though nothing of them is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class SubmittedJob:
         state = await self.scheduler.poll(self.job)
         if state is None or not state.tasks:
             return state
-        forgotten = (known.keys() | self.task_folders().keys()) - state.tasks.keys()
+        indices = itertools.islice(itertools.chain(*array_ranges(self.array)), MAX_TASKS)
+        forgotten = {*known, *self.task_folders(), *indices} - state.tasks.keys()
         ended = {index: known[index] if index in known and known[index].is_over
                  else self._recorded_end(index) for index in forgotten}  # fmt: skip
         return array_state({**state.tasks, **ended})

@@ -131,8 +131,9 @@ class Models:
 
     def start(self, steps: int, step: int) -> list[str]:
         """Tells the communication how long the training is; returns messages for the user."""
-        messages = [method.begin(steps, step) for method in self._communications]
-        return [message for message in messages if message]
+        texts = {name: updater.communication.begin(steps, step)
+                 for name, updater in self._updaters.items() if updater.communication}  # fmt: skip
+        return [f"{name}: {text}" if name else text for name, text in texts.items() if text]
 
     def record_commit(self) -> None:
         """Records the models after a step that counts, for :meth:`at_last_commit`."""

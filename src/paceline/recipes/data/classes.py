@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
 from paceline.spec.formatting import pluralize
@@ -20,30 +20,13 @@ def label_number(label: str) -> Decimal | None:
     return Decimal(label) if is_number else None
 
 
-def unify_numbers(labels: Iterable[str], known: Collection[str] = ()) -> dict[str, str]:
-    """Returns what to write for labels that equal another one as numbers: ``1`` for ``1.0``.
-
-    Args:
-        known: Labels of a trained model, which keep their spelling.
-    """
-    spellings: dict[Decimal, set[str]] = {}
-    for label in {*labels, *known}:
-        if (value := label_number(label)) is not None:
-            spellings.setdefault(value, set()).add(label)
-    unified = dict[str, str]()
-    for equal in spellings.values():
-        trained = equal.intersection(known)
-        candidates = trained or {re.sub(r"\.0*$", "", label) for label in equal}
-        shortest = min(candidates, key=lambda label: (len(label), label))
-        unified |= dict.fromkeys(equal - trained - {shortest}, shortest)
-    return unified
-
-
 def similar_labels(labels: Iterable[str]) -> list[list[str]]:
-    """Returns groups of labels that differ only in case or white space."""
-    groups: dict[str, list[str]] = {}
+    """Returns groups of labels that differ only in case or white space, or are equal numbers."""
+    groups: dict[str | Decimal, list[str]] = {}
     for label in labels:
-        groups.setdefault(" ".join(label.split()).casefold(), []).append(label)
+        number = label_number(label)
+        spelling = " ".join(label.split()).casefold() if number is None else number
+        groups.setdefault(spelling, []).append(label)
     return [group for group in groups.values() if len(group) > 1]
 
 

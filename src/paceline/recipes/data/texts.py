@@ -8,7 +8,7 @@ import json
 import random
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from paceline.recipes.data.classes import (
     describe_classes,
     label_number,
     similar_labels,
-    unify_numbers,
 )
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
@@ -101,7 +100,6 @@ class TextData:
         skipped: Number of rows left out because label or text is empty.
         columns: Names of the columns that were read.
         unused: Names of the other columns.
-        unified: What replaced labels that equal another one as numbers.
     """
 
     source: str
@@ -113,7 +111,6 @@ class TextData:
     skipped: int = 0
     columns: Columns = ("", "")
     unused: tuple[str, ...] = ()
-    unified: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def held_out(self) -> str:
@@ -130,11 +127,6 @@ class TextData:
         """Yields lines about what was read: classes, columns, and rows that are left out."""
         numbers = (number for _, labels in self.splits.values() for number in labels)
         yield f"{self.source}: {describe_classes('row', self.classes, numbers)}"
-        if self.unified:
-            pairs = [f"{old} as {new}" for old, new in sorted(self.unified.items())]
-            yield f"equal numbers are one class: {', '.join(pairs[:_MAX_REMARKS])}" + (
-                ", …" if pairs[_MAX_REMARKS:] else ""
-            )
         for names in similar_labels(self.labels)[:_MAX_REMARKS]:
             yield f"warning: classes that differ only in spelling: {', '.join(map(repr, names))}"
         if skipped := self.describe_skipped():
@@ -176,10 +168,6 @@ def load_texts(
             found=f"{skipped} rows in all parts lack one",
             remedy="each row: label, text; --label-column and --text-column name the columns",
         )
-    found = {label for rows in parts.values() for label, _ in rows}
-    unified = unify_numbers(found, labels)
-    parts = {split: [(unified.get(label, label), text) for label, text in rows]
-             for split, rows in parts.items()}  # fmt: skip
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
         fraction = options.test_fraction
@@ -207,7 +195,6 @@ def load_texts(
         skipped,
         first.columns,
         first.unused,
-        unified,
     )
 
 

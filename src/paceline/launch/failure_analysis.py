@@ -15,6 +15,7 @@ _DISK_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full"
     r"|PytorchStreamWriter failed writing|\] \. unexpected pos \d+ vs \d+"  # torch.save
 )
+_LOST_PEER = re.compile(r"[Cc]onnection|gloo|[Ss]ocket|[Bb]roken pipe|NCCL|[Pp]rocess group")
 ASKED_TO_END = "asked to end by SIGTERM, by the scheduler or somebody's kill"
 FAILURE_DELAY_S = 0.5  # to wait for reports of earlier failures
 ECHO_DELAY_S = 2.5  # the same while all known failures are secondary
@@ -51,6 +52,12 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
     if event.kind == "leaving" and event["reason"] == "guard":
         return failed("agent", f"{event['why']}; the agent ended its ranks")
     return None
+
+
+def is_failed_save(event: Event) -> bool:
+    """Whether an exception of a rank that the user stops is more than the end of its peers."""
+    is_stop = event["type"].rpartition(".")[2] in ("Stopped", "KeyboardInterrupt")
+    return not is_stop and _LOST_PEER.search(event["message"]) is None
 
 
 def describe_fork_server_end(event: Event) -> str:

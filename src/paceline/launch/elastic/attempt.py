@@ -204,7 +204,10 @@ class Attempt:
         self.recovery.stop()
         self._is_stopping = True
         self._screen.hide_interrupts()
-        stopping = asyncio.ensure_future(self._stop_ranks(self._job.grace_s.value, signal.SIGINT))
+        # ranks that wait for each other in C code would let the grace period pass
+        is_deadlock = hang is not None and hang.rank is None
+        request = signal.SIGTERM if is_deadlock else signal.SIGINT
+        stopping = asyncio.ensure_future(self._stop_ranks(self._job.grace_s.value, request))
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
             self._screen.note("paceline: stopping at once")
@@ -279,6 +282,10 @@ class Attempt:
             self._hangs.forget_rank(node.name, rank)
         elif event.kind == "exception" and not event["hooked"]:
             self._screen.mute(node.name, rank)
+            if self._is_stopping and failure_analysis.is_failed_save(event):
+                headline = f"{event['type']}: {event['message']}".splitlines()[0]
+                self._screen.note(f"paceline: rank {rank} on {node.name}, as it was stopped:"
+                                  f" {headline:.300} (see its log)")  # fmt: skip
         elif event.kind in _STRANGERS:
             self._note_stranger(node.name, event["address"])
         elif event.kind == "connection altered":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 _PREFIX = rb"(?:\[rank\d+\]: ?)?"  # of torch
 _START = re.compile(
-    _PREFIX + rb"(?:Traceback \(most recent call last\):|Process \S+:|Exception ignored .*:"
+    _PREFIX + rb"(?:Traceback \(most recent call last\):|Process \S+:|Exception ignored .*"
     rb"|During handling of the above exception, .*|The above exception was .*)$"
 )
+_AFTER_TEXT = re.compile(rb"(.+?)(" + _PREFIX + rb"Traceback \(most recent call last\):)$")
 _INDENTED = re.compile(_PREFIX + rb"(?:\s.*)?$")
 _INTERRUPT = re.compile(_PREFIX + rb"KeyboardInterrupt\b")
 MAX_LINES = 5_000  # held back of a traceback
@@ -27,7 +29,7 @@ class InterruptFilter:
     def feed(self, lines: list[bytes]) -> list[bytes]:
         """Takes lines of the stream; returns those to show."""
         visible = []
-        for line in lines:
+        for line in self._split(lines):
             if _START.match(line):
                 self._names_exception = False
             elif self._pending and not self._names_exception and _INTERRUPT.match(line):
@@ -42,6 +44,13 @@ class InterruptFilter:
             if len(self._pending) > MAX_LINES:
                 visible += self.flush()
         return visible
+
+    @staticmethod
+    def _split(lines: list[bytes]) -> Iterator[bytes]:
+        """Yields lines; a traceback that follows a progress bar begins a line of its own."""
+        for line in lines:
+            match = None if _START.match(line) else _AFTER_TEXT.match(line)
+            yield from match.groups() if match else [line]
 
     def flush(self) -> list[bytes]:
         """Forgets the lines that are held back, and returns them."""

@@ -66,7 +66,7 @@ def follow_plan(source: bytes) -> None:
 def _require_reachable(hostname: str, port: int, world_size: int) -> None:
     """Raises RuntimeError if ranks on several hosts would wait for each other at loopback."""
     num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    is_loopback = hostname in ("localhost", "::1") or hostname.startswith("127.")
+    is_loopback = hostname in ("localhost", "::1") or str(hostname).startswith("127.")
     if is_loopback and num_hosts > 1 and world_size == int(os.environ.get("WORLD_SIZE", "0")):
         raise RuntimeError(
             "the script lets its ranks meet at %s port %s, which leads each of the %d hosts to"

@@ -425,7 +425,7 @@ class NodeJob:
             rank.status, rank.ended_at = signum, time.monotonic()
         self._queued_ranks.clear()
         for rank in self.running_ranks():
-            rank.signal(signum, self._runs_program)
+            rank.signal(signum, self._runs_program, grace_s)
         deadline = time.monotonic() + grace_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 

@@ -216,6 +216,15 @@ def children_of_leader(pid: int) -> List[Process]:
     ]
 
 
+def members_of_session(session: int) -> List[Process]:
+    """Returns the living processes of a session."""
+    return [
+        Process(stat.pid, stat.start)
+        for stat in all_stats().values()
+        if stat.session == session and stat.state not in "ZX"
+    ]
+
+
 def is_session_alive(session: int) -> bool:
     """Whether any process of this session runs, even if its leader has ended."""
     return any(stat.session == session and stat.state not in "ZX" for stat in all_stats().values())

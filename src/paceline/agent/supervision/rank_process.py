@@ -36,6 +36,7 @@ class RankProcess:
         self.is_group_signaled = False  # its child processes were signalled, too
         self.is_interrupted = False  # it got SIGINT, and its child processes nothing yet
         self._interrupted_children: List[processes.Process] = []  # that it had at that time
+        self._children_at = 0.0  # when these get a signal at the latest
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.control_fd: Optional[int] = None  # write end of its control pipe
         self.unsent = bytearray()  # lines that the control pipe has not taken yet
@@ -189,7 +190,7 @@ class RankProcess:
                 return False
         return not self.fds or time.monotonic() - self.ended_at > DRAIN_S
 
-    def signal(self, signum: int, is_program: bool) -> None:
+    def signal(self, signum: int, is_program: bool, grace_s: float = 0.0) -> None:
         """Signals the rank, and its process group unless the rank handles the signal itself.
 
         A rank that saves first still needs its data workers. A program other than Python may be a
@@ -206,7 +207,9 @@ class RankProcess:
         if not is_program and processes.has_handler(process.pid, signum):
             self.is_interrupted = signum == signal.SIGINT
             if self.is_interrupted:
+                self._children_at = time.monotonic() + grace_s / 2
                 self._interrupted_children = processes.children_of_leader(process.pid)
+                self.stop_children()  # the one for which it waits: Python would kill it soon
             processes.send(process, signum)
             signum = signal.SIGCONT
         else:
@@ -232,18 +235,22 @@ class RankProcess:
     def stop_children(self) -> None:
         """Signals child processes of an interrupted rank once it has ended or waits for one.
 
-        Before, it may need them to save. What it starts after the interrupt runs until it has
-        ended, such as a program that copies what was saved.
+        Before, it may need them to save; so they get the signal after half of the grace period at
+        the latest. What it starts after the interrupt runs until it has ended, such as a program
+        that copies what was saved.
         """
         if not self.is_interrupted or self.process is None:
             return
         if self.status is not None:
             self.is_interrupted, self.is_group_signaled = False, True
+            for member in processes.members_of_session(self.process.pid):
+                processes.send(member, processes.stop_signal(member.pid))
             with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGTERM)
+                os.killpg(self.process.pid, signal.SIGCONT)
         elif self._interrupted_children:
             awaited = stalls.awaited_child(self.process.pid)
-            if any(child.pid == awaited for child in self._interrupted_children):
+            is_awaited = any(child.pid == awaited for child in self._interrupted_children)
+            if is_awaited or time.monotonic() > self._children_at:
                 for child in self._interrupted_children:
                     processes.send(child, processes.stop_signal(child.pid))
                 self._interrupted_children = []

@@ -211,7 +211,7 @@ def test_hosts_save_checkpoint_if_supervisor_dies(site: Site) -> None:
     steps = "250"
     reference = site.run("outlive.py", steps, hosts="n1")  # the result is the same on one host
     assert reference.code == 0, reference.err
-    detached = site.run("--detach", "outlive.py", steps)
+    detached = site.run("--detach", "--encrypt", "outlive.py", steps)
     assert detached.code == 0, detached.err
     log_file = folder_of(site, "n1", detached.directory) / "run/logs/n1/0.log"
     assert eventually(lambda: log_file.exists() and "step 60\n" in log_file.read_text())

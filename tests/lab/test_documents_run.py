@@ -52,6 +52,7 @@ COVERED_BY = {
     f"{SETUP_ENV} --offline": "tests/lab/test_setup.py, with a wheel that is shipped",
     "paceline completion ": "tests/contract/test_completion.py, in the shells that it is for",
     "paceline forecast ": "tests/lab/test_forecast.py, for it tries several runs",
+    "paceline evaluate runs/reviews": "tests/unit/test_recipe_evaluation.py, with a new file",
     "paceline evaluate runs/chat --tasks": "tests/unit/test_language_tasks.py, without lm-eval",
     "paceline report ": "tests/unit/test_report_page.py, for it is about other runs",
     "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",

@@ -80,18 +80,6 @@ def test_sft(two_hosts: Lab, project: Path) -> None:
     assert loss in distributed_eval.stdout, distributed_eval.stderr[-3000:]
 
 
-def test_model_folder_of_text_classifier(two_hosts: Lab, project: Path) -> None:
-    """Only the launching machine has the model, and the run to resume from."""
-    bert(project / "bert")
-    flags = ["--data=words", "--model=./bert", "--max-length=8", "--no-fast"]
-    for steps, extra_flags in ((1, ["--run-dir=first"]), (2, ["--resume=first"])):
-        trained = paceline(
-            "train", "text", *on(two_hosts), *flags, f"--steps={steps}", *extra_flags, cwd=project
-        )
-        assert trained.returncode == 0, trained.stderr[-3000:]
-    assert "resumed after step 1 from" in trained.stdout
-
-
 def test_text(two_hosts: Lab, project: Path) -> None:
     """The data are in a folder that only the launching machine has."""
     flags = ["--data=words", "--steps=10", "--run-dir=texts"]
@@ -105,3 +93,15 @@ def test_text(two_hosts: Lab, project: Path) -> None:
     distributed_eval = paceline("evaluate", "texts", *on(two_hosts), cwd=project)
     assert local_eval.stdout.split("  (")[0] in distributed_eval.stdout, distributed_eval.stderr
     assert "sending data" not in distributed_eval.stderr  # the hosts have the data already
+
+
+def test_model_folder_of_text_classifier(two_hosts: Lab, project: Path) -> None:
+    """Only the launching machine has the model, and the run to resume from."""
+    bert(project / "bert")
+    flags = ["--data=words", "--model=./bert", "--max-length=8", "--no-fast"]
+    for steps, extra_flags in ((1, ["--run-dir=first"]), (2, ["--resume=first"])):
+        trained = paceline(
+            "train", "text", *on(two_hosts), *flags, f"--steps={steps}", *extra_flags, cwd=project
+        )
+        assert trained.returncode == 0, trained.stderr[-3000:]
+    assert "resumed after step 1 from" in trained.stdout

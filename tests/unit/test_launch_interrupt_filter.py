@@ -20,6 +20,7 @@ FAILURE = f"{FRAMES}RuntimeError: no space\n  left on the device"
         (f"{FRAMES}RuntimeError: Connection closed by peer\n{CHAIN}{INTERRUPT}", ""),
         (f"Process ForkPoolWorker-1:\n{INTERRUPT}", ""),
         (PREFIXED, ""),
+        (f"Exception ignored in: <function finish at 0x7f>\n{INTERRUPT}", ""),
         (f"15/1000 [00:00<00:09]{INTERRUPT}", "15/1000 [00:00<00:09]"),
         (FAILURE, FAILURE),
         (f"{FAILURE}\n{FAILURE}", f"{FAILURE}\n{FAILURE}"),

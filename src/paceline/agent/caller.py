@@ -424,7 +424,7 @@ def reconnect(
 ) -> Optional[Tuple[ssl.SSLSocket, ssl.SSLSocket]]:
     """Reconnects while the agent lives; ``None`` if it ended, or the launcher has gone."""
 
-    def call_for(host: str, port: int, stream: str) -> ssl.SSLSocket:
+    def open_stream(host: str, port: int, stream: str) -> ssl.SSLSocket:
         info = dict(caller, stream=stream, again=True)
         return call(host, port, key, info, ANSWER_S, certificate)
 
@@ -433,7 +433,7 @@ def reconnect(
         num_refused = 0
         for host, port in addresses:
             try:
-                return call_for(host, port, "frames"), call_for(host, port, "errors")
+                return open_stream(host, port, "frames"), open_stream(host, port, "errors")
             except ConnectionRefusedError:
                 num_refused += 1
             except CallRefused:

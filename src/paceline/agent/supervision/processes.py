@@ -207,27 +207,18 @@ def stop_signal(pid: int) -> int:
     return signal.SIGINT if handles_interrupts else signal.SIGTERM
 
 
-def children_of_leader(pid: int) -> List[Process]:
-    """Returns the living children of a session's leader that are in its session."""
+def members_of_session(session: int, parent: Optional[int] = None) -> List[Process]:
+    """Returns the living processes of a session, or those that have this parent."""
     return [
         Process(stat.pid, stat.start)
         for stat in all_stats().values()
-        if stat.parent == stat.session == pid and stat.state not in "ZX"
-    ]
-
-
-def members_of_session(session: int) -> List[Process]:
-    """Returns the living processes of a session."""
-    return [
-        Process(stat.pid, stat.start)
-        for stat in all_stats().values()
-        if stat.session == session and stat.state not in "ZX"
+        if stat.session == session and parent in (None, stat.parent) and stat.state not in "ZX"
     ]
 
 
 def is_session_alive(session: int) -> bool:
     """Whether any process of this session runs, even if its leader has ended."""
-    return any(stat.session == session and stat.state not in "ZX" for stat in all_stats().values())
+    return bool(members_of_session(session))
 
 
 def wait_for_exit(process: Process, seconds: float) -> bool:

@@ -208,7 +208,9 @@ class RankProcess:
             self.is_interrupted = signum == signal.SIGINT
             if self.is_interrupted:
                 self._children_at = time.monotonic() + grace_s / 2
-                self._interrupted_children = processes.children_of_leader(process.pid)
+                self._interrupted_children = processes.members_of_session(
+                    process.pid, parent=process.pid
+                )
                 self.stop_children()  # the one for which it waits: Python would kill it soon
             processes.send(process, signum)
             signum = signal.SIGCONT

@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test test-rest test-all matrix pythons site docs sbom lint format env system clean
+.PHONY: help demo test test-rest test-all matrix pythons site docs sbom lock lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,8 +14,18 @@ help:
 	@echo "make pythons  the unit tests under every Python from 3.10 on that is here"
 	@echo "make docs     the documentation as a site in build/docs/site; broken links fail"
 	@echo "make sbom     build/paceline.cdx.json: the packages of all extras, as CycloneDX"
+	@echo "make lock     constraints.txt anew: pins and hashes; UPGRADE=numpy for a newer numpy"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make clean    remove the environment and caches"
+
+# Builds of torch for CPUs, CUDA and ROCm have the same version and different hashes, so the files
+# of constraints leave it out with the packages that only its builds for GPUs need.
+TORCH := torch==2.13.0
+GPU_PACKAGES := triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti \
+  cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 \
+  nvjitlink nvshmem-cu13 nvtx)
+PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
+LOCKED := --require-hashes --no-deps -r
 
 # Compiling these takes as long as all others together; Python compiles what it imports of them.
 SELDOM_IMPORTED := site-packages/(.*/tests?|transformers/models|torch/testing|databricks|mypyc?)/
@@ -24,10 +34,11 @@ SELDOM_IMPORTED := site-packages/(.*/tests?|transformers/models|torch/testing|da
 env: $(VENV)/.made
 
 $(VENV)/.made: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and other packages into $(VENV): this takes several minutes"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,dev]'
+	$(PIP) install --no-compile $(LOCKED) constraints.txt
+	$(PIP) install --no-compile --no-build-isolation '$(TORCH)' -e '.[recipes,trackers,dev]'
 	@# pip would do it on one CPU; packages have templates in them that do not compile
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' "$(CURDIR)/$(VENV)/lib" || true
 	touch $@
@@ -76,7 +87,7 @@ pythons: env
 
 # builds the site: 90 MB that `make demo` and `make test` do without
 site: env
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PIP) install $(LOCKED) constraints-docs.txt
 
 docs: site
 	$(PYTEST) tests/unit/test_document_links.py
@@ -86,6 +97,15 @@ docs: site
 sbom: env
 	@mkdir -p build
 	$(BIN)/python tools/sbom.py recipes parquet language export trackers >build/paceline.cdx.json
+
+# keeps the versions in the files, except those named in UPGRADE
+COMPILE := uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --generate-hashes \
+  --no-annotate --custom-compile-command 'make lock' $(UPGRADE:%=--upgrade-package %)
+lock: env
+	$(PIP) install uv
+	$(BIN)/$(COMPILE) --extra recipes --extra trackers --extra dev --upgrade-package '$(TORCH)' \
+	  --no-emit-package torch $(GPU_PACKAGES:%=--no-emit-package %) -o constraints.txt
+	$(BIN)/$(COMPILE) --extra docs -c constraints.txt -o constraints-docs.txt
 
 lint: env
 	$(BIN)/ruff check .

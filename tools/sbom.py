@@ -3,7 +3,7 @@
     python tools/sbom.py [EXTRA ...] > paceline.cdx.json
 
 It lists what this environment holds for the wheel and these extras, with licences and dependencies.
-After ``make env``, versions are those of constraints.txt.
+After ``make env``, versions are those of constraints.txt, and of torch in the Makefile.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ launchers="mpich:mpiexec.hydra openmpi-bin:mpiexec.openmpi slurm-wlm:/usr/sbin/s
 # what comes from PyPI and must not get into the environment that is tested
 extra=${PACELINE_TEST_PARTS:-/opt/paceline-test}
 frameworks="accelerate lightning pytorch-lightning lightning-utilities torchmetrics trl transformers huggingface_hub tokenizers regex tqdm psutil packaging requests httpx httpcore h11 anyio idna certifi sniffio urllib3 charset-normalizer hf-xet typer shellingham fsspec tensorboardX"
-torchvision="torchvision==0.28.0"  # the release for the torch of constraints.txt
+torchvision="torchvision==0.28.0"  # the release for the torch of the Makefile
 # somebody else's scripts, which the pages name: NAME REPOSITORY COMMIT FOLDER
 scripts="pytorch-examples https://github.com/pytorch/examples 77f55b912142e11fcfdf5b530231fb9c52f181e8 imagenet
 intel-ai-containers https://github.com/intel/ai-containers 3b6c29b3600e8fa119af1a21b0d098b6cd567563 preset/deep-learning/demo/pytorch-distributed"

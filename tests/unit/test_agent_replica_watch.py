@@ -24,7 +24,7 @@ def test_compares_replicas_early_unless_checksums_are_slow(
     monkeypatch.setattr(replica_watch, "weakref", SimpleNamespace(
         ref=lambda model: lambda: model, WeakKeyDictionary=dict))  # fmt: skip
     model: Any = SimpleNamespace(process_group=None, parameters=list)
-    replica = replica_watch._Replica(0, model, lambda event: None)
+    replica = replica_watch._WatchedModel(0, model, lambda event: None)
 
     def send(torch: Any, model: Any, step: int) -> None:
         now_s[0] += cost_s or 0.05 / (1 + 100 * len(sent))  # the first is the slowest

@@ -62,11 +62,11 @@ class _Visitor:
     """A connection that has not proven the key yet."""
 
     def __init__(self, holder: socket.socket) -> None:
-        self.holder = holder
+        self.holder = holder  # to the process that owned the streams
         self.connected_at = time.monotonic()
         self.nonce = os.urandom(NONCE_BYTES).hex()
         self.streams: Optional[Streams] = None
-        self.line = b""
+        self.line = b""  # what has come of the launcher's proof
 
     @property
     def fd(self) -> int:

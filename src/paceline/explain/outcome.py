@@ -274,9 +274,10 @@ class _Life:
         return signs >= SURVIVED - (unit.level != "error")
 
     def _signs_of_own(self, unit: Unit, everywhere: int) -> int:
-        """Signs of the process or host that the unit is about, as far as the log tells them apart.
+        """Signs of life, after the unit, of the process or host that it is about.
 
-        Others go on for a while after one process ended.
+        ``everywhere``, those of all, if the log does not tell them apart. Others go on for a while
+        after one process ended.
         """
         of_rank, of_host = self._own_after[id(unit)]
         if unit.rank in self._ranks:
@@ -356,9 +357,12 @@ def _admissible(weak: list[Unit], primary: Sequence[Unit]) -> list[Unit]:
 
 
 def _alarming(weak: list[Unit], life: _Life) -> list[Unit]:
-    """What counts where no process is known to have ended badly: no warnings alone."""
+    """What counts where no process is known to have ended badly.
+
+    Nothing does unless one is an error or the kernel's. Python's warnings never count.
+    """
     weak = [unit for unit in weak if unit.kind != "warning"]
-    if not life.was_seen:
+    if not life.was_seen:  # the log does not even show that a process ran
         return weak
     weak = [unit for unit in weak if unit.kind != "library" or not life.had_ended(unit)
             or _WAITED.search(unit.text)]  # fmt: skip

@@ -177,7 +177,7 @@ class Failure:
         return self.kind in ("exception", "exit") and bool(SECONDARY_ERROR.search(self.headline))
 
     @property
-    def was_requested(self) -> bool:
+    def was_terminated(self) -> bool:
         """Whether SIGTERM ended it, as when a scheduler cancels a job."""
         return self.signal == signal.SIGTERM
 

@@ -220,6 +220,9 @@ class LocalOutputs:
     def remove_shards(self, paths: Iterable[str], *, is_outside: bool) -> None:
         """Forgets shards, and removes those at the place of their index that nobody changed.
 
+        A shard that another run wrote goes back to that run's directory.
+
+
         ``is_outside``: The index is in the run directory, not in the project.
         """
         recorded = [output for path in paths if (output := self.journal.outputs.get(path))]
@@ -227,7 +230,7 @@ class LocalOutputs:
             is_beside = bool(output.place) == is_outside
             if is_beside and output.is_unchanged(self._run, self.project):
                 with contextlib.suppress(OSError):  # torch would load it with new ones
-                    if output.is_adopted and self._return_to_run(output.path):
+                    if output.is_adopted and self._return_to_writer(output.path):
                         continue
                 root = self._run if output.place or self.project is None else self.project
                 with safe_paths.FolderCache(str(root)) as folders:
@@ -350,7 +353,7 @@ class LocalOutputs:
         assert self.project is not None
         try:
             self._make_folders(path)
-            self._return_to_run(path)
+            self._return_to_writer(path)
             move_file(self._run, unplaced, self.project, path, replace=state.exists)
         except OSError as problem:
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -358,7 +361,7 @@ class LocalOutputs:
             return False
         return True
 
-    def _return_to_run(self, path: str) -> bool:
+    def _return_to_writer(self, path: str) -> bool:
         """Moves another run's file from the project to its run directory; whether it did.
 
         A later start of that run finds it there.

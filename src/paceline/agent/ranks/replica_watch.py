@@ -41,7 +41,7 @@ class ReplicaWatch:
 
     def __init__(self, report: Report, *, verify: bool = True, measure: bool = True) -> None:
         self._report, self._verify, self._measure = report, verify, measure
-        self._replicas: List[_Replica] = []
+        self._watched: List[_WatchedModel] = []
         self._samplers = SamplerWatch(report)
 
     def install(self) -> None:
@@ -62,24 +62,25 @@ class ReplicaWatch:
             original(model, *args, **kwargs)
             is_session = type(model).__module__.startswith("paceline.")  # compares by itself
             if model.process_group.size() > 1 and not is_session:
-                replica = _Replica(len(self._replicas), model, self._report)
-                replica.verifies, replica.measures = self._verify, self._measure
-                self._replicas.append(replica)
+                watched = _WatchedModel(len(self._watched), model, self._report)
+                watched.verifies, watched.measures = self._verify, self._measure
+                self._watched.append(watched)
                 if self._verify:
-                    watch_inputs(model, replica.number, replica.members, self._report)
+                    watch_inputs(model, watched.number, watched.members, self._report)
 
         module.DistributedDataParallel.__init__ = construct
         getstate = module.DistributedDataParallel.__getstate__
         module.DistributedDataParallel.__getstate__ = hide_in_copies(getstate)
 
     def _watch_joins(self, module: Any) -> None:
+        """Ends comparisons in torch's Join: ranks without data do not count the others' steps."""
         original = module.Join.__enter__
 
         @functools.wraps(original)
         def enter(context: Any) -> Any:
             with contextlib.suppress(AttributeError):  # not in this torch
-                for replica in self._replicas if context._enable else ():
-                    replica.before_join(sys.modules["torch"], context._joinables)
+                for watched in self._watched if context._enable else ():
+                    watched.before_join(sys.modules["torch"], context._joinables)
             return original(context)
 
         module.Join.__enter__ = enter
@@ -99,8 +100,8 @@ class ReplicaWatch:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._samplers.on_step()
-        for replica in self._replicas:
-            replica.before_step(torch, optimizer)
+        for watched in self._watched:
+            watched.before_step(torch, optimizer)
 
 
 class _Sums(NamedTuple):
@@ -128,7 +129,7 @@ class _Sums(NamedTuple):
         )
 
 
-class _Replica:
+class _WatchedModel:
     """One model: its steps are those of the optimizers that have parameters of it.
 
     Args:

@@ -20,13 +20,14 @@ _WORKER_CONFIDENCE = 0.7  # more than the exception that the rank raises because
 
 
 def match(evidence: Evidence) -> Match | None:
+    """A process that SIGKILL ended, or a SIGTERM which Paceline had not sent."""
     first = evidence.first_failure
     if first is not None and first.kind == "exception" and _WORKER_KILLED in first.traceback:
         cause = f"a DataLoader worker of {first.where} was {describe_end(None, signal.SIGKILL)}"
         return Match(cause, (first.host,), first.rank, _WORKER_CONFIDENCE)
     if first is not None and first.kind not in ("signal", "exit"):
         return None
-    if first is not None and first.was_requested:
+    if first is not None and first.was_terminated:
         return _request_match(first)
     for end in evidence.exits:
         is_first = first is None or (end.host, end.rank) == (first.host, first.rank)

@@ -172,10 +172,10 @@ class Attempt:
         failures = failure_analysis.attribute_network_loss(
             failures, self._fleet.common_silences, lease_s
         )
-        was_requested = all(failure.was_requested for failure in failures)
-        if was_requested and self._interrupts.received:
+        all_terminated = all(failure.was_terminated for failure in failures)
+        if all_terminated and self._interrupts.received:
             return await self._stop_for_user()
-        to_save = was_requested or self.recovery.abandon_reason is not None
+        to_save = all_terminated or self.recovery.abandon_reason is not None
         grace_s = self._job.grace_s.value if to_save else FAILURE_GRACE_S
         await first_of(self._stop_ranks(grace_s), self._interrupts.wait())
         if self._interrupts.received:

@@ -369,7 +369,7 @@ class ElasticDriver:
         if departing and len(departing) < len(fleet.nodes):
             await asyncio.gather(*(fleet.dismiss(node, ASKED_TO_END) for node in departing))
             return not self._is_program_failure(failure)
-        may_follow_loss = failure.is_secondary or failure.was_requested
+        may_follow_loss = failure.is_secondary or failure.was_terminated
         if fleet.is_complete and may_follow_loss:  # the loss may not be known yet
             deadline = time.monotonic() + fleet.lease_s / 2 + 1
             while fleet.is_complete and time.monotonic() < deadline:
@@ -381,7 +381,7 @@ class ElasticDriver:
 
         Earlier losses that the ranks have recovered from do not count.
         """
-        if failure.rank is None or failure.is_secondary or failure.was_requested:
+        if failure.rank is None or failure.is_secondary or failure.was_terminated:
             return False
         fleet = self._nodes
         lost = [node for node in fleet.nodes if node.lost and not node.is_loss_recovered]

@@ -336,7 +336,7 @@ class RecoveryController:
     def _show_obstacle(self, failure: Failure) -> None:
         """Shows once why a loss, which is not the fault of the script, ends the ranks."""
         is_loss = failure.kind in ("signal", "lost", "forkserver", "agent", "lease")
-        if is_loss and not failure.was_requested and len(self._commands.hosts_of) > 1:
+        if is_loss and not failure.was_terminated and len(self._commands.hosts_of) > 1:
             if self._obstacle:
                 message = f"the other ranks cannot go on without {failure.where}: {self._obstacle}"
                 self._screen.note(f"paceline: {message}")

@@ -52,7 +52,7 @@ def is_by_chance(failure: Failure) -> bool:
     if failure.kind in _KINDS_OF_HOSTS:
         return True
     killed = failure.kind == "signal" and failure.signal not in _REPEATABLE
-    return killed and not failure.was_requested and not is_out_of_memory(failure)
+    return killed and not failure.was_terminated and not is_out_of_memory(failure)
 
 
 class StartupTracker:

@@ -299,9 +299,12 @@ def workdir_in(tree: Tree, job: Job) -> str:
 
 
 async def send_folder(node: Node, tree: Tree, name: str, folder: str, workdir: str = "") -> str:
-    """Builds a tree on a node from its cache and what is sent; returns its folder.
+    """Builds a tree on a node from its cache and what is sent; returns its path there.
 
-    ``workdir`` is the relative path of a folder in it that is made even if no file is in it.
+    Args:
+        name: Of the tree in the job's folder.
+        folder: Name of the job's folder in the node's cache, see :func:`job_folder`.
+        workdir: Relative path of a folder in the tree that is made even if no file is in it.
     """
     try:
         root = await send_tree(node.channel, tree.manifest, tree.file, folder, name, workdir)

@@ -466,7 +466,8 @@ def _require_columns(
 def _refuse_choice(name: str, names: Sequence[str], flag: str, recorded: str) -> None:
     """Raises DataError for several columns with usual names if none is recorded.
 
-    The runs of older versions do not record which one they were trained on: the leftmost.
+    None is recorded if the training data had no header, and in runs of older versions, which
+    were trained on the leftmost one.
     """
     usual = [column for column in names if column and column.lower() in _USUAL_COLUMNS[flag]]
     if not recorded and len(usual) > 1:

@@ -166,6 +166,7 @@ def _read_json(path: Path, name: str) -> Iterator[Record]:
 
 
 def _read_table(path: Path, name: str) -> Iterator[Record]:
+    """Yields rows; one with other columns than the header as an error, for the caller to raise."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     rows = parse_rows(path, [f"{line}\n" for line in read_lines(path)], delimiter)
     if not rows:

@@ -109,7 +109,10 @@ class Recording:
             self._pauses -= 1
 
     def publish(self, store: Any, **info: Any) -> None:
-        """Writes the recording into a store that has none yet; by one rank."""
+        """Writes the results of the start into a store, for processes that join later.
+
+        Rank 0 calls it as the start ends. Nothing is written if none can join.
+        """
         if not self.obstacle:
             first = json.dumps(["about", {**self._info, **info}])
             _publish("\n".join([first, *self._lines]), store)

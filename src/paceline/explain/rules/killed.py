@@ -29,6 +29,8 @@ def match(evidence: Evidence) -> Match | None:
         return None
     if first is not None and first.was_terminated:
         return _request_match(first)
+    if first is None and evidence.result.interrupted:
+        return None  # Paceline ended what had not ended within the grace period
     for end in evidence.exits:
         is_first = first is None or (end.host, end.rank) == (first.host, first.rank)
         if end["signal"] == signal.SIGKILL and is_first:

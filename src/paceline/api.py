@@ -108,7 +108,7 @@ def prepare(
         env: Variables for the ranks. Values whose names suggest a secret are not recorded.
         python: The interpreter on the hosts. By default the running one.
         interface: Network interface for the job's traffic. By default detected.
-        follow_links: Send files outside the project to which links in it lead.
+        follow_links: Send files outside the project to which symlinks in it lead.
         wait_for_nodes: Seconds, or a text such as ``"10m"``, to wait for missing hosts. 600 by
             default.
         max_restarts: Restarts of all nodes after failures. By default only after a loss before the

@@ -187,9 +187,9 @@ LAUNCH = [
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
                  help="When to copy the code to the hosts; auto: if it is missing or different"
                       " there."),
-    click.option("--follow-links", is_flag=True, help="Also send the targets of links that lead"
+    click.option("--follow-links", is_flag=True, help="Also send the targets of symlinks that lead"
                                                       " out of the code or data folder (for code,"
-                                                      " links to files only)."),
+                                                      " symlinks to files only)."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
                  help="auto binds each rank to its own cores, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",

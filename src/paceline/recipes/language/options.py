@@ -104,7 +104,7 @@ class SftOptions(Options):
     unused: ClassVar[Mapping[str, str]] = {"mirror": "sft has no named data sets"}
 
     model: str = ""
-    """Model to start from: a folder saved by transformers, a GGUF file, or an id of Hugging Face."""
+    """Base model: a folder saved by transformers, a GGUF file, or an id of Hugging Face."""
     method: Literal["lora", "qlora", "dora", "full"] = "lora"
     """What is trained: low-rank adapters of all linear layers (lora, dora), the same with a base in
     four bits (qlora, on GPUs with CUDA), or the whole model."""

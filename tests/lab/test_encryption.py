@@ -32,6 +32,17 @@ def test_traffic_is_readable_without_encryption(site: Site) -> None:
     assert readable(site.project / "packets") == set(MARKS)
 
 
+@pytest.mark.parametrize("options", [(), ("--encrypt",)])
+def test_encrypt_hides_traffic_of_spawned_processes(site: Site, options: tuple[str, ...]) -> None:
+    packets = site.project / "packets"
+    with captured(site, packets):
+        ended = site.run("--nnodes", "2", "--check", "none", *options, "spawned.py", "eth0")
+    assert ended.code == 0, ended.err
+    message = "from a spawned process"
+    assert ended.out.count(repr(message)) == 2
+    assert (message.encode() in packets.read_bytes()) != bool(options)
+
+
 def test_encrypt_hides_traffic_rejects_intruders_and_recovers(site: Site) -> None:
     options = ("--encrypt", "--nnodes", "2", "--check", "none")
     packets, start_time = site.project / "packets", time.time()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,27 @@ import pytest
 from paceline.agent.ranks import clear_connections, tunnels
 
 DESCRIPTION = "127.70.0.1 10.0.0.1 5000 paceline-tunnels-0"
+SPAWNING = """
+import multiprocessing
+
+def child():
+    import torch.distributed as dist
+    import torch.distributed.rpc as rpc
+    for connect in (lambda: dist.TCPStore("10.0.0.1", 1), lambda: rpc.init_rpc("worker0")):
+        try:
+            connect()
+        except RuntimeError as error:
+            print(error, flush=True)
+
+if __name__ == "__main__":
+    from paceline.agent.ranks import clear_connections
+    clear_connections.install_in_spawned()
+    import torch.distributed
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join()
+"""
 
 
 class Store:
@@ -86,3 +110,13 @@ def test_unencrypted_jobs_are_not_restricted(monkeypatch: pytest.MonkeyPatch) ->
     assert distributed.TCPStore("10.0.0.1", 1).place == ("10.0.0.1", 1)
     assert distributed.rpc.init_rpc("worker0") == "worker0"
     assert distributed.distributed_c10d._new_process_group_helper(2, 0, [], "mpi")[0] == "mpi"
+
+
+def test_spawned_processes_are_restricted(tmp_path: Path) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    environment = {**os.environ, tunnels.VARIABLE: DESCRIPTION}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True,
+                          text=True, check=True, timeout=120)  # fmt: skip
+    assert done.stdout.count("--encrypt: connections to a store at 10.0.0.1") == 2, done.stderr
+    assert done.stdout.count("--encrypt: connections of torch.distributed.rpc") == 2, done.stderr

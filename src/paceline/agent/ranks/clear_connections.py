@@ -1,13 +1,17 @@
-"""Refuses what would connect ranks of an encrypted job past its tunnels: see ``tunnels.py``."""
+"""Refuses what would connect ranks of an encrypted job past its tunnels: see ``tunnels.py``.
+
+The processes that a rank spawns with ``multiprocessing`` are new interpreters. They get the guards
+before they import the script.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import socket
-import sys
 from typing import Any, Callable
 
-from . import peer_filters, tunnels
+from . import gloo_peers, gradient_watch, peer_filters, tunnels
 
 _BACKENDS = {"", "gloo", "nccl", "undefined", "fake"}  # NCCL: there are no GPUs in such a job
 
@@ -20,9 +24,51 @@ def install(distributed: Any) -> None:
     if hasattr(c10d, "_new_process_group_helper"):
         c10d._new_process_group_helper = _guard_groups(c10d)
     distributed.TCPStore.__init__ = _guard_stores(distributed.TCPStore.__init__)
-    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    gradient_watch.on_import(
+        {"torch.distributed.rpc": _guard_rpc, "multiprocessing.spawn": _guard_spawned}
+    )
+
+
+def install_in_spawned() -> None:
+    """Does in a process that a rank has spawned what its own process did at its start."""
+    gradient_watch.on_import({"torch.distributed": _guard_imported})
+
+
+def _guard_imported(distributed: Any) -> None:
+    if distributed.is_available():
+        c10d = distributed.distributed_c10d
+        gloo_peers.install(c10d, on_reject=lambda _: None, on_stranger=lambda _: None)
+        install(distributed)
+
+
+def _guard_rpc(rpc: Any) -> None:
     if hasattr(rpc, "init_rpc"):
         rpc.init_rpc = _refuse_rpc
+
+
+def _guard_spawned(spawn: Any) -> None:
+    original = spawn.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(*args: Any, **kwargs: Any) -> Any:
+        return {**original(*args, **kwargs), "clear_connections": _InSpawned()}
+
+    spawn.get_preparation_data = get_preparation_data
+
+
+class _InSpawned:
+    """Pickled into a spawned process, it installs the guards there."""
+
+    def __reduce__(self) -> Any:
+        folder = __file__
+        for _ in __name__.split("."):  # where its package is
+            folder = os.path.dirname(folder)
+        code = (
+            "import importlib, sys; sys.path.insert(0, folder);"
+            " guards = importlib.import_module(name); sys.path.remove(folder);"
+            " guards.install_in_spawned()"
+        )
+        return exec, (code, {"folder": folder, "name": __name__})
 
 
 def require_gloo(backend: str) -> None:

@@ -71,7 +71,9 @@ def _secrecy(plan: Plan) -> str:
     if len(plan.nodes) + len(plan.spares) == 1:
         return "on one host"
     encrypt = plan.settings.get("encrypt")
-    return "TLS 1.3" if encrypt and encrypt.value else "not encrypted"
+    if encrypt and encrypt.value:
+        return "TLS 1.3"
+    return "not encrypted; gloo accepts all users of the job's hosts, NCCL everybody"
 
 
 def _sourced(setting: Setting[Any]) -> str:

@@ -63,6 +63,8 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     os.environ.update(rank["env"])
     os.environ["PACELINE_EVENT_FD"] = str(events)
     os.environ["PACELINE_CONTROL_FD"] = str(control)
+    # gloo reads all addresses in two requests to the store, not in three for each rank
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     _name_process(rank, request["entry"])
     stack_dump.register(events)
     flight_recorder.block_signal()

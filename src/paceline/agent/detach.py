@@ -47,12 +47,12 @@ def detach_caller():
             if os.read(0, 64).startswith(b"stay"):
                 report(left=True)
                 sys.exit(0)
-            end(child)
+            end_caller(child)
             sys.exit(1)
 
-def end(child):
-    """Terminates the process group, then kills only the caller: without it the agent ends and
-    cleans up the job, which it could not do if it and its guard were killed."""
+def end_caller(child):
+    """Terminates the process group of caller.py, then kills only caller.py itself: without it the
+    agent ends and cleans up the job, which it could not do if it and its guard were killed."""
     try:
         os.killpg(child.pid, signal.SIGTERM)
         deadline = time.time() + END_S

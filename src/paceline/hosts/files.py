@@ -67,7 +67,7 @@ def decode(data: bytes, label: str) -> str:
     return text
 
 
-def with_includes(text: str, folder: Path) -> tuple[str, list[Path]]:
+def with_includes(text: str, file_folder: Path) -> tuple[str, list[Path]]:
     """Replaces the ``Include`` lines of an OpenSSH configuration by the files they name.
 
     Relative patterns belong to ``~/.ssh``, as for ssh itself, else to the file's folder.
@@ -86,7 +86,7 @@ def with_includes(text: str, folder: Path) -> tuple[str, list[Path]]:
         if key != "include" or depth >= _MAX_DEPTH:
             return line
         patterns = [pattern.strip('"') for pattern in arguments.split()]
-        paths = [path for pattern in patterns for path in _matches(pattern, folder)]
+        paths = [path for pattern in patterns for path in _matches(pattern, file_folder)]
         return "\n".join(expand(read(path), depth + 1) for path in paths)
 
     def read(path: Path) -> str:
@@ -107,8 +107,8 @@ def with_includes(text: str, folder: Path) -> tuple[str, list[Path]]:
     return expand(text, 0), files
 
 
-def _matches(pattern: str, folder: Path) -> list[Path]:
-    for base in (Path("~/.ssh"), folder):
+def _matches(pattern: str, file_folder: Path) -> list[Path]:
+    for base in (Path("~/.ssh"), file_folder):
         try:
             absolute = base.expanduser() / Path(pattern).expanduser()
             root = Path(absolute.anchor)

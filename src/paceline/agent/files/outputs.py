@@ -274,7 +274,7 @@ def _keep_written(folder: Path, roots: Dict[str, int], folder_name: str) -> None
 
 
 def _link(source: str, target: str) -> None:
-    """Gives a file a second name, as the job's folder may stay; moves it if that cannot be done."""
+    """Gives a file a second name, as a warm agent keeps the job's folder; else moves it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(target)
     try:

@@ -111,6 +111,7 @@ def open_folder(root: str, path: str, make: bool = False) -> int:
 
     Raises:
         OSError: A part of ``path`` is a link or not a folder, or is missing.
+        ValueError: ``path`` could lead out of ``root``.
     """
     names = split_path(path) if path else []
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

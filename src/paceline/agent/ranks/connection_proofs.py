@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Collection, NamedTuple, Set
 
-_RANKS = "paceline/proofs/ranks"  # that publish their connections
+_BEGUN = "paceline/proofs/ranks"  # ranks that will publish their connections
 _PUBLISHED = "paceline/proofs/published"  # ranks that have done so
 _COMPLETE = "paceline/proofs/complete/%d"  # set once all of so many have
 _UNKNOWN = "paceline/proofs/unknown"  # set by a rank that does not see its connections
@@ -44,18 +44,18 @@ class ConnectionProofs:
     def __init__(self, store: Any, size: int) -> None:
         self._store = store
         try:
-            store.check([_RANKS])
-            number = store.add(_RANKS, 1)
+            store.check([_BEGUN])  # fails before anything is counted
+            num_begun = store.add(_BEGUN, 1)
         except RuntimeError as error:
             if "pure virtual" not in str(error):  # a store of the script that has no more than get
                 raise
-            self._store, number = None, size
-        self._num_ranks = -(-number // size) * size  # once all ranks of this group have begun
+            self._store, num_begun = None, size
+        self._num_ranks = -(-num_begun // size) * size  # once all ranks of this group have begun
 
     def withdraw(self) -> None:
         """Takes back that this rank has begun: its group cannot be made."""
         if self._store is not None:
-            self._store.add(_RANKS, -1)
+            self._store.add(_BEGUN, -1)
 
     def publish(self, made: Collection[Connection], are_visible: bool = True) -> None:
         """Publishes the connections that this rank has made to other hosts.
@@ -77,7 +77,7 @@ class ConnectionProofs:
         Raises RuntimeError if they do not within the store's timeout.
         """
         keys = [connection.key for connection in accepted]
-        if self._store is None or not keys or self._store.add(_RANKS, 0) < self._num_ranks:
+        if self._store is None or not keys or self._store.add(_BEGUN, 0) < self._num_ranks:
             return set()
         self._store.get(_COMPLETE % self._num_ranks)
         if self._store.check(keys) or self._store.check([_UNKNOWN]):

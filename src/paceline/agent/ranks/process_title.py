@@ -33,7 +33,7 @@ def show(text: str, tail: str = "") -> bool:
 
 
 def fit_line(text: bytes, tail: bytes, max_bytes: int) -> bytes:
-    """Shortens the line to at most ``room`` bytes, without NUL and line breaks; may be empty."""
+    """Shortens the line to ``max_bytes`` at most, without NUL and line breaks; may be empty."""
     text = text.translate(bytes.maketrans(b"\0\n\r\t", b"    "))
     if len(text) + len(tail) > max_bytes:
         text = text[: max(0, max_bytes - len(tail) - len(_ELLIPSIS))] + _ELLIPSIS.encode()

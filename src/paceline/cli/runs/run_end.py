@@ -186,7 +186,7 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
 
 
 def report_success(outcome: RunOutcome) -> str:
-    """Returns one line for a run that went well."""
+    """Returns a line for a run that went well, and one for a checkpoint of its script."""
     finished, missing = _count_finished(outcome)
     ranks = pluralize(finished, "rank")
     if missing:

@@ -24,7 +24,11 @@ def imports_paceline(path: Path) -> bool:
 
 
 def imported_files(script: Path, root: Path) -> Iterator[Path]:
-    """Yields a script and all files below a folder that it imports; none if it cannot be read."""
+    """Yields a script and the project's files that it imports, directly or not.
+
+    They are beside or above the importing file, beside the script, or below ``root``. Yields
+    nothing if the script cannot be read.
+    """
     visited = set[Path]()
     pending = [script]
     while pending and len(visited) < MAX_FILES:

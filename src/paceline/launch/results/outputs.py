@@ -313,6 +313,7 @@ class OutputSync:
         self.store.start_attempt()
         self._source = fleet.first
         if fleet.nodes == [source]:
+            # alone, it keeps all that is whole; among others, only what they get, too
             await self._send(fleet.first, is_source=True)
         else:
             await gather_all([self._send(node) for node in fleet.nodes])

@@ -162,7 +162,7 @@ def _add(
 
 def _unpack(archive: Path, folder: Path) -> None:
     """Unpacks the files of an archive with a known checksum, without its folders."""
-    if not archive.stat().st_size:
+    if not archive.stat().st_size:  # the mark of an archive that was unpacked before
         return
     with tarfile.open(archive) as tar:
         for member in tar:

@@ -76,9 +76,10 @@ def conversion_to_utf8(content: bytes) -> str:
 def _locate_undecodable(content: bytes) -> str:
     """Describes the first line that is not in UTF-8."""
     for number, line in enumerate(content.split(b"\n"), 1):
-        text = line.decode("utf-8", "replace")
-        if "\ufffd" in text:
-            return f"line {number}: {text.strip()[:80]!r}"
+        try:
+            line.decode()
+        except UnicodeDecodeError:
+            return f"line {number}: {line.decode('utf-8', 'replace').strip()[:80]!r}"
     return "bytes that are not text"
 
 

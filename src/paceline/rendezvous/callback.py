@@ -98,7 +98,8 @@ class CallbackTransport(Transport):
     async def _listen(self) -> None:
         use_pidfd_watcher()
         if self._containers is not None or not all(host.local for host in self._hosts):
-            await self._listener.open(local_addresses(self._interface, self._hosts))
+            name = self._me or "this machine"  # what it says is read on the launching machine
+            await self._listener.open(local_addresses(self._interface, self._hosts, name))
         self._on_listening(self._listener)
 
     async def _accept(self, host: Host) -> Channel:

@@ -173,10 +173,12 @@ def listening_addresses(endpoint: Endpoint) -> list[str]:
     return sorted(local) or ["127.0.0.1"]
 
 
-def local_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
+def local_addresses(interface: str | None, hosts: Sequence[Host],
+                    name: str = "this machine") -> list[str]:  # fmt: skip
     """This machine's addresses for agents: loopback if all agents are local.
 
-    Raises SettingError if there is no usable address on the interface.
+    Raises SettingError, which calls this machine by its name, if there is no usable address on the
+    interface.
     """
     if all(host.local for host in hosts) and interface is None:
         return ["127.0.0.1"]
@@ -185,9 +187,9 @@ def local_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
     if not matching:
         listed = ", ".join(f"{a['interface']} {a['address']}" for a in usable)
         raise SettingError(
-            f"interface {interface} was asked for, but this machine has no usable address on it"
+            f"interface {interface} was asked for, but {name} has no usable address on it"
             if interface
-            else "this machine has no address that other hosts could call",
+            else f"{name} has no address that other hosts could call",
             found=listed or "loopback only",
             remedy="--iface NAME with one of these" if listed else "Bring up a network interface",
         )

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from each_case import each_case
 from paceline.explain.conclusion import conclude, to_findings
 from paceline.explain.evidence import Evidence, Log
 from paceline.explain.evidence_reader import from_log, from_run, read_log
-from paceline.explain.rule import SECTIONS, FrontMatter, Rule, parse_page
+from paceline.explain.rule import SECTIONS, FrontMatter, Rule, _parse_front_matter, parse_page
 from paceline.explain.rules import codes, load, load_all
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "rules"
@@ -125,6 +126,12 @@ def test_page_has_title_and_sections(rule: Rule) -> None:
     assert max(map(len, page.split("---\n", 2)[2].splitlines())) <= 100
 
 
+@each_case("code", codes())
+def test_front_matter_is_parsed_as_yaml(code: str) -> None:
+    front = (SOURCE / f"{code}.md").read_text().split("---\n", 2)[1]
+    assert _parse_front_matter(front) == yaml.safe_load(front)
+
+
 def test_modules_match_computed_rules() -> None:
     """All other rules consist of one page."""
     modules = {path.stem.replace("_", "-") for path in SOURCE.glob("*.py")} - {"--init--"}
@@ -135,15 +142,16 @@ def test_modules_match_computed_rules() -> None:
 def test_rules_are_sorted_by_place() -> None:
     places = [rule.place for rule in RULES]
     assert places == sorted(places)
-    assert rule_of("patterns: a\nsays: b").place == FrontMatter().place >= max(places)
+    assert rule_of("patterns: 'a'\nsays: 'b'").place == FrontMatter().place >= max(places)
 
 
 @pytest.mark.parametrize(
     ("front", "page", "text"),
     [
-        ("patterns: a\nsays: b", PAGE.replace("## Remedy", "## Remedies"), "Remedy"),
-        ("patern: a\nsays: b", PAGE, "patern"),
+        ("patterns: 'a'\nsays: 'b'", PAGE.replace("## Remedy", "## Remedies"), "Remedy"),
+        ("patern: 'a'\nsays: 'b'", PAGE, "patern"),
         ("symptom: true", PAGE, "no patterns"),
+        ("patterns: a\nsays: 'b'", PAGE, "rule x: "),  # a text without quotation marks
     ],
 )
 def test_rejects_invalid_page(front: str, page: str, text: str) -> None:
@@ -153,7 +161,7 @@ def test_rejects_invalid_page(front: str, page: str, text: str) -> None:
 
 def test_computed_rule_calls_module() -> None:
     calls: list[Evidence] = []
-    front = "patterns: known\nsays: told\ncomputed: true"
+    front = "patterns: 'known'\nsays: 'told'\ncomputed: true"
     rule = parse_page("x", PAGE.format(front), lambda: calls.append)
     assert rule.match(from_log("error: known\n")) is not None
     assert len(calls) == 1

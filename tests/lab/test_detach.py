@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,33 @@ def test_rejects_unreachable_supervisor(site: Site) -> None:
     assert "n2, n3 cannot reach the supervisor on n1" in detached.err
     assert "--supervisor HOST" in detached.err
     assert site.leftovers() == ""
+
+
+def test_supervisor_needs_no_packages(site: Site) -> None:
+    """Its host has only the standard library; what else it imports is sent there."""
+    for host in site.lab.names:
+        venv.create(site.lab.home(host) / "bare", clear=True)
+    bare = ("--no-torch", "--python", f"{site.lab.home_inside()}/bare/bin/python")
+    refused = [
+        site.run(*bare, "--iface", "eth9", *detach, "tell.py") for detach in ((), ("--detach",))
+    ]
+    assert [ended.code for ended in refused] == [2, 2], refused[1].err
+    for ended_start in refused:
+        assert "eth9 was asked for, but n1 has no usable address on it\n" in ended_start.err
+    assert "Traceback" not in refused[1].err
+
+    (site.project / "late.py").write_text(
+        "import os, time\ntime.sleep(5)\nif os.environ['RANK'] == '1':\n    import no_such\n"
+    )
+    detached = site.run("--detach", *bare, "--report", "late.py")
+    assert detached.code == 0, detached.err
+    folder = folder_of(site, "n1", detached.directory)
+    assert ended(folder)["exit_code"] == 1
+    screen = (folder / "run/screen.txt").read_text()
+    assert "rank 1 on n2: Python has no module no_such" in screen
+    assert "paceline/" not in screen  # no traceback of its own
+    assert (folder / "run/report.html").exists()
+    assert (folder / "supervisor.log").read_text() == ""
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])

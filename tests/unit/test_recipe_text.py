@@ -350,6 +350,18 @@ def test_unknown_header_suggests_options(
     assert remedy in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [[], ["--text-column=Kommentar"]])
+@pytest.mark.parametrize("header", ["Kommentar;Bewertung", '"Kommentar";"Bewertung"'])
+@pytest.mark.parametrize("first", ["Sehr gut;gut", '"Sehr gut; wirklich";gut'])
+def test_other_delimiter_is_suggested(
+    header: str, first: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text("\n".join([header, first, "Schlecht;übel", "Toll;gut", "Mies;übel"]))
+    assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}", *flags]) == 1
+    assert "remedy: --delimiter ';': that is" in capsys.readouterr().err
+
+
 def test_unknown_header_with_label_last_suggests_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,13 +147,15 @@ def first_row(path: Path) -> int:
 
 
 def read_rows(
-    path: Path, delimiter: str, is_header: IsHeader, is_certain: IsHeader | None = None
-) -> list[Any]:
+    path: Path, delimiter: str, is_header: IsHeader, is_certain: IsHeader | None = None,
+    has_option: bool = False,
+) -> list[Any]:  # fmt: skip
     """Reads the rows as dictionaries, or as lists of cells if a table has no header.
 
     Args:
         is_certain: Whether names prove a header, which a text with a delimiter in it may look like;
             by default, all that ``is_header`` accepts do.
+        has_option: Whether the command has ``--delimiter``, which errors may then suggest.
     """
     if reader := _OBJECT_READERS.get(path.suffix.lower()):
         return reader(path)
@@ -161,7 +163,7 @@ def read_rows(
     default = cell_delimiter(path, delimiter)
     is_certain = is_certain or is_header
     delimiter = _detect_delimiter(lines, default, is_header, is_certain)
-    rows = parse_rows(path, lines, delimiter)
+    rows = parse_rows(path, lines, delimiter, has_option)
     header = [cell.strip() for cell in rows[0]] if rows else []
     if not rows or not is_header(header):
         return rows
@@ -175,7 +177,8 @@ def read_rows(
                 f"{path} row {number} has {'more' if row[len(header) :] else 'fewer'} columns than"
                 " the header",
                 found=f"{pluralize(len(row), 'column')}, {len(header)} in the header",
-                remedy=delimiter_remedy(header) or "a cell with a delimiter in it needs quotes",
+                remedy=(delimiter_remedy(header) if has_option else "")
+                or "a cell with a delimiter in it needs quotes",
             )
     return [dict(zip(header, row, strict=False)) for row in rows[1:]]
 
@@ -226,8 +229,12 @@ def cell_delimiter(path: Path, explicit: str) -> str:
     return {"": default, "\\t": "\t"}.get(explicit, explicit)
 
 
-def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
+def parse_rows(
+    path: Path, lines: Sequence[str], delimiter: str, has_option: bool = False
+) -> list[list[str]]:
     """Returns the non-empty rows of a table.
+
+    ``has_option``: Whether an error may suggest ``--delimiter``.
 
     Raises:
         DataError: It is malformed; a quotation mark that is not closed would swallow later rows.
@@ -239,11 +246,13 @@ def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[st
             if any(row):
                 rows.append(row)
     except csv.Error as error:
+        other = delimiter_remedy(lines[:1]) if has_option and delimiter not in lines[0] else ""
         raise DataError(
             f"{path} line {first} cannot be read as a table",
             found=f"{error}, at line {table.line_num}",
-            remedy="look for a quotation mark that is not closed; one inside of a cell is written"
-            " twice; longer texts: a .jsonl file",
+            remedy=other
+            or "look for a quotation mark that is not closed; one inside of a cell is"
+            " written twice; longer texts: a .jsonl file",
         ) from None
     return rows
 

@@ -300,15 +300,17 @@ def _read_file(path: Path, options: TextOptions, recorded: Recorded | None) -> T
     def is_header(names: Sequence[str]) -> bool:
         return are_named or all(select_columns(names, preferred))
 
-    rows = read_rows(path, delimiter, is_header)
+    rows = read_rows(path, delimiter, is_header, has_option=recorded is None)
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
     if isinstance(rows[0], dict):
         return _select_columns(str(path), rows, options, preferred, first_row(path))
     if recorded is None and all(len(row) > 1 for row in rows):
         _refuse_header(path, rows)
-    remedy = "; --delimiter names what stands between" if recorded is None else ""
-    return Table(_parse_rows(path, rows, f"each row: label, text{remedy}"))
+    remedy = "each row: label, text"
+    if recorded is None:
+        remedy = delimiter_remedy(rows[0]) or f"{remedy}; --delimiter names what stands between"
+    return Table(_parse_rows(path, rows, remedy))
 
 
 def _parse_rows(path: Path, rows: Sequence[Sequence[str]], remedy: str) -> list[Row]:

@@ -818,6 +818,20 @@ def test_notes_hosts_that_run_in_home_folder(kind: Any, code: str, is_noted: boo
     assert [note for note in made.notes if "missing" in note] == [expected] * is_noted
 
 
+@pytest.mark.parametrize(("code", "is_used"), [(EQUAL_CODE, True), (DIFFERENT_CODE, False)])
+def test_notes_unused_workdir(code: dict[str, Any], is_used: bool) -> None:
+    surveyed = {**facts(), "user": {"home": "/home/u"}}
+    hosts = [Host("n1", workdir="/data/w"), Host("n2"), Host("n3", workdir="/data/w")]
+    found = [HostSurvey(host, surveyed, NodeNetwork("10.0.0.1", "eth0", ""), code)
+             for host in hosts]  # fmt: skip
+    port = Setting(29400, Source.FOUND, "free")
+    the_job = job(entry=Entry("script", "/w/a.py"))
+    made = planner.make_plan(the_job, "run1", found[:2], Supplies(TREE), port, [], found[2:])
+    assert made.nodes[0].workdir.startswith("/data/w") is is_used
+    notes = [note for note in made.notes if note.startswith("workdir of n1, n3 in [hosts.NAME] is")]
+    assert len(notes) == (not is_used)
+
+
 def test_program_without_code_gets_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

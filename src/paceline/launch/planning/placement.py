@@ -192,6 +192,16 @@ def code_notes(job: Job, supplies: Supplies) -> list[str]:
     return notes
 
 
+def workdir_notes(places: Sequence[tuple[Host, str]]) -> list[str]:
+    """Returns a note on hosts whose ``workdir`` is not used, by how each host has the code."""
+    names = [host.name for host, code in places if host.workdir and code == "shipped"]
+    note = (
+        f"workdir of {', '.join(names)} in [hosts.NAME] is not used: the project is sent, and ranks"
+        " run in this copy"
+    )
+    return [note] if names else []
+
+
 def linked_folder_notes(supplies: Supplies, copies: Sequence[Copy]) -> list[str]:
     """Returns a note on links to folders, which copies of the code do not have."""
     links = () if supplies.code is None else supplies.code.linked_folders

@@ -274,6 +274,8 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
     waiting = tuple(replace(_node(job, survey, supplies, run_id, node_rank, 0, cards), ranks=())
                     for node_rank, survey in enumerate(spares, len(nodes)))  # fmt: skip
     copies = [copy for node in (*nodes, *waiting) for copy in node.copies]
+    hosts_of_nodes = [survey.host for survey in (*surveys, *spares)]
+    places = [*zip(hosts_of_nodes, [node.code for node in (*nodes, *waiting)], strict=True)]
     hosts, facts = [survey.host for survey in surveys], surveys[0].facts
     in_home = {
         survey.host.name: node.workdir
@@ -299,6 +301,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
             *notes,
             *placement.link_notes(job, supplies, surveys),
             *placement.code_notes(job, supplies),
+            *placement.workdir_notes(places),
             *placement.linked_folder_notes(supplies, copies),
             *placement.env_notes(supplies, copies),
             *placement.unfetched_folder_notes(job, in_home),

@@ -265,6 +265,30 @@ def test_prints_source_of_hosts(text: str, note: str, capsys: pytest.CaptureFixt
     read_chosen_cluster(context_of("check", PACELINE_OPT_HOSTS="n[3-9]"))
 
 
+@pytest.mark.parametrize(
+    ("option", "key"), [("python", "python"), ("iface", "interface"), ("iface", "job_address")]
+)
+def test_names_hosts_that_do_not_use_an_option(
+    option: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is said about one host is stronger than what is said about all."""
+    own = {"python": "/own", "interface": "eth7", "job_address": "10.0.0.1"}[key]
+    line = f"--{option} /typed is not used on hosts with their own {key}: n1 ({own}); see"
+    write_settings(f'[run]\n{option} = "/all"\n[hosts.n1]\n{key} = "{own}"\n')
+    read_chosen_cluster(context_of("check", "-H", "n1,n2"))
+    assert capsys.readouterr().err == ""
+    read_chosen_cluster(context_of("check", "-H", "n1,n2", f"--{option}=/typed"))
+    assert f"paceline: {line} [hosts.NAME] in paceline.toml\n" == capsys.readouterr().err
+    if key != "job_address":
+        read_chosen_cluster(context_of("check", "-H", "n1,n2", f"--{option}={own}"))
+        assert capsys.readouterr().err == ""
+    Path("machines.toml").write_text(f'[hosts.n1]\n{key} = "{own}"\n')
+    write_settings("")
+    CliRunner().invoke(trust_command, ["machines.toml"])
+    read_chosen_cluster(context_of("check", "-H", "machines.toml", f"--{option}=/typed"))
+    assert f"{line} [hosts.NAME] in machines.toml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])
 def test_rdzv_and_via_override_hosts_of_file(typed: tuple[str, ...]) -> None:
     write_settings("[hosts.n1]\n")

@@ -14,6 +14,9 @@ from paceline.schedulers import current_scheduler
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import TOML_NAME, Setting, Source
 
+_STRONGER_KEYS = {"python": ("python",), "iface": ("interface", "job_address")}
+"""Keys of one host that override an option for all, by option."""
+
 
 def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     """Reads the hosts and their tables in paceline.toml, and marks this machine."""
@@ -78,7 +81,8 @@ def read_chosen_cluster(ctx: click.Context) -> Cluster:
 def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
     """Names hosts that were not typed, and addresses of typed ones that paceline.toml gives.
 
-    A typed word that could be a host's name may be the name of a file instead.
+    A typed word that could be a host's name may be the name of a file instead. Typed options that
+    some hosts do not use are named, too.
     """
     from paceline.hosts.source import must_be_file
 
@@ -96,6 +100,30 @@ def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
              if "address" in tables.get(host.name, {})]  # fmt: skip
     if moved and ctx.params["hosts"] != TABLES_ARE_HOSTS:
         say(f"paceline: {', '.join(moved)} ({TOML_NAME})", err=True)
+    for line in unused_options(ctx, cluster):
+        say(f"paceline: {line}", err=True)
+
+
+def unused_options(ctx: click.Context, cluster: Cluster) -> list[str]:
+    """Says on which hosts an option is not used, because what is said about one host is stronger.
+
+    Values of ``[run]`` are not named: the file shows both.
+    """
+    tables, lines = toml_of(ctx).get("hosts", {}), []
+    for option, keys in _STRONGER_KEYS.items():
+        if option not in ctx.params or (typed := setting(ctx, option)).source <= Source.FILE:
+            continue
+        for key in keys:
+            own = {host.name: value for host in cluster.hosts
+                   if (value := getattr(host, key)) not in (None, typed.value)}  # fmt: skip
+            if own:
+                in_file = any(key in tables.get(name, {}) for name in own)
+                listed = ", ".join(f"{name} ({value})" for name, value in own.items())
+                lines.append(
+                    f"--{option} {typed.value} is not used on hosts with their own {key}: {listed};"
+                    f" see [hosts.NAME] in {TOML_NAME if in_file else cluster.source}"
+                )
+    return lines
 
 
 def hosts_setting(ctx: click.Context) -> Setting[str | None]:

@@ -135,7 +135,8 @@ IFACE = click.option(
     "--iface", metavar="NAME", help="Network interface for the job's traffic.",
     show_default="the one that reaches the other nodes",
 )  # fmt: skip
-PYTHON = click.option("--python", metavar="PATH", help="Python interpreter to use on the hosts.",
+PYTHON = click.option("--python", metavar="PATH", help="Python interpreter to use on the hosts"
+                      " that do not have their own.",
                       show_default="paceline's own")  # fmt: skip
 MASTER_PORT = click.option(
     "--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -19,7 +20,7 @@ from paceline.remote import this_machine
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.detached import DETACHED
-from paceline.transfer import output_folders
+from paceline.transfer import output_folders, tree
 from paceline.transfer.detached_outputs import DetachedOutputs
 from paceline.transfer.output_folders import OutputFolder
 from paceline.transfer.outputs import OutputStore
@@ -100,6 +101,35 @@ def test_replaces_ignored_files_of_earlier_runs(in_runs: Run) -> None:
         assert runs.read("out/best.pt") == "second"
         assert runs.read("out/mine.csv") == "mine"
         assert {*runs.store.kept_out} == {"out/mine.csv"}
+
+    in_runs(work)
+
+
+def test_code_that_is_too_large_names_results_of_earlier_runs(
+    in_runs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count as code if git does not ignore them. What the user has changed since is not named.
+
+    Files of run directories are never sent.
+    """
+    monkeypatch.setattr(tree, "MAX_FILES", 2)
+
+    async def work(runs: Runs) -> None:
+        monkeypatch.chdir(runs.project)
+        (runs.project / ".gitignore").unlink(missing_ok=True)
+        paths = [f"results/{number}.bin" for number in range(3)]
+        await runs.write_and_fetch(dict.fromkeys(paths, "first"))
+        with pytest.raises(tree.CodeTooLarge) as caught:
+            tree.read_tree(runs.project)
+        assert f"results: 3 files, 0 MiB, results of the run {runs.run}" in caught.value.found
+        assert "results, type `mv results runs/first`. To keep" in caught.value.remedy
+        for path in paths[:2]:
+            (runs.project / path).write_text("changed by the user")
+        with pytest.raises(tree.CodeTooLarge) as caught:
+            tree.read_tree(runs.project)
+        assert "of the run" not in caught.value.found
+        subprocess.run(["mv", "results", "runs/first"], check=True)
+        assert len(tree.read_tree(runs.project).manifest) <= 2
 
     in_runs(work)
 

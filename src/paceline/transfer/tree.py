@@ -14,11 +14,12 @@ from pathlib import Path
 
 from paceline.agent.files import safe_paths, snapshot
 from paceline.agent.files.snapshot import hash_file
+from paceline.rundir.earlier_outputs import EarlierOutputs
 from paceline.rundir.output_rules import DCP_INDEX
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import Entry, Job
-from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
+from paceline.spec.rundir import DEFAULT_PARENT, WEIGHTS, is_launcher_file, is_run
 from paceline.transfer.git import repository_problem, run_git, work_tree_root
 from paceline.transfer.links import OutwardLinks
 
@@ -411,7 +412,7 @@ class CodeTooLarge(SettingError):
 def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeTooLarge:
     """The error for too large a tree; names its largest part, usually data or results."""
     largest = _largest_part(sizes)
-    members = [size for path, size in sizes.items() if f"{path}/".startswith(f"{largest}/")]
+    members = {path: size for path, size in sizes.items() if f"{path}/".startswith(f"{largest}/")}
     is_folder = bool(largest) and largest not in sizes
     tracked = run_git(root, *(("ls-files", "--", largest) if largest else ("rev-parse",)))
     local_path = os.path.relpath(root / largest)
@@ -427,7 +428,14 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
         f" {elsewhere}, or put the code at the same path on every host and add --ship never"
     )
     is_project = not is_no_project(root)
-    most = f"most of it is {largest}: {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB"
+    most = (
+        f"most of it is {largest}: {pluralize(len(members), 'file')},"
+        f" {sum(members.values()) >> 20} MiB"
+    )
+    if largest and (run := _run_that_wrote(root, members)):
+        most += f", results of the run {run}"
+        move = shell_text(["mv", local_path, os.path.relpath(run)])
+        remedy = f"If no run continues from these results, type `{move}`. {remedy}"
     return CodeTooLarge(
         f"the code in {root} is too large to ship at every start",
         found=f"{'' if is_complete else 'more than '}{pluralize(len(sizes), 'file')},"
@@ -435,6 +443,15 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
         f"{f'; {most}' if largest else ''}{f'; {problem}' if problem else ''}",
         remedy=remedy if is_project else elsewhere.capitalize(),
     )
+
+
+def _run_that_wrote(root: Path, sizes: Mapping[str, int]) -> Path | None:
+    """The run of ``runs/`` that wrote the last of these files, if runs wrote half the bytes."""
+    earlier = EarlierOutputs(root / DEFAULT_PARENT / "-", root)
+    written = {path: writer for path in sizes if (writer := earlier.writer(path))}
+    if 2 * sum(sizes[path] for path in written) < sum(sizes.values()) or not written:
+        return None
+    return max(written.values(), key=lambda writer: writer[1].time)[0]
 
 
 def _largest_part(sizes: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -552,6 +553,16 @@ def predicted_texts(path: Path, column: str) -> list[str]:
     """Reads texts for a model with a class named like a column."""
     trained_on = {"source": "", "delimiter": "", "columns": ["", column]}
     return [*use_text._texts([str(path)], trained_on, ["comment", "question"])]
+
+
+def test_predict_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is a text, and the dash is none."""
+    content = io.BytesIO("good\n\n- übel\n".encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(content, encoding="utf-8"))
+    assert predicted_texts(Path("-"), "") == ["good", "- übel"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(DataError, match="convert it: iconv"):
+        predicted_texts(Path("-"), "")
 
 
 def test_predict_reads_punctuation_in_tsv_file(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class PredictOptions:
 
     inputs: tuple[str, ...] = field(default=(), metadata={"positional": True})
     """Image files and folders of images; or texts, and csv, tsv, jsonl, parquet and txt
-    files of texts."""
+    files of texts, or - for the lines of standard input."""
     run: str = ""
     """Run directory that holds model/."""
     top_k: int = 3

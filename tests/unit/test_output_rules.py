@@ -30,6 +30,7 @@ USER_FOLDER = PathState()
     "out/dcp/.metadata", "out/dcp/__0_0.distcp", "out/latest", "out/a/chat_template.jinja",
     "out/checkpoint-5/random_states_0.pkl", "runs/x/events.out.tfevents.17000.host.12.0",
     "out/README.md", "out/epoch=3-step=40.ckpt", "out/last_checkpoint", "out/checkpoint",
+    "out/zustand-30/random_states_0.pkl", "out/zustand-30/custom_checkpoint_0.pkl",
     "out/latest_checkpointed_iteration.txt", "out/model_best", "out/step=40",
 ])  # fmt: skip
 def test_accepts_results_in_own_folder(path: str) -> None:
@@ -67,6 +68,7 @@ def test_accepts_data_files_in_user_folders(path: str) -> None:
     "x.dist-info/entry_points.txt", "out/X.Dist-Info/entry_points.txt", "a.egg-info/top_level.txt",
     "out/a.egg-link",
     "HEAD", "out/a.service", "cache/features.pkl", "out/x.joblib", "out/ckpt.pt.tmp", "own.tmp",
+    "random_states_0.pkl", "out/states_0.pkl",
 ])  # fmt: skip
 @pytest.mark.parametrize("state", [OWN_FOLDER, USER_FOLDER])
 def test_rejects_code_settings_and_unsafe_names(path: str, state: PathState) -> None:
@@ -122,6 +124,20 @@ def files(*ages: tuple[str, float], state: str = "unknown") -> list[WrittenFile]
 def test_groups_shards_of_folder() -> None:
     groups = group_files(files(("out/a/__0_0.distcp", 0), ("out/a/.metadata", 0), ("out/b.pt", 0)))
     assert {unit: len(group) for unit, group in groups.items()} == {"out/a": 2, "out/b.pt": 1}
+
+
+@pytest.mark.parametrize(("names", "is_grouped"), [
+    (["model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"], True),
+    (["model_1.safetensors", "random_states_0.pkl"], True),
+    (["pytorch_model.bin", "optimizer_1.bin"], True),
+    (["model.safetensors", "training_args.bin", "tokenizer.json"], False),
+    (["optimizer.bin", "scheduler.bin"], False),
+])  # fmt: skip
+def test_groups_files_of_accelerates_save_state(names: list[str], is_grouped: bool) -> None:
+    """Whatever the folder's name is."""
+    groups = group_files(files(*((f"out/zustand-30/{name}", 0) for name in names)))
+    assert (list(groups) == ["out/zustand-30"]) is is_grouped
+    assert len(group_files(files(*((name, 0) for name in names)))) == len(names)
 
 
 def test_splits_growing_log_from_folder() -> None:

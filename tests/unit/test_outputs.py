@@ -712,6 +712,9 @@ def test_ignores_invalid_journal_lines(tmp_path: Path) -> None:
     written = [Output(name, 1, "", "n1", "", number, 0.0, 0) for number, name in enumerate(names)]
     assert newest_checkpoint(written) == ("out/ckpt_1.pt", written[:1])
     assert newest_checkpoint(written[1:]) == ("out/model.safetensors", written[1:2])
+    names = tuple(f"own/{n}" for n in ("model.safetensors", "random_states_0.pkl", "scheduler.bin"))
+    written = [Output(name, 1, "", "n1", "", number, 0.0, 0) for number, name in enumerate(names)]
+    assert newest_checkpoint(written) == ("own", written)  # of Accelerator.save_state
     journal.add_folder("more")
     assert OutputJournal(tmp_path).folders == {"out", "more"}
 

@@ -86,6 +86,10 @@ _RANK_NUMBER = re.compile(
 _RANDOM_STATE = re.compile(r"(?:rng|random_states?)[^/]*$", re.IGNORECASE)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
+# of Accelerator.save_state, in a folder of any name: its pickles, weights, and what is beside them
+_SAVED_PICKLE = re.compile(r"(?:random_states|custom_checkpoint)_[0-9]+\.pkl")
+_SAVED_WEIGHTS = re.compile(r"(?:pytorch_)?model(?:[-_].+)?\.(?:bin|safetensors)")
+_SAVED_STATE = re.compile(rf"(?:optimizer|scheduler)(?:_[0-9]+)?\.bin|{_SAVED_PICKLE.pattern}")
 _STEP_FOLDER = re.compile(
     r"(?:(?:checkpoint|ckpt|step|epoch|iter|iteration|global[-_]?step)s?|ep)[-_=.]?[0-9].*",
     re.IGNORECASE,
@@ -150,7 +154,8 @@ def name_refusal(path: str, *, in_own_folder: bool) -> str:
     suffix = _suffix(name)
     if _has_code_name(name):
         return "a name of code or settings"
-    if suffix in _PICKLE_SUFFIXES and not (in_own_folder and unit_of(path) != path):
+    is_in_checkpoint = unit_of(path) != path or (len(parts) > 1 and _SAVED_PICKLE.fullmatch(name))
+    if suffix in _PICKLE_SUFFIXES and not (in_own_folder and is_in_checkpoint):
         return "a pickle outside a checkpoint folder"
     if suffix in _TEMPORARY_SUFFIXES:
         return "a temporary file"
@@ -307,18 +312,30 @@ def group_files(files: Iterable[WrittenFile]) -> dict[str, list[WrittenFile]]:
     files = list(files)
     folders = {_parent(file.path) for file in files
                if is_index(file.path) or is_shard(file.path)} - {""}  # fmt: skip
+    folders |= saved_folders(file.path for file in files)
     groups: dict[str, list[WrittenFile]] = {}
     for file in files:
-        groups.setdefault(_unit(file.path, folders), []).append(file)
+        groups.setdefault(unit_of(file.path, folders), []).append(file)
     return groups
 
 
-def unit_of(path: str) -> str:
-    """The checkpoint folder of a path by its name (``checkpoint-500``, ``step_3``), or the path."""
-    return _unit(path, ())
+def saved_folders(paths: Iterable[str]) -> set[str]:
+    """The folders with weights and, beside them, what else ``Accelerator.save_state`` writes."""
+    weights, states = set[str](), set[str]()
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if _SAVED_WEIGHTS.fullmatch(name):
+            weights.add(folder)
+        elif _SAVED_STATE.fullmatch(name):
+            states.add(folder)
+    return weights & states - {""}
 
 
-def _unit(path: str, folders: Collection[str]) -> str:
+def unit_of(path: str, folders: Collection[str] = ()) -> str:
+    """The checkpoint folder of a path by its name (``checkpoint-500``, ``step_3``), or the path.
+
+    ``folders``: Other checkpoint folders.
+    """
     parts = path.split("/")
     for depth in range(1, len(parts)):
         folder = "/".join(parts[:depth])

@@ -26,6 +26,7 @@ from paceline.rundir.output_rules import (
     is_checkpoint,
     is_of_save,
     rank_0_twin,
+    saved_folders,
     unit_of,
     withheld_root,
 )
@@ -347,10 +348,12 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
     """
     outputs = list(outputs)
     incomplete = incomplete_checkpoints(outputs)
+    saved = saved_folders(output.path for output in outputs)
     units: dict[str, list[Output]] = {}
     for output in outputs:
         if not withheld_root(output.path, incomplete):
-            units.setdefault(_dcp_folder(output.path) or unit_of(output.path), []).append(output)
+            unit = _dcp_folder(output.path) or unit_of(output.path, saved)
+            units.setdefault(unit, []).append(output)
     checkpoints = {unit: files for unit, files in units.items()
                    if unit.rpartition("/")[2] != "training_args.bin"
                    and not rank_0_twin(unit, units)

@@ -38,6 +38,9 @@ class CutLine:
         self.passed += len(data)
         return data
 
+    def exception(self) -> Exception | None:
+        return self._reader.exception()
+
     async def read(self, count: int) -> bytes:
         data = self._pass(await self._reader.read(count)) if self.left else b""
         if not self.left:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ from paceline.rendezvous.listener import (
     identity,
 )
 from paceline.rendezvous.peers import HostAdmission, Peers
+from paceline.spec.errors import ConnectError
+from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 
 KEY = b"k" * 32
@@ -254,6 +257,62 @@ async def sniffing(
         server.close()
 
 
+@contextlib.asynccontextmanager
+async def faulty_network(
+    listener: Listener,
+) -> AsyncIterator[tuple[tuple[str, int], set[str]]]:
+    """A relay between nodes and the launcher, and the faults that happen to the next bytes.
+
+    "to" and "from" change a byte that the launcher receives or has sent. "unanswered" is like
+    "from", but the launcher does not receive what the node sends then. "closed" and "reset" end the
+    connection when the node sends something.
+    """
+    faults: set[str] = set()
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream = await asyncio.open_connection(*listener.addresses[0])
+        is_cut = False
+
+        async def pump(
+            source: asyncio.StreamReader, target: asyncio.StreamWriter, possible: set[str]
+        ) -> None:
+            nonlocal is_cut
+            with contextlib.suppress(OSError):
+                while data := bytearray(await source.read(1 << 16)):
+                    if possible == TO_LAUNCHER and is_cut:
+                        continue
+                    happening = faults & possible
+                    faults.difference_update(happening)
+                    if "reset" in happening:
+                        for end in (writer, upstream[1]):
+                            end.get_extra_info("socket").setsockopt(
+                                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                            )
+                    if happening & {"closed", "reset"}:
+                        break
+                    is_cut = is_cut or "unanswered" in happening
+                    data[-1] ^= 2 if happening else 0
+                    target.write(data)
+                    await target.drain()
+            writer.close()
+            upstream[1].close()
+
+        await asyncio.gather(
+            pump(reader, upstream[1], TO_LAUNCHER),
+            pump(upstream[0], writer, FROM_LAUNCHER),
+        )
+
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[:2], faults
+    finally:
+        server.close()
+
+
+TO_LAUNCHER = {"to", "closed", "reset"}
+FROM_LAUNCHER = {"from", "unanswered"}
+
+
 def node_config(listener: Listener, addresses: Sequence[tuple[str, int]] = ()) -> dict[str, Any]:
     """The configuration of a node that calls the listener back, perhaps over a relay."""
     return caller_config(
@@ -321,15 +380,19 @@ def test_lost_launcher_closes_agent_input() -> None:
     asyncio.run(scenario())
 
 
+async def start_node(config: Mapping[str, Any]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *caller_command(config),
+        env={**os.environ, caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
+    )
+
+
 async def connect_node(
     peers: Peers, config: Mapping[str, Any]
 ) -> tuple[asyncio.subprocess.Process, Channel]:
     """Starts a node that calls back; returns it and the channel, which survives interruptions."""
 
-    child = await asyncio.create_subprocess_exec(
-        *caller_command(config),
-        env={**os.environ, caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
-    )
+    child = await start_node(config)
     await asyncio.wait_for(peers.complete.wait(), TIMEOUT_S)
     (channel,) = await peers.channels()
     return child, channel
@@ -434,6 +497,60 @@ def test_disconnected_node_reconnects() -> None:
             stranger["session"] = peers.by_place[0].session
             with pytest.raises(caller.CallRefused, match="given up"):
                 await asyncio.to_thread(caller.dial, destination, KEY, stranger, time.monotonic())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_altered"),
+    [("to", True), ("from", True), ("unanswered", True), ("closed", False), ("reset", False)],
+)
+def test_altered_byte_is_reported(fault: str, is_altered: bool) -> None:
+    """The connection is restored after every fault, and only a change is reported, once."""
+
+    async def scenario() -> None:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener, faulty_network(listener) as (relay, faults):
+            child, channel = await connect_node(peers, node_config(listener, [relay]))
+            events: list[Event] = []
+            restored = asyncio.Event()
+
+            def on_event(event: Event) -> None:
+                events.append(event)
+                if event.kind == "connection restored":
+                    restored.set()
+
+            channel.on_event = on_event
+            for _ in range(2):
+                faults.add(fault)
+                assert (await asyncio.wait_for(channel.request("clock"), TIMEOUT_S))["time"] > 0
+                await asyncio.wait_for(restored.wait(), TIMEOUT_S)
+                restored.clear()
+                assert not faults
+            kinds = ["connection altered"] * is_altered + ["connection restored"]
+            assert [event.kind for event in events] == kinds * 2
+            if is_altered:
+                assert events[0].fields == {"address": "127.0.0.1", "to_launcher": True}
+            await channel.request("bye")
+            await channel.close(5)
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 0
+            assert sum(event.kind == "connection altered" for event in events) == 2 * is_altered
+
+    asyncio.run(scenario())
+
+
+def test_altered_byte_before_agent_is_named() -> None:
+    async def scenario() -> None:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener, faulty_network(listener) as (relay, faults):
+            child = await start_node(node_config(listener, [relay]))
+            await asyncio.wait_for(peers.complete.wait(), TIMEOUT_S)
+            faults.add("to")
+            with pytest.raises(ConnectError, match="no agent on n1") as caught:
+                await peers.channels()
+            assert "bytes were changed on the way between this machine and n1" in caught.value.found
+            child.kill()
+            await child.wait()
 
     asyncio.run(scenario())
 

@@ -203,7 +203,9 @@ EVENT_EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "leftovers killed": [{"count": 1}],
     "stranger at the store": [{"address": "10.0.0.9"}],
     "stranger at the tunnels": [{"address": "10.0.0.9"}],
-    "connection altered": [{"address": "10.0.0.9"}],
+    "connection altered": [
+        {"address": "10.0.0.9"}, {"address": "10.0.0.9", "to_launcher": True},
+    ],
     "node ended": [{"time": 5.0}],
     "asked to end": [{"time": 5.0}],
     "leaving": [{"reason": "lease", "why": "it ran out", "time": 5.0}],

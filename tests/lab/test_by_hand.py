@@ -210,6 +210,35 @@ def test_survivor_resumes_after_lost_machine(site: Site, lost_host: str) -> None
     assert "resumed after step" in out + err
 
 
+def test_names_altered_bytes(site: Site) -> None:
+    """A byte of one packet a second is changed, in each direction; the job goes on."""
+    chain = "add chain ip altered c {{ type filter hook {} priority 0; }}\n"
+    rule = (
+        "add rule ip altered c tcp {} 29431 meta length > 120"
+        " limit rate 1/second burst 1 packets @ih,320,8 set 0x41\n"
+    )
+    arguments = ("--no-torch", "count.py", "1500", "0.01")
+    with start_pair(command_on(site, "n1"), command_on(site, "n2"), *arguments) as started:
+        events = started[0][1] / "events.jsonl"
+        logs = started[0][1] / "logs"
+        assert eventually(lambda: len(list(logs.glob("*/[01].log"))) == 2)
+        count = lambda: events.read_text().count('"connection restored"')  # noqa: E731
+        for hook, field in (("output", "dport"), ("input", "sport")):
+            rules = "add table ip altered\n" + chain.format(hook) + rule.format(field)
+            site.lab.exec("n2", ["nft", "-f", "-"], input=rules, check=True)
+            num_restored = count()
+            try:
+                assert eventually(lambda: count() > num_restored)  # noqa: B023
+            finally:
+                site.lab.exec("n2", ["nft", "delete", "table", "ip", "altered"], check=True)
+        first, second = ended(started)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "n2 was lost: bytes were changed on the way between this machine and n2" in first.err
+    assert {event["address"] for event in first.events("connection altered")} == {
+        site.lab.address("n1")
+    }
+
+
 def test_reconnects_after_broken_connection(site: Site) -> None:
     lines = 800
     arguments = ("--no-torch", "count.py", str(lines), "0.01")

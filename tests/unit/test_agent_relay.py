@@ -396,6 +396,12 @@ def test_altered_byte_before_proof_is_reported(
     assert eventually(lambda: LOCAL in altered, TIMEOUT_S)
 
 
+def tls_error(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, f"[SSL: {reason}]")
+    error.reason = reason
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_change"),
     [
@@ -403,6 +409,7 @@ def test_altered_byte_before_proof_is_reported(
         (ssl.SSLError(1, "[SSL: INVALID_SESSION_ID]"), True),  # during the handshake
         (ssl.SSLError(1, "[SSL: SSLV3_ALERT_ILLEGAL_PARAMETER]"), True),  # other side noticed it
         (ssl.SSLEOFError(8, "[SSL: UNEXPECTED_EOF_WHILE_READING]"), False),
+        (tls_error("APPLICATION_DATA_AFTER_CLOSE_NOTIFY"), False),  # this side was closing it
         (ConnectionResetError(), False),
     ],
 )

@@ -16,7 +16,8 @@ address could pass for it. The caller therefore accepts only the certificate of 
 
 Then the launcher sends records (a four-byte length, then the bytes; length 0 ends the input), and
 the node sends the agent's output unframed. A connection that ends without that record has broken:
-the caller connects again and has the living agent reattached (see ``reconnection.py``).
+the caller connects again and has the living agent reattached (see ``reconnection.py``). Then ABOUT
+says whether this side found that bytes were changed on the way.
 """
 
 import contextlib
@@ -51,10 +52,22 @@ PIECE_BYTES = 1 << 16
 MAX_BUFFERED_BYTES = 1 << 20  # per direction, above which no more is read
 RECORD = struct.Struct(">I")
 USER_TIMEOUT = 18  # TCP_USER_TIMEOUT, which some Pythons lack
+# Not a failure of TLS: the connection has ended, or this side is closing it
+ENDS = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
+END_REASONS = ("UNEXPECTED_EOF_WHILE_READING", "APPLICATION_DATA_AFTER_CLOSE_NOTIFY")
 
 
 class CallRefused(Exception):
     """The launcher has rejected this node; the message says why."""
+
+
+def shows_change(error: Optional[BaseException]) -> bool:
+    """Whether an error says that bytes were changed on the way.
+
+    Between two sides that know the key, only that makes TLS fail, also while they agree on keys.
+    """
+    is_end = isinstance(error, ENDS) or getattr(error, "reason", "") in END_REASONS
+    return isinstance(error, ssl.SSLError) and not is_end
 
 
 def mac(key: bytes, *parts: str) -> str:
@@ -183,7 +196,12 @@ class StreamRelay:
 
     It uses one thread and never blocks on a single stream: two threads must not read and write a
     TLS connection at once.
+
+    Attributes:
+        is_altered: A connection broke because bytes were changed on the way.
     """
+
+    is_altered = False
 
     def __init__(
         self, agent: "subprocess.Popen[bytes]", frames: ssl.SSLSocket, errors: ssl.SSLSocket
@@ -267,8 +285,8 @@ class StreamRelay:
             data = self._frames.recv(PIECE_BYTES)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            data, self.is_altered = b"", shows_change(error)
         if not data:
             self._hang_up()
         while data and not self._is_closed:
@@ -280,8 +298,8 @@ class StreamRelay:
                 return
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
-        except OSError:
-            pass
+        except OSError as error:
+            self.is_altered = self.is_altered or shows_change(error)
         self._errors = None
         self._hang_up()
 
@@ -373,17 +391,19 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks
         signal.signal(signum, signal.SIG_IGN)
     addresses = sorted(config["addresses"], key=lambda a: a[0] != address[0])
-    connector = agent
-    while StreamRelay(connector, frames, errors).run() or not has_ended(agent):
+    connector, relay = agent, StreamRelay(agent, frames, errors)
+    while relay.run() or not has_ended(agent):
         hang_up(connector, frames, errors)
         if config.get("once"):
             dismiss(agent)
             break
-        called = reconnect(agent, addresses, key, caller, certificate)
+        about = dict(caller, altered=relay.is_altered)
+        called = reconnect(agent, addresses, key, about, certificate)
         if called is None:
             break
         frames, errors = called
         connector = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
+        relay = StreamRelay(connector, frames, errors)
     report_ended(errors)
     hang_up(connector, frames, errors)
     connector.wait()

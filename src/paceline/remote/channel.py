@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.agent.caller import AGENT_ENDED
+from paceline.agent.caller import AGENT_ENDED, shows_change
 from paceline.agent.congestion import CongestionWindow
 from paceline.agent.frames import (
     ACK_BYTES,
@@ -234,6 +234,9 @@ class Channel:
         )
 
     def _refusal(self, timed_out: bool) -> Refusal:
+        if shows_change(self._link.reader.exception()):
+            text = f"bytes were changed on the way between this machine and {self.host.name}"
+            return Refusal("bytes changed", text, "Find what changes them, or use another network")
         refusal = classify(self.stderr, self._link.status, self.host, self.noise, self.ssh_config)
         if timed_out and refusal.cause in (NO_ANSWER, UNEXPECTED_COMMAND):
             details = f"\n{refusal.details}" if self.stderr.strip() else ""

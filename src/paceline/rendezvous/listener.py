@@ -113,6 +113,17 @@ async def _wait_for_eof(reader: asyncio.StreamReader) -> None:
         await asyncio.sleep(0.01)  # the channel's own task does the reading
 
 
+class _Reader(asyncio.StreamReader):
+    """Reports a failure of TLS which shows that bytes were changed on the way."""
+
+    connection: Connection | None = None  # once the node has proven the key
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        if self.connection is not None and caller.shows_change(exc):
+            self.connection.on_altered(self.connection.local_address)
+
+
 @dataclass
 class Connection:
     """A connection from a node that has proven the key.
@@ -122,6 +133,8 @@ class Connection:
         reader, writer: Its streams, usable after :meth:`accept`.
         peer: Remote address.
         seal: Prepends this side's proof to the first answer.
+        local_address: The node connected to it.
+        on_altered: Called with that address when bytes turn out to have been changed on the way.
     """
 
     info: dict[str, Any]
@@ -129,6 +142,8 @@ class Connection:
     writer: asyncio.StreamWriter
     peer: str
     seal: Callable[[str], str] = str
+    local_address: str = ""
+    on_altered: Callable[[str], None] = lambda address: None
 
     def accept(self) -> None:
         """Accepts the node and proves the key."""
@@ -225,7 +240,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reader = asyncio.StreamReader(limit=LINE_LIMIT)
+        reader = _Reader(limit=LINE_LIMIT)
         transport, protocol = await loop.connect_accepted_socket(
             lambda: asyncio.StreamReaderProtocol(reader), connection, ssl=self._context,
             ssl_handshake_timeout=HANDSHAKE_S,
@@ -234,9 +249,7 @@ class Listener:
         opened.append(writer)
         return await self._proven(reader, writer, peer)
 
-    async def _proven(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
-    ) -> Connection:
+    async def _proven(self, reader: _Reader, writer: asyncio.StreamWriter, peer: str) -> Connection:
         """Verifies the caller's proof, before anything else is read or sent."""
         line = b""
         while len(line) < caller.PROOF_BYTES and not line.endswith(b"\n"):
@@ -260,7 +273,9 @@ class Listener:
             proof = caller.mac(self.key, "launcher", self.certificate, nonce, answer)
             return f"{proof} {answer}"
 
-        return Connection(info, reader, writer, peer, seal)
+        local_address = str(writer.get_extra_info("sockname")[0])
+        reader.connection = Connection(info, reader, writer, peer, seal, local_address)
+        return reader.connection
 
     async def close(self) -> None:
         """Stops listening; accepted connections stay open."""

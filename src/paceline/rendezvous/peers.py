@@ -15,6 +15,7 @@ from paceline.remote.channel import Channel, LoginError
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.rendezvous.listener import Connection, PeerLink
 from paceline.spec.errors import ConnectError
+from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # safe in a path
@@ -43,11 +44,26 @@ class Peer:
     channel: Channel | None = None
     links: asyncio.Queue[PeerLink] = field(default_factory=asyncio.Queue)
     _pending_frames: Connection | None = None
+    _is_altered: bool = False  # it was reported for the newest link
+
+    def __post_init__(self) -> None:
+        self.frames.on_altered = self.report_change
 
     @property
     def session(self) -> Any:
         """Id that all connections of this peer share."""
         return self.frames.info.get("session")
+
+    def add_errors(self, connection: Connection) -> None:
+        """Adds its second connection."""
+        self.errors, connection.on_altered = connection, self.report_change
+
+    def report_change(self, address: str) -> None:
+        """Reports, once a link, that bytes from or to ``address`` were changed on the way."""
+        if self.channel is not None and not self._is_altered:
+            self._is_altered = True
+            fields = {"address": address, "to_launcher": True}
+            self.channel.on_event(Event("connection altered", self.host.name, fields=fields))
 
     def reconnect(self, connection: Connection) -> None:
         """Stores a connection of a reconnecting node; with the second, queues a new link.
@@ -64,6 +80,10 @@ class Peer:
             raise AdmissionError(_FIRST_MISSING)
         else:
             assert self.channel is not None
+            if frames.info.get("altered") is True:
+                self.report_change(frames.local_address)
+            self._is_altered = False
+            frames.on_altered = connection.on_altered = self.report_change
             self.drop_links()
             self.links.put_nowait(PeerLink(frames, connection))
             self.channel.reconnect()
@@ -158,7 +178,7 @@ class Peers:
         session = connection.info.get("session")
         for peer in self.by_place.values():
             if peer.session == session and peer.errors is None:
-                peer.errors = connection
+                peer.add_errors(connection)
                 return
         raise AdmissionError(_FIRST_MISSING)
 

@@ -141,6 +141,7 @@ FIELDS: dict[str, Schema] = {
     "sums": list_of(record(name=text(255), value=SHORT_TEXT), 100),  # checksum of each parameter
     "text": text(MAX_LONG_TEXT),
     "time": number,  # seconds of the sender's monotonic clock; in the file see Event
+    "to_launcher": boolean,  # the connection between a node and its launcher
     "torch": SHORT_TEXT,  # version
     "traceback": text(MAX_LONG_TEXT),
     "tried": SIZE,  # settings tried
@@ -251,7 +252,8 @@ KINDS: dict[str, Kind] = {
     "rank ended": _kind("agent", "rank code signal time peak_bytes", "memory seen"),
     "stranger at the store": _kind("agent", "address"),  # refused
     "stranger at the tunnels": _kind("agent", "address"),  # refused, with --encrypt
-    "connection altered": _kind("agent", "address"),  # with --encrypt; the agent has ended it
+    # bytes between its host and the address were changed: with --encrypt, or to the launcher
+    "connection altered": _kind("agent", "address", optional="to_launcher"),
     "store ended": _kind("agent", "time", is_recorded=False),  # unexpectedly
     "rank frozen": _kind("agent", "rank how seconds on pid"),
     "rank thawed": _kind("agent", "rank"),

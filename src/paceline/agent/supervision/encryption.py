@@ -13,8 +13,8 @@ import socket
 import ssl
 from typing import Any, Callable, Iterator
 
-# Not a failure of TLS: the connection has ended
-_ENDS = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
+from ..caller import shows_change
+
 _MAX_READS = 4  # a record holds 16 KiB
 
 
@@ -107,13 +107,7 @@ class Encryption:
                 raise ValueError("not the job's certificate")
         return self._hash
 
-    @staticmethod
-    def shows_change(error: OSError) -> bool:
-        """Whether an error says that bytes were changed on the way.
-
-        Between two agents, only that makes TLS fail, also while they agree on keys.
-        """
-        return isinstance(error, ssl.SSLError) and not isinstance(error, _ENDS)
+    shows_change = staticmethod(shows_change)
 
 
 def _context(protocol: Any) -> ssl.SSLContext:

@@ -375,13 +375,13 @@ class Attempt:
             )
 
     def _note_alteration(self, host: str, address: str) -> None:
-        """Reports an address from which changed bytes came, once."""
+        """Reports an address from or to which bytes were changed, once."""
         if address not in self._strangers and len(self._strangers) < MAX_STRANGERS:
             self._strangers.add(address)
             sender = self._commands.host_at(address) or address
             self._screen.note(
-                f"paceline: warning: {host} ended an encrypted connection with {sender}: bytes were"
-                " changed on the way, or another machine answered"
+                f"paceline: warning: an encrypted connection between {host} and {sender} was ended:"
+                " bytes were changed on the way, or another machine answered"
             )
 
     def fail(self, failure: Failure) -> None:

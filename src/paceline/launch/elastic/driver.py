@@ -509,8 +509,13 @@ class ElasticDriver:
             self.show_imports()
             if event.kind == "import failed" and self._is_spare(node):
                 self._screen.note(f"paceline: {node.name} cannot be a spare: its imports failed")
+        elif event.kind == "connection altered" and event["to_launcher"]:
+            node.is_altered = True
         elif event.kind == "connection restored":
             text = f"the connection to {node.name} was lost"
+            if node.is_altered:
+                text += f": bytes were changed on the way between this machine and {node.name}"
+            node.is_altered = False
             self._screen.note(f"paceline: {text}; dialled again after {event['seconds']:.1f} s")
         if attempt is not None:
             attempt.on_event(node, event)

@@ -78,6 +78,7 @@ class Node:
         is_loss_recovered: Whether the other ranks have recovered from its loss.
         common_silence_s: Seconds of silence if all others were silent, too, which points to the
             launcher's own network; 0 if only this node was silent.
+        is_altered: Whether bytes of its broken connection were changed on the way.
         active_at: When one of its ranks last worked or wrote, on the launcher's monotonic clock;
             ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
@@ -100,6 +101,7 @@ class Node:
     lost_at: float = 0.0
     is_loss_recovered: bool = False
     common_silence_s: float = 0.0
+    is_altered: bool = False
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     survey: HostSurvey | None = None

@@ -110,23 +110,33 @@ def test_looks_up_paths_and_modules_in_work_folder(tmp_path: Path, error: str, f
     assert "git -C" in match.remedy
 
 
-def test_file_missing_in_checkout_is_copied_from_host_of_rank_0(tmp_path: Path) -> None:
+def write_run_in_checkouts(folder: Path, error: str, *ranks: int, typed_in: str = "") -> Path:
+    """Writes a run on three hosts with their own checkouts, in which these ranks had an error."""
     events = [{"event": "rank started", "host": f"n{rank}", "rank": rank, "pid": 7}
               for rank in range(3)]  # fmt: skip
-    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in events))
-    (tmp_path / "result.json").write_text('{"exit_code": 1}')
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in events))
+    (folder / "result.json").write_text('{"exit_code": 1}')
     nodes = [
         {"host": f"n{rank}", "workdir": f"/w{rank}", "code": "verified equal"} for rank in range(3)
     ]
-    (tmp_path / "plan.json").write_text(json.dumps({"nodes": nodes}))
+    plan = {
+        "nodes": nodes,
+        "typed": {"folder": typed_in},
+        "entry": {"kind": "script", "target": "train/main.py"},
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    for rank in range(3):
+        (folder / f"logs/n{rank}").mkdir(parents=True, exist_ok=True)
+        text = f"{error}\n" if rank in ranks else "ready\n"
+        (folder / f"logs/n{rank}/{rank}.log").write_text(text)
+    return folder
 
+
+def test_file_missing_in_checkout_is_copied_from_host_of_rank_0(tmp_path: Path) -> None:
     def remedy(path: str, *ranks: int) -> str:
-        for rank in range(3):
-            (tmp_path / f"logs/n{rank}").mkdir(parents=True, exist_ok=True)
-            error = f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'\n"
-            text = error if rank in ranks else "ready\n"
-            (tmp_path / f"logs/n{rank}/{rank}.log").write_text(text)
-        rule, match = conclude(from_run(tmp_path), load_all()).matches[0]
+        error = f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
+        run = write_run_in_checkouts(tmp_path, error, *ranks)
+        rule, match = conclude(from_run(run), load_all()).matches[0]
         assert rule.code == "missing-file"
         return match.remedy
 
@@ -134,3 +144,32 @@ def test_file_missing_in_checkout_is_copied_from_host_of_rank_0(tmp_path: Path) 
     assert "it is n0:/w0/out/a.pt." in remedy("/w2/out/a.pt", 2)
     assert not remedy("/elsewhere/a.pt", 2)
     assert not remedy("out/a.pt", 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [("fast.kernels", "train/fast/kernels.py"), ("PIL", ""), ("a" * 300, "")],
+)
+def test_only_module_of_project_is_missing_in_checkout(
+    tmp_path: Path, module: str, file: str
+) -> None:
+    project = tmp_path / "project"
+    (project / "train/fast").mkdir(parents=True)
+    (project / "train/fast/kernels.py").touch()
+    error = f"ModuleNotFoundError: No module named '{module}'"
+    run = write_run_in_checkouts(tmp_path, error, 2, typed_in=str(project))
+    rule, match = conclude(from_run(run), load_all()).matches[0]
+    assert rule.code == "missing-module"
+    if file:
+        assert f"there is no {file} in the checkout of the project on n2" in match.cause
+        assert f"it is n0:/w0/{file}." in match.remedy
+    else:
+        assert match.cause == f"rank 2 on n2: Python has no module {module}"
+        assert not match.remedy
+
+
+def test_module_with_long_name_is_looked_up(tmp_path: Path) -> None:
+    error = f"ModuleNotFoundError: No module named '{'a' * 300}'"
+    run = write_run(tmp_path / "run", tmp_path, "", error)
+    _, match = conclude(from_run(run), load_all()).matches[0]
+    assert match.cause.endswith(f"Python has no module {'a' * 300}")

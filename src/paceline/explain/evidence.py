@@ -122,6 +122,8 @@ class Evidence:
             ignores them, so they were not sent. By the path or the module that the log names.
         unsent_files: Likewise, those that are outside the project.
         checkouts: Work folders of the hosts to which no code was sent, by host.
+        project_modules: Files on the launching machine of modules that a rank missed, as paths from
+            the work folder. By module; those of other packages are not among them.
     """
 
     logs: tuple[Log, ...] = ()
@@ -134,6 +136,7 @@ class Evidence:
     ignored_files: Mapping[str, str] = field(default_factory=dict)
     unsent_files: Mapping[str, str] = field(default_factory=dict)
     checkouts: Mapping[str, str] = field(default_factory=dict)
+    project_modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def last_attempt(self) -> tuple[Event, ...]:

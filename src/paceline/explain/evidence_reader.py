@@ -36,6 +36,7 @@ from paceline.rundir.records import (
     folders_in,
     head_and_tail,
     is_regular,
+    object_in,
     objects_in,
     read_object,
     read_records,
@@ -124,6 +125,7 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         unsent_files=unsent,
         checkouts={as_text(node.get("host")): as_text(node.get("workdir"))
                    for node in objects_in(plan.get("nodes")) if node.get("code") != "shipped"},
+        project_modules=_project_modules(logs, plan),
     )  # fmt: skip
 
 
@@ -158,7 +160,7 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
                 os.path.normpath(f"{root}/{name}") if name[0] != "/" else os.path.normpath(name)
                 for root in roots[:1]
             ]  # fmt: skip
-            present = [path for path in paths if Path(path).is_file()]
+            present = [path for path in paths if _is_file(path)]
             names |= {path: name for path in present if path.startswith(f"{source}/")}
             if pattern is MISSED_FILE and present and _is_data(present[0], source):
                 unsent[name] = present[0]
@@ -168,6 +170,13 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
             listed = (f"{source}/{path}" for path in (output or "").split("\0"))
             ignored |= {names[path]: path for path in listed if path in names}
     return ignored, unsent
+
+
+def _is_file(path: str) -> bool:
+    """Whether a file exists; a log may name paths that are too long."""
+    with contextlib.suppress(OSError):
+        return Path(path).is_file()
+    return False
 
 
 def _is_data(path: str, project: str) -> bool:
@@ -191,15 +200,32 @@ def _local_workdirs(copies: Sequence[ShippedCopy], plan: Mapping[str, Any]) -> d
     return folders
 
 
+def _project_modules(logs: Iterable[Log], plan: Mapping[str, Any]) -> dict[str, str]:
+    """Files of this machine of modules that ranks missed, by module; paths from the work folder."""
+    folder, entry = as_text(object_in(plan, "typed").get("folder")), object_in(plan, "entry")
+    if not folder:
+        return {}
+    script = as_text(entry.get("target")) if entry.get("kind") == "script" else ""
+    folders = [folder, str(Path(folder, script).parent)]
+    missed = {match["path"] for log in logs for line in log.lines
+              if (match := MISSED_MODULE.search(line))}  # fmt: skip
+    files = {
+        module: next(filter(_is_file, _module_files(folders, module)), "")
+        for module in sorted(missed)[:_MAX_MISSED_FILES]
+    }
+    return {module: os.path.relpath(file, folder) for module, file in files.items() if file}
+
+
 def _module_files(folders: Sequence[str], module: str) -> list[str]:
     """Files in which Python would find a module, if it looked into these folders."""
     files: list[str] = []
     for folder in folders:
         base = Path(os.path.normpath(folder), *module.split("."))
-        in_package = itertools.islice(base.glob("*.py"), 1)
-        extensions = itertools.islice(base.parent.glob(f"{base.name}.*.so"), 1)
-        files += map(str, (base.with_name(f"{base.name}.py"), base / "__init__.py", *in_package,
-                           *extensions))  # fmt: skip
+        with contextlib.suppress(OSError):  # the log may name a module of any length
+            in_package = itertools.islice(base.glob("*.py"), 1)
+            extensions = itertools.islice(base.parent.glob(f"{base.name}.*.so"), 1)
+            files += map(str, (base.with_name(f"{base.name}.py"), base / "__init__.py", *in_package,
+                               *extensions))  # fmt: skip
     return files
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from paceline.explain.evidence import MISSED_FILE, Evidence
+from paceline.explain.evidence import MISSED_FILE, MISSED_MODULE, Evidence
 from paceline.explain.rule import Match, match_unit
 from paceline.spec.formatting import shell_text
 
@@ -41,15 +41,18 @@ def match(evidence: Evidence, pattern: re.Pattern[str] = MISSED_FILE) -> Match |
 def _missing_in_checkout(evidence: Evidence, pattern: re.Pattern[str]) -> Match | None:
     """Matches a file of the project that a host with its own checkout misses, and rank 0 does not.
 
-    No files are sent to such a host.
+    No files are sent to such a host. A module is the project's if the launching machine has it in
+    the project.
     """
     first_host = next((event.host for event in evidence.last_attempt
                        if event.kind == "rank started" and event.rank == 0), "")  # fmt: skip
-    missing = [(unit, error["path"]) for unit, error in evidence.search(pattern)]
+    files = evidence.project_modules if pattern is MISSED_MODULE else None
+    names = [(unit, error["path"]) for unit, error in evidence.search(pattern)]
+    missing = [(unit, name if files is None else files.get(name, "")) for unit, name in names]
     missing_on_first = {path for unit, path in missing if first_host in unit.hosts}
     for unit, path in missing:
         host = next((host for host in unit.hosts if host in evidence.checkouts), "")
-        if not host or first_host not in evidence.checkouts or path in missing_on_first:
+        if not (host and path) or first_host not in evidence.checkouts or path in missing_on_first:
             continue
         relative = os.path.relpath(path, evidence.checkouts[host]) if path[0] == "/" else path
         if relative.startswith(".."):

@@ -104,6 +104,14 @@ def test_settling_delay_is_longer_for_secondary_failures() -> None:
     )
 
 
+def test_exit_after_secondary_exception_is_secondary() -> None:
+    echo = failure(0, 1.0, SECONDARY_ERRORS[0])
+    end = failure(0, 1.1, "exit status 1", "exit")
+    assert failure_analysis.are_secondary([echo, end])
+    assert not failure_analysis.are_secondary([echo, end, failure(1, 1.2, "exit status 1", "exit")])
+    assert not failure_analysis.are_secondary([echo, failure(None, 1.2, "silent", "lost", "n2")])
+
+
 def test_describes_rank_end() -> None:
     assert describe_end(7, None) == "exit status 7"
     assert describe_end(None, 11) == "killed by SIGSEGV"

@@ -1053,6 +1053,38 @@ def test_lease_expiry_in_launcher_pause_blames_launcher() -> None:
     assert first.kind == "launcher"
 
 
+def test_silent_host_is_awaited_before_lost_connection_is_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of other hosts notice at once that a host's processes ended, the launcher later."""
+    monkeypatch.setattr(failure_analysis, "ECHO_DELAY_S", 0.3)
+    monkeypatch.setattr(fleet_module, "MAX_BEAT_S", 0.1)
+    plan: Any = Mock(nodes=[make_part("n1", 0), make_part("n2", 1)], master_port=1, attempt=0)
+
+    async def scene() -> Result:
+        lost = FakeAgent("n2")
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lost, lease_s=4.0)
+        fleet.on_lost = lambda node, reason: attempt.node_lost(node, reason)
+        interrupts = Mock(received=[], wait=lambda *_: asyncio.sleep(60))
+        job = Job("a", ENTRY, "/", "python3")
+        attempt = Attempt(plan, job, fleet, interrupts, Mock(), Mock(), RetryPolicy(),
+                          Mock(redials=False))  # fmt: skip
+        fleet.nodes[1].running = True
+        await asyncio.sleep(0.2)
+        lost.silent = lost.is_broken = True
+        headline = "RuntimeError: Read error [10.0.0.2]:13483: Connection reset by peer"
+        attempt.fail(Failure("exception", "n1", 0, time.monotonic(), headline=headline))
+        attempt.fail(Failure("exit", "n1", 0, time.monotonic(), code=1, headline="exit status 1"))
+        result = await attempt._stop_on_failure()
+        await fleet.close()
+        return result
+
+    result = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert result.failure is not None
+    assert (result.failure.kind, result.failure.host) == ("lost", "n2")
+    assert "the connection to n2 ended" in result.failure.headline
+
+
 def test_error_in_recovery_ends_attempt() -> None:
     """Otherwise, the ranks would wait, and the error would appear only after they ended."""
     plan: Any = Mock(nodes=[make_part("n1", 0)], master_port=1, attempt=0)

@@ -100,9 +100,14 @@ def is_out_of_memory(failure: Failure) -> bool:
     return failure.headline.startswith(OUT_OF_MEMORY)
 
 
+def are_secondary(failures: Sequence[Failure]) -> bool:
+    """Whether all failures look like consequences of another one, which is not known yet."""
+    return all(failure.is_secondary for failure in merge(failures))
+
+
 def settling_delay_s(failures: Sequence[Failure]) -> float:
     """Returns how long to wait for other failures before the first is named."""
-    return ECHO_DELAY_S if all(failure.is_secondary for failure in failures) else FAILURE_DELAY_S
+    return ECHO_DELAY_S if are_secondary(failures) else FAILURE_DELAY_S
 
 
 def attribute_early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Failure]:

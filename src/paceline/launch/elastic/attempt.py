@@ -162,10 +162,9 @@ class Attempt:
         if first.kind == "replicas":  # with time to end, a script could replace its checkpoint
             await self._kill_ranks(END_TIMEOUT_S)
             return Result(first.status, first)
-        if all(failure.is_secondary for failure in self._failures):
+        if failure_analysis.are_secondary(self._failures):
             await self._fleet.tell("dump_stacks", closely=True)
-        settling = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
-        await first_of(self._ended.wait(), self._interrupts.wait(), settling)
+        await first_of(self._ended.wait(), self._interrupts.wait(), self._settle())
         absence_s, lease_s = self._fleet.absence_s, self._fleet.lease_s
         failures = failure_analysis.attribute_early_end(self._failures, self._early)
         failures = failure_analysis.attribute_launcher_pause(failures, absence_s, lease_s)
@@ -187,6 +186,12 @@ class Attempt:
             first = complete.get((first.host, first.rank), first)
         num_others = len(failure_analysis.merge(failures)) - 1
         return Result(first.status, first, num_other_failures=num_others)
+
+    async def _settle(self) -> None:
+        """Waits for failures that are reported late: of ranks, then of hosts that are silent."""
+        await asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
+        if failure_analysis.are_secondary(self._failures):
+            await self._fleet.silences_resolved()
 
     async def _stop_for_user(self) -> Result:
         """Lets the ranks save; kills them after the grace period or after a second signal."""

@@ -283,6 +283,19 @@ def test_power_off_and_on(healed: Lab) -> None:
     assert "kept" in ssh(healed, "n2", "ls").stdout
 
 
+def test_heal_starts_dead_sshd(healed: Lab) -> None:
+    """As the first process started it: a host with it can still be powered off."""
+    for _ in range(2):
+        healed.exec("n2", ["sh", "-c", "kill -9 -1"])
+        assert eventually(lambda: "Connection refused" in ssh(healed, "n2", "true").stderr)
+        assert [host["sshd"] for host in healed.status()["hosts"]] == [True, False]
+        healed.heal()
+        assert [host["sshd"] for host in healed.status()["hosts"]] == [True, True]
+        assert ssh(healed, "n2", "hostname").stdout == "n2\n"
+        assert eventually(lambda: healed.processes("n2") == [])
+    healed.fault("power-off", "n2")
+
+
 def test_connection_to_powered_off_host_times_out(healed: Lab) -> None:
     with serving(healed, "n2", SERVE, "6000"):
         assert connect(healed, "n1", "n2", 6000) == "hello"

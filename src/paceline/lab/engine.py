@@ -19,16 +19,22 @@ from paceline.lab.plan import HostPlan, LabPlan
 from paceline.spec.errors import LabError
 
 _FREEZE_ROUNDS = 50
+_ALL_NAMESPACES = {  # of a host; the lab has one user namespace
+    "pid": kernel.CLONE_NEWPID,
+    "net": kernel.CLONE_NEWNET,
+    "ipc": kernel.CLONE_NEWIPC,
+    "uts": kernel.CLONE_NEWUTS,
+    "mnt": kernel.CLONE_NEWNS,
+}
 
 
 @dataclass
 class Running:
-    """A host that is up: its first process, its sshd, descriptors of its namespaces."""
+    """A host that is up: its first process, descriptors of its namespaces."""
 
     pid: int
     namespaces: list[int]
     pid_namespace: int
-    sshd: int | None = None
     forwarder: int | None = None  # of its delay line, if it has one
 
     def namespace(self, kind: str) -> int:
@@ -67,8 +73,8 @@ class Engine:
             for started in starting.values():
                 host.raise_reported_error(started)
             raise
-        for name, started in starting.items():
-            self._running[name].sshd = host.finish(started)
+        for started in starting.values():
+            host.finish(started)
 
     def _start(self, plan: HostPlan) -> host.Starting:
         commands = [argv for where, argv in self._link_commands(plan) if where == "host"]
@@ -136,7 +142,7 @@ class Engine:
         ``namespace`` identifies a host's PID namespace, because process ids differ outside the lab.
         """
         self.reap()
-        alive = {(p.namespace, p.inner) for p in processes.processes_outside()}
+        outside = processes.processes_outside()
         hosts = []
         for plan in self._plan.hosts:
             running = self._running.get(plan.name)
@@ -145,10 +151,15 @@ class Engine:
                 "address": plan.address,
                 "interface": plan.interface,
                 "up": running is not None,
-                "sshd": running is not None and (running.pid_namespace, running.sshd) in alive,
+                "sshd": running is not None and self._has_sshd(plan.name, outside),
                 "namespace": running.pid_namespace if running else 0,
             })  # fmt: skip
         return {"hosts": hosts, "faults": [asdict(active) for active in self._active]}
+
+    def _has_sshd(self, name: str, candidates: Sequence[processes.Process]) -> bool:
+        """Whether the listener of a host's sshd is among processes."""
+        config = str(self._layout.sshd_config(name))
+        return any(config in process.command for process in candidates)
 
     def _processes_on(self, running: Running) -> list[processes.Process]:
         namespace = running.pid_namespace
@@ -185,13 +196,21 @@ class Engine:
         self._undo_faults(selected)
 
     def heal(self, name: str | None) -> None:
-        """Undoes every fault of a host, or of all hosts; starts those that are off. Idempotent."""
+        """Undoes every fault of a host, or of all hosts; starts what is off or has died.
+
+        Idempotent.
+        """
         if name is not None:
             self._plan.host(name)
         self._undo_faults([active for active in self._active if name in (None, active.host)])
         self.reap()
         names = [plan.name for plan in self._plan.hosts if name in (None, plan.name)]
         self.boot([name for name in names if name not in self._running])
+        outside = processes.processes_outside()
+        for plan in map(self._plan.host, names):
+            if plan.sshd and not self._has_sshd(plan.name, outside):
+                join = partial(_enter, self._running[plan.name], _ALL_NAMESPACES)
+                run_in_child(join, partial(host.start_sshd, self._layout, plan))
 
     def _undo_faults(self, selected: Sequence[ActiveFault]) -> None:
         for active in reversed(selected):

@@ -214,13 +214,12 @@ def release(starting: Starting) -> None:
     os.close(starting.network_ready)
 
 
-def finish(starting: Starting) -> int | None:
-    """Waits until the host is up; returns the process id of its sshd on the host, or None."""
+def finish(starting: Starting) -> None:
+    """Waits until the host is up; raises OSError if it does not come up."""
     try:
-        sshd: int | None = _read_message(starting.report)["sshd"]
+        _read_message(starting.report)
     finally:
         os.close(starting.report)
-    return sshd
 
 
 def raise_reported_error(starting: Starting) -> None:
@@ -282,7 +281,9 @@ def _first_process(plan: LabPlan, layout: Layout, host: HostPlan, commands: Comm
     Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
     for argv in commands:
         run(list(argv))
-    _report(report, {"sshd": _start_sshd(layout, host) if host.sshd else None})
+    if host.sshd:
+        start_sshd(layout, host)
+    _report(report, {"up": True})
     os.close(network_ready)
     os.close(report)
     _reap_forever()
@@ -295,31 +296,20 @@ def _close_except(*retained: int) -> None:
                 os.close(number)
 
 
-def _start_sshd(layout: Layout, host: HostPlan) -> int:
+def start_sshd(layout: Layout, host: HostPlan) -> None:
+    """Starts sshd and waits until it listens. Call it in the host's namespaces; raises OSError."""
     config, log = str(layout.sshd_config(host.name)), str(layout.sshd_log(host.name))
     program = find_tool("sshd") or "sshd"  # sshd requires its absolute path
-    sshd = subprocess.Popen(
-        [program, "-D", "-f", config, "-E", log],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={"PATH": files.USUAL_PATH},
-        preexec_fn=kernel.drop_ambient_capabilities,
-        start_new_session=True,
-    )
-    _wait_for_port_22(sshd, log)
-    pid = sshd.pid
-    sshd.returncode = 0  # the first process reaps it
-    return pid
-
-
-def _wait_for_port_22(sshd: subprocess.Popen[bytes], log: str) -> None:
     deadline = time.monotonic() + _SSHD_DEADLINE
-    while not any(address.endswith(":22") for address in processes.listeners(os.getpid())):
-        if sshd.poll() is not None or time.monotonic() > deadline:
-            log_text = Path(log).read_text().strip() if Path(log).exists() else "nothing"
-            raise OSError(f"sshd does not start: {log_text}")
-        time.sleep(0.003)
+    try:
+        run([program, "-f", config, "-E", log], enter=kernel.drop_ambient_capabilities)
+        while not any(address.endswith(":22") for address in processes.listeners(1)):
+            if time.monotonic() > deadline:
+                raise OSError("it does not listen on port 22")
+            time.sleep(0.003)
+    except OSError as error:
+        log_text = Path(log).read_text().strip() if Path(log).exists() else "nothing"
+        raise OSError(f"sshd does not start: {error}: {log_text}") from None
 
 
 def _reap_forever() -> NoReturn:

@@ -271,7 +271,7 @@ class Lab:
         self._request(_fault_request("undo", kind, name, arguments))
 
     def heal(self, name: str | None = None) -> None:
-        """Undoes every fault of a host, or of all hosts, and starts those that are off."""
+        """Undoes every fault of a host, or of all hosts; starts those, and sshds, that are off."""
         self._request({"do": "heal", "host": name})
 
     def _request(self, request: dict[str, Any]) -> Any:

@@ -227,6 +227,6 @@ def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...
 @_NAME
 @click.argument("host", required=False)
 def heal(name: str, host: str | None) -> None:
-    """End every fault of HOST, or of all hosts; start hosts that are off."""
+    """End every fault of HOST, or of all hosts; start hosts and sshds that are off."""
     Lab.attach(name).heal(host)
     say(f"healed: {host or 'all hosts'}")

@@ -101,6 +101,17 @@ def test_spare_replaces_lost_node(site: Site) -> None:
     assert "going on with n1, n3; starting all nodes again" in ended.err
 
 
+def test_names_host_whose_processes_were_killed(site: Site) -> None:
+    """The other ranks fail at once, and the launcher dials the host for a while."""
+    with launch(site, "n1,n2,n3", "--nnodes", "1:3", *script(site)) as job:
+        job.wait_for("from step 0", times=3)
+        site.lab.exec("n2", ["sh", "-c", "kill -9 -1"])
+        job.wait_for("rank 1 of 2")
+        ended = finish(site, job)
+    assert ended.code == 0, ended.err
+    assert re.search(r"n2: the connection to n2 ended.*; going on with n1, n3; start", ended.err)
+
+
 def test_too_few_nodes_fail_after_waiting(site: Site) -> None:
     site.lab.fault("power-off", "n2")
     args = [*LEASE, "--nnodes", "2:3", "--wait-for-nodes", "4", *script(site, 5)]

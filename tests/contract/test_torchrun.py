@@ -11,6 +11,7 @@ import pytest
 
 from each_case import each_case
 from paceline.cli import torchrun
+from paceline.cli.dispatch import prepare
 from paceline.cli.verbs.run import command
 from paceline.spec.errors import SettingError
 from paceline.spec.job import NodeRange
@@ -96,6 +97,19 @@ def test_parses_node_range() -> None:
 def test_rejects_etcd_backend() -> None:
     with pytest.raises(SettingError, match="etcd"):
         parse("--rdzv_backend", "etcd")
+
+
+@pytest.mark.parametrize("other", [("--hosts", "n1,n2"), ("--via", "mpi")])
+def test_endpoint_is_left_out_where_nodes_are_started(other: tuple[str, str]) -> None:
+    ctx = command.make_context(
+        "run", [*other, "--rdzv_backend=c10d", "--rdzv_endpoint=n1:29500", "train.py"]
+    )
+    with pytest.raises(SettingError) as caught:
+        prepare(ctx)
+    assert f"with {other[0]}, Paceline starts the nodes and makes the rendezvous itself" in (
+        caught.value.found
+    )
+    assert caught.value.remedy.startswith("Leave out the --rdzv options; or leave out")
 
 
 @pytest.mark.parametrize(("argument", "expected"), [("gpu", "gpu"), ("cpu", "cpu"), ("4", 4)])

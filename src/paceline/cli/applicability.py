@@ -114,8 +114,7 @@ OPTIONS: dict[str, Applicability] = {
         "image", "mount", "time_limit", "partition", "account", "mem", "gres", "gpus",
         "gpus_per_node", "sbatch_arg", "setup_command"
     ), _BATCH),
-    "hosts": Applicability(by_scheduler=True,
-                           hint="The batch system, or --rdzv, chooses the hosts"),
+    "hosts": Applicability(by_scheduler=True, hint="The batch system chooses the hosts"),
     "fastest": Applicability(by_scheduler=True, verbs=frozenset({"run", "train"}),
                        hint="It chooses among hosts that are named"),
     "wait_for_nodes": Applicability(by_scheduler=True, verbs=_JOB_VERBS,

@@ -85,14 +85,20 @@ def choose_scheduler(params: Mapping[str, Any]) -> Scheduler:
     return load(DEFAULT)
 
 
-def resolve_dispatch(params: Mapping[str, Any]) -> Dispatch:
-    """Decides how the command is carried out; SettingError if options contradict each other."""
+def check_rendezvous(params: Mapping[str, Any]) -> None:
+    """Raises SettingError if ``--rdzv`` stands beside an option by which something starts nodes."""
     if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).is_direct):
+        option = "--hosts" if params["hosts"] else "--via"
         raise SettingError(
             "--rdzv means that the command is typed on each node",
-            found="-H or --via says that something else starts the nodes",
-            remedy="Leave out --rdzv, or leave out the other",
+            found=f"with {option}, Paceline starts the nodes and makes the rendezvous itself",
+            remedy=f"Leave out the --rdzv options; or leave out {option}, and type the command on"
+            " each node",
         )
+
+
+def resolve_dispatch(params: Mapping[str, Any]) -> Dispatch:
+    """Decides how the command is carried out; SettingError if options contradict each other."""
     mode = launch_mode(params)
     if mode.submits:
         return Dispatch("submit", mode.scheduler)
@@ -179,6 +185,7 @@ def refuse_later_copy(params: Mapping[str, Any], environ: Mapping[str, str]) -> 
 def prepare(ctx: click.Context) -> tuple[Cluster, Dispatch]:
     """Reads the hosts and how they are started."""
     refuse_later_copy(ctx.params, os.environ)
+    check_rendezvous(ctx.params)  # its remedy is better than that of a list of modes
     mode = launch_mode(ctx.params)
     check_applicable(ctx, mode)
     resolve_node_range(ctx, mode)

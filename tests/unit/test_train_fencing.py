@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -27,9 +28,9 @@ from paceline.spec.rundir import (
     parse_version,
     read_pointer,
     resembles_checkpoint,
-    usable_checkpoint,
 )
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest, sha256
+from paceline.spec.training.used_weights import usable_checkpoint
 from paceline.train import files
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
@@ -294,3 +295,15 @@ def test_usable_checkpoint_of_run(tmp_path: Path) -> None:
         found = usable_checkpoint(tmp_path)
         assert found is not None
         assert found.name == expected_name, text
+
+
+def test_manifests_count_more_than_best_pointer(tmp_path: Path) -> None:
+    """They are signed, and the pointer is not."""
+    store = Store(tmp_path / "checkpoints")
+    for step in (10, 20, 30):
+        publish_checkpoint(store, step, best=step < 30, keep=0)
+    for name in ("10", "30", "999"):
+        (store.root / BEST).write_text(json.dumps({"checkpoint": name}))
+        assert usable_checkpoint(tmp_path) == store.root / "20"
+    (store.root / BEST).unlink()
+    assert usable_checkpoint(tmp_path) == store.root / "20"

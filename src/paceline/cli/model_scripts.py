@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from paceline.cli.verb import say
 from paceline.spec.errors import SettingError
-from paceline.spec.rundir import MODEL_CONFIG, usable_checkpoint
+from paceline.spec.rundir import MODEL_CONFIG
+from paceline.spec.training.used_weights import usable_checkpoint
 
 SCRIPTS = "paceline.recipes.use"
 

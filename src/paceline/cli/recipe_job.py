@@ -42,9 +42,10 @@ from paceline.spec.errors import SettingError
 from paceline.spec.formatting import closest_match, shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
-from paceline.spec.rundir import CHECKPOINTS, CONFIG, SELECTORS, checkpoints, model_paths
+from paceline.spec.rundir import CHECKPOINTS, CONFIG, SELECTORS, checkpoints
 from paceline.spec.settings import TOML_NAME
 from paceline.spec.training.balance import parse_weights, validate_limits, validate_weights
+from paceline.spec.training.used_weights import model_paths
 
 GATHERED_PREFIX = "paceline-data-"  # begins the name of a folder that goes with this command
 DATA_FILES = ("data", "test_data", "target", "chat_template")

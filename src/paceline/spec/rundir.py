@@ -26,7 +26,7 @@ MODEL = "model"  # the result: model.safetensors, config.json
 WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
 WRITER = "writer.json"  # inside checkpoints/: the current writer; never copied
-SIGNATURES = ".paceline-signatures"  # of the manifests of checkpoints
+SIGNATURES = ".paceline-signatures"  # of the model and the manifests of checkpoints
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
 MANIFEST = "manifest.json"  # inside each: its files with their hashes
 LATEST, BEST = "latest.json", "best.json"  # pointers beside them
@@ -193,13 +193,6 @@ def is_frozen_file(name: str) -> bool:
 _FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
 
 
-def usable_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint to use if a run has no final model: the best, else the newest."""
-    complete, root = checkpoints(folder), folder / CHECKPOINTS
-    best = root / read_pointer(root / BEST)
-    return best if best in complete else next(iter(complete), None)
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """The folders of a run's checkpoints that have a manifest, newest first."""
     with contextlib.suppress(OSError):
@@ -207,15 +200,6 @@ def checkpoints(folder: Path) -> list[Path]:
         complete = [(v, path) for v, path in versions if v and (path / MANIFEST).is_file()]
         return [path for _, path in sorted(complete, reverse=True)]
     return []
-
-
-def model_paths(folder: Path) -> tuple[str, ...]:
-    """The paths of a run that its model needs: the model's, or also a checkpoint's."""
-    checkpoint = None if (folder / MODEL_CONFIG).is_file() else usable_checkpoint(folder)
-    if checkpoint is None:
-        return (MODEL,)
-    # the model's folder has the tokenizer from the start
-    return MODEL, f"{CHECKPOINTS}/{checkpoint.name}", f"{CHECKPOINTS}/{BEST}"
 
 
 def is_product(path: str) -> bool:

@@ -26,6 +26,7 @@ from paceline.spec import rundir
 from paceline.spec.errors import DataError, NodeError, PacelineError
 from paceline.spec.rundir import MANIFEST, is_frozen_file
 from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, sha256
+from paceline.spec.training.used_weights import usable_checkpoint
 from paceline.train import files
 from paceline.train.checkpoints.format import (
     OPTIMIZER,
@@ -109,7 +110,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: The run directory holds no model of Paceline.
     """
-    path, checkpoint = folder / rundir.MODEL_CONFIG, rundir.usable_checkpoint(folder)
+    path, checkpoint = folder / rundir.MODEL_CONFIG, usable_checkpoint(folder)
     if not path.is_file() and checkpoint is not None:
         return _checkpoint_config(checkpoint)
     try:
@@ -166,7 +167,7 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         DataError: The file is missing or damaged.
     """
     path = folder / rundir.WEIGHTS
-    checkpoint = folder if (folder / MANIFEST).is_file() else rundir.usable_checkpoint(folder)
+    checkpoint = folder if (folder / MANIFEST).is_file() else usable_checkpoint(folder)
     if not (folder / rundir.MODEL_CONFIG).is_file() and checkpoint is not None:
         return checkpoint, _checkpoint_weights(checkpoint)
     config = load_config(folder)

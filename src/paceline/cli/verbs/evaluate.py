@@ -32,7 +32,8 @@ from paceline.rundir.records import read_object
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import shell_text
 from paceline.spec.job import Entry, Input
-from paceline.spec.rundir import CONFIG, MODEL_CONFIG, model_paths, usable_checkpoint
+from paceline.spec.rundir import CONFIG, MODEL_CONFIG
+from paceline.spec.training.used_weights import model_paths, usable_checkpoint
 
 
 @click.command("evaluate", cls=Verb, options_of=f"{SCRIPTS}:EvaluateOptions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import signal
@@ -60,6 +61,27 @@ def test_trains_evaluates_and_predicts(two_hosts: Lab, tmp_path: Path) -> None:
     assert prediction.returncode != 0
     assert re.match(rf"{re.escape(str(image))}: \d (0|1)\.\d{{4}}  ", prediction.stdout)
     assert "/no/such.png" in prediction.stderr
+
+    verified = paceline("verify", str(run), cwd=tmp_path)
+    assert verified.returncode == 0, verified.stdout
+    assert re.match(r"model +signed ", verified.stdout)
+    negate_model(run / "model")
+    assert paceline("evaluate", str(run), cwd=tmp_path).returncode == 0
+    verified = paceline("verify", str(run), cwd=tmp_path)
+    assert verified.returncode == 1
+    assert re.match(r"model +changed ", verified.stdout)
+
+
+def negate_model(folder: Path) -> None:
+    """Negates all weights, and writes their new hash into the unsigned description."""
+    from safetensors.torch import load_file, save_file
+
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {name: -tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)
+    described = json.loads(config.read_text())
+    described["sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    config.write_text(json.dumps(described))
 
 
 def write_image(path: Path) -> None:

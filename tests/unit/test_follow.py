@@ -20,6 +20,7 @@ import pytest
 from paceline.agent import detached_runs
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
+from paceline.rundir import signed_model
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import detached_of
 from paceline.spec import rundir
@@ -222,6 +223,23 @@ def test_finish_fetches_files_and_discard_removes_run(cache: Path, tmp_path: Pat
             await follower.refresh()
 
     run(path, work)
+
+
+def test_finish_signs_model(cache: Path, tmp_path: Path) -> None:
+    remote = make_remote_run(cache, pid=1 << 22, ended=9.0, exit_code=0)
+    path, digest = make_local_run(tmp_path), hashlib.sha256(b"trained").hexdigest()
+    event = {"event": "model saved", "host": "n1", "rank": 0, "sha256": digest}
+    fill(remote, {"result.json": "{}", "events.jsonl": json.dumps(event) + "\n",
+                  "model/config.json": json.dumps({"sha256": digest}),
+                  "model/model.safetensors": "trained"})  # fmt: skip
+
+    async def work(follower: Follower, _: Served) -> None:
+        await follower.finish()
+
+    run(path, work)
+    model = signed_model.verify_model(path)
+    assert model is not None
+    assert model.status == "signed"
 
 
 @pytest.mark.parametrize("resumed", [False, True])

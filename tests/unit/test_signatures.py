@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import program
-from paceline.rundir import signature_file, signatures
+from paceline.rundir import signature_file, signatures, signed_model
 from paceline.rundir.detached_file import LineSeals
 from paceline.rundir.signature_file import SignatureFile
 from paceline.rundir.signatures import Signer
 from paceline.spec.errors import SettingError
-from paceline.spec.rundir import CHECKPOINTS, MANIFEST, SIGNATURES
+from paceline.spec.rundir import BEST, CHECKPOINTS, MANIFEST, MODEL, SIGNATURES, WEIGHTS
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest, sha256
 
 
@@ -193,7 +193,7 @@ def test_ignores_signatures_of_another_user_or_folder(
 def test_verify_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     result = run_cli(["verify", str(tmp_path)])
-    assert (result.exit_code, result.output) == (0, f"no checkpoints in {tmp_path}\n")
+    assert (result.exit_code, result.output) == (0, f"no model and no checkpoints in {tmp_path}\n")
 
 
 def test_reports_only_newest_signed_checkpoint_as_missing(run: Path, signer: Signer) -> None:
@@ -322,7 +322,7 @@ def test_reports_removed_moved_and_added_signatures(
     assert result.exit_code == 1
     assert f"{SIGNATURES} was changed: the l" in result.output
     assert any(
-        "signatures of checkpoints were changed" in n for n in signatures.forget_removed(run)
+        "signatures in the run directory were changed" in n for n in signatures.forget_removed(run)
     )
     write_checkpoint(run, 50)  # neither a start nor a later signature hides it
     signer.sign("50")
@@ -450,3 +450,180 @@ def test_lists_files_that_nfs_keeps_as_not_covered(run: Path) -> None:
     result = run_cli(["verify", str(run)])
     assert result.exit_code == 0
     assert "20           signed    1 file, 0 MiB; not covered: .nfs0000000001\n" in result.output
+
+
+# --- the final model, and which checkpoint is the best
+
+
+def write_model(run: Path, weights: bytes = b"trained") -> str:
+    """Writes a model as ranks do; returns the SHA-256 of its weights."""
+    digest = hashlib.sha256(weights).hexdigest()
+    (run / MODEL).mkdir(exist_ok=True)
+    (run / WEIGHTS).write_bytes(weights)
+    (run / MODEL / "config.json").write_text(json.dumps({"task": "image", "sha256": digest}))
+    (run / MODEL / "tokenizer.json").write_text("{}")
+    return digest
+
+
+@pytest.fixture
+def trained(run: Path) -> Path:
+    signed_model.sign(run, write_model(run))
+    return run
+
+
+def model_status(run: Path) -> str:
+    model = signed_model.verify_model(run)
+    return model.status if model else ""
+
+
+def replace_weights_and_their_hash(run: Path) -> None:
+    write_model(run, b"negated")
+
+
+def replace_weights(run: Path) -> None:
+    (run / WEIGHTS).write_bytes(b"negated")
+
+
+def change_tokenizer(run: Path) -> None:
+    (run / MODEL / "tokenizer.json").write_text("[]")
+
+
+def add_template(run: Path) -> None:
+    (run / MODEL / "chat_template.jinja").touch()
+
+
+def remove_description(run: Path) -> None:
+    """Then a checkpoint is used."""
+    (run / MODEL / "config.json").unlink()
+
+
+def replace_weights_by_link(run: Path) -> None:
+    (run / WEIGHTS).rename(run / "elsewhere")
+    (run / WEIGHTS).symlink_to(run / "elsewhere")
+
+
+def replace_model_by_link(run: Path) -> None:
+    replace_folder_by_link(run / MODEL)
+
+
+def replace_tokenizer_by_pipe(run: Path) -> None:
+    (run / MODEL / "tokenizer.json").unlink()
+    os.mkfifo(run / MODEL / "tokenizer.json")
+
+
+def test_reports_signed_model(trained: Path) -> None:
+    result = run_cli(["verify", str(trained)])
+    assert result.exit_code == 0
+    assert result.output.splitlines()[0] == "model        signed    3 files, 0 MiB"
+    assert signed_model.forget_removed(trained) == []
+
+
+@pytest.mark.parametrize(
+    ("attack", "problem"),
+    [
+        (replace_weights_and_their_hash, "'model/config.json' is not the file that was written"),
+        (replace_weights, "'model/model.safetensors' is not the file that was written"),
+        (change_tokenizer, "'model/tokenizer.json' is not the file that was written"),
+        (add_template, "'model/chat_template.jinja' was added"),
+        (remove_description, "'model/config.json' is gone"),
+        (replace_weights_by_link, "'model/model.safetensors' is no plain file"),
+        (replace_model_by_link, "model is a link"),
+        (replace_tokenizer_by_pipe, "'model/tokenizer.json' is no plain file"),
+    ],
+)
+def test_reports_changed_model(trained: Path, attack: Callable[[Path], None], problem: str) -> None:
+    attack(trained)
+    result = run_cli(["verify", str(trained)])
+    assert result.exit_code == 1
+    assert result.output.splitlines()[0] == f"model        changed   {problem}"
+
+
+def test_reports_missing_model_until_next_start(trained: Path) -> None:
+    shutil.rmtree(trained / MODEL)
+    result = run_cli(["verify", str(trained)])
+    assert (result.exit_code, result.output.split()[:2]) == (1, ["model", "missing"])
+    assert signed_model.forget_removed(trained) == ["the final model, which you signed, is missing"]
+    assert run_cli(["verify", str(trained)]).exit_code == 0
+    assert statuses(trained) == ["signed", "signed", "unsigned"]
+
+
+def test_reports_unsigned_model(run: Path) -> None:
+    """It is of an earlier version, or of another user."""
+    write_model(run)
+    result = run_cli(["verify", str(run)])
+    assert (result.exit_code, result.output.split()[:2]) == (0, ["model", "unsigned"])
+    replace_weights(run)
+    assert run_cli(["verify", str(run)]).exit_code == 1
+
+
+def test_removed_signature_of_model_is_noticed(trained: Path) -> None:
+    write_lines(trained, signed_lines(trained)[:-1])
+    write_model(trained, b"negated")
+    result = run_cli(["verify", str(trained)])
+    assert result.exit_code == 1
+    assert "the last line, of the final model, is missing" in result.output
+
+
+def test_model_added_to_interrupted_run_is_noticed(run: Path) -> None:
+    (run / MODEL).mkdir()
+    for content in ("{}", "[]"):  # each start writes the tokenizer
+        (run / MODEL / "tokenizer.json").write_text(content)
+        signed_model.sign(run, "")
+        assert model_status(run) == "signed"
+    write_model(run)
+    assert model_status(run) == "changed"
+
+
+def test_start_that_saved_no_model_does_not_sign_changed_one(trained: Path) -> None:
+    digest = write_model(trained, b"negated")
+    (note,) = signed_model.forget_removed(trained)
+    assert note.startswith("the final model was changed: 'model/config.json' is not the file")
+    signed_model.sign(trained, "")
+    signed_model.sign(trained, "0" * 64)  # it has saved other weights
+    assert model_status(trained) == "changed"
+    signed_model.sign(trained, digest)
+    assert model_status(trained) == "signed"
+
+
+def test_signature_of_model_survives_rewritten_lines(trained: Path) -> None:
+    shutil.rmtree(trained / CHECKPOINTS / "30")
+    signatures.forget_removed(trained)
+    assert model_status(trained) == "signed"
+    assert run_cli(["verify", str(trained)]).exit_code == 0
+
+
+def test_folder_of_project_is_not_signed_as_model(run: Path) -> None:
+    (run / MODEL).mkdir()
+    (run / MODEL / "net.py").write_text("import torch")
+    signed_model.sign(run, "")
+    (run / MODEL / "net.py").write_text("import torch.nn")
+    assert model_status(run) == ""
+    assert run_cli(["verify", str(run)]).exit_code == 0
+
+
+def test_job_without_checkpoints_and_model_signs_nothing(tmp_path: Path) -> None:
+    signed_model.sign(tmp_path, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pointer_to_other_than_best_checkpoint_is_reported(run: Path, signer: Signer) -> None:
+    for step in (40, 50):
+        write_checkpoint(run, step, **({"best": True} if step == 40 else {}))
+        signer.sign_step(step)
+    pointer = run / CHECKPOINTS / BEST
+    assert run_cli(["verify", str(run)]).exit_code == 0
+    for name in ("40", "999"):
+        pointer.write_text(json.dumps({"step": int(name), "checkpoint": name}))
+        assert run_cli(["verify", str(run)]).exit_code == 0
+    pointer.write_text(json.dumps({"step": 20, "checkpoint": "20"}))
+    result = run_cli(["verify", str(run)])
+    assert result.exit_code == 1
+    line = "best.json    changed   it names 20, but according to the manifests, 40 is the best."
+    assert result.output.startswith(line)
+
+
+def test_pointer_without_best_manifest_is_reported(run: Path) -> None:
+    (run / CHECKPOINTS / BEST).write_text(json.dumps({"step": 20, "checkpoint": "20"}))
+    result = run_cli(["verify", str(run)])
+    assert result.exit_code == 1
+    assert "it names 20, but no manifest says that its checkpoint was the best" in result.output

@@ -32,7 +32,7 @@ from paceline.launch.results.collector import ResultCollector
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote import channel as channel_module
 from paceline.remote.channel import AgentRefusal, Channel, HostSilent
-from paceline.rundir import signatures
+from paceline.rundir import signatures, signed_model
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
@@ -734,6 +734,37 @@ def test_signs_checkpoint_in_shared_run_directory(tmp_path: Path) -> None:
         "signed",
         "unsigned",
     ]
+    run_dir.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_signs_model_when_it_has_arrived(tmp_path: Path, is_shared: bool) -> None:
+    run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    weights = content("w", 900)
+    digest = hashlib.sha256(weights).hexdigest()
+    fill(
+        run_dir.path if is_shared else remote_end,
+        {
+            "model/model.safetensors": weights,
+            "model/config.json": json.dumps({"sha256": digest}).encode(),
+        },
+    )
+
+    async def work(served: Served) -> None:
+        first = make_node(served, "n1", None if is_shared else remote_end)
+        results = ResultCollector(run_dir, [].append, OutputSync(run_dir.path, [].append))
+        results.set_first_node(first)
+        results.on_event(first, Event("model saved", "n1", 0, fields={"sha256": digest}))
+        await results.fetch(make_fleet(first))
+
+    run(work)
+    model = signed_model.verify_model(run_dir.path)
+    assert model is not None
+    assert model.status == "signed"
+    (run_dir.path / "model/model.safetensors").write_bytes(content("x", 900))
+    changed = signed_model.verify_model(run_dir.path)
+    assert changed is not None
+    assert changed.status == "changed"
     run_dir.close()
 
 

@@ -36,7 +36,7 @@ GROUPS: dict[str, Registry] = {
     "Understand": {
         "explain": ("explain", "Explain what went wrong in a run, or in any log."),
         "report": ("report", "Show what happened in a run, or compare runs."),
-        "verify": ("verify", "Check that a run's checkpoints have not been changed."),
+        "verify": ("verify", "Check that a run's model and checkpoints have not been changed."),
         "forecast": ("forecast", "Estimate how long a training takes on more hosts."),
         "bench": ("bench", "Measure scaling and collectives."),
     },

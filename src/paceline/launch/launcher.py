@@ -34,7 +34,7 @@ from paceline.launch.results.run_outcome import RunOutcome, is_resumable
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.fanout import gather_all
 from paceline.remote.transport import Transport
-from paceline.rundir import records, signatures
+from paceline.rundir import records, signatures, signed_model
 from paceline.rundir.directory import RunDirectory, fresh_path, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
@@ -130,7 +130,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     on_event = takeover.on_event if takeover else lambda event: None
     try:
         signatures.require_unchanged(path)
-        for note in signatures.forget_removed(path):
+        for note in [*signatures.forget_removed(path), *signed_model.forget_removed(path)]:
             screen.note(f"paceline: {note}")
         # a supervisor's result.json is what the launching machine waits for
         earlier = trained_records(path) if takeover is None else {}

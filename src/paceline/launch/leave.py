@@ -47,7 +47,7 @@ from paceline.remote.openssh import (
 from paceline.remote.protocol import FOLDER, PORT, SHA256
 from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
-from paceline.rundir import detached_file, earlier_outputs
+from paceline.rundir import detached_file, earlier_outputs, signed_model
 from paceline.rundir.directory import Redactor, RunDirectory, short
 from paceline.rundir.outputs import Output, OutputJournal
 from paceline.rundir.records import parse_json
@@ -463,6 +463,7 @@ class _DetachedStart:
         await fetcher.fetch(channel, root, self._sent_manifest, directory.path,
                             skip=lambda path: path in places or not is_mirrored(path),
                             supervisor=True)  # fmt: skip
+        await asyncio.to_thread(signed_model.sign_recorded, directory.path)
 
     async def _next_message(self, login: Login) -> dict[str, Any] | None:
         """Returns the supervisor's next message; raises if a caller fails first."""

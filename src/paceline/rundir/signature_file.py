@@ -1,4 +1,4 @@
-"""Reads and writes the file with the signatures of a run's checkpoints.
+"""Reads and writes the file with the signatures of a run's checkpoints and its model.
 
 Each line covers the line before it, so that lines that were removed, moved or added later are
 noticed. To notice those that are missing at the end, this machine records the last line of each
@@ -13,7 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from paceline.rundir.detached_file import SEAL, LineSeals
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import format_size, shell_text
 from paceline.spec.rundir import SIGNATURES
+from paceline.spec.training.checkpoint_manifest import FileEntry
 
 MAX_BYTES = 16 << 20  # of the signatures of a run
 MAX_RECORDS = 1000  # runs whose last line is recorded
@@ -35,12 +36,15 @@ class Signatures:
 
     Attributes:
         manifests: SHA-256 of the manifest that was signed last for each checkpoint, by name.
+        model: The files of the final model that were signed last, by path; ``None`` if none ever
+            were. It is empty after a start that ended without a model.
         seal: Of the line that the next one covers.
         problem: How the lines differ from those that were written; empty if they do not.
         is_recorded: Whether this machine knows the last line. Otherwise others may be missing.
     """
 
     manifests: Mapping[str, str]
+    model: Mapping[str, FileEntry] | None
     seal: str
     problem: str
     is_recorded: bool
@@ -62,8 +66,8 @@ class SignatureFile:
         """What to type if the file is unreadable or was changed."""
         files = filter(os.path.lexists, (self.path, self._record))
         return (
-            "If you trust the checkpoints, remove their signatures; they then count as unsigned: "
-            + shell_text(["rm", *map(str, files)])
+            "If you trust the model and the checkpoints, remove their signatures; they then count"
+            " as unsigned: " + shell_text(["rm", *map(str, files)])
         )
 
     def read(self) -> Signatures:
@@ -85,25 +89,34 @@ class SignatureFile:
                 seal = line[SEAL]
             else:
                 problem = problem or (
-                    f"the line of checkpoint {line.get('checkpoint')} does not follow the one that"
-                    " it followed when it was written: lines were removed, moved or added"
+                    f"the line of {_subject(line)} does not follow the one that it followed when it"
+                    " was written: lines were removed, moved or added"
                 )
         if record and record not in lines:
             lines.append(record)
             seal = record[SEAL]
             problem = problem or (
-                f"the last line, of checkpoint {record.get('checkpoint')}, is missing: it was"
-                " removed, or the file or its folder was replaced by an earlier one"
+                f"the last line, of {_subject(record)}, is missing: it was removed, or the file or"
+                " its folder was replaced by an earlier one"
             )
         for line in lines:
             problem = line.get("problem", problem)
-        manifests = {str(line.get("checkpoint")): str(line.get("manifest")) for line in lines
-                     if "problem" not in line}  # fmt: skip
-        return Signatures(manifests, seal, problem, bool(record))
+        manifests = {str(line["checkpoint"]): str(line.get("manifest")) for line in lines
+                     if "checkpoint" in line}  # fmt: skip
+        models = [line["model"] for line in lines if "model" in line]
+        model = {path: FileEntry(**entry) for path, entry in models[-1].items()} if models else None
+        return Signatures(manifests, model, seal, problem, bool(record))
 
-    def append(self, name: str, digest: str, previous: str) -> None:
+    def append_manifest(self, name: str, digest: str, previous: str) -> None:
         """Signs a checkpoint's manifest, given its SHA-256; without a key it does nothing."""
-        line = self._seals.sealed({"checkpoint": name, "manifest": digest, "previous": previous})
+        self._append({"checkpoint": name, "manifest": digest}, previous)
+
+    def append_model(self, files: Mapping[str, FileEntry], previous: str) -> None:
+        """Signs the files of the final model; without a key it does nothing."""
+        self._append(_model_line(files), previous)
+
+    def _append(self, content: Mapping[str, Any], previous: str) -> None:
+        line = self._seals.sealed({**content, "previous": previous})
         if SEAL not in line:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -113,10 +126,12 @@ class SignatureFile:
             os.fsync(file.fileno())  # the record must not outlive it
         self._write_record(line)
 
-    def rewrite(self, manifests: Mapping[str, str], problem: str) -> None:
+    def rewrite(self, manifests: Mapping[str, str], model: Mapping[str, FileEntry] | None,
+                problem: str) -> None:  # fmt: skip
         """Replaces all lines. A problem is written, too: a start must not hide it."""
         lines: list[dict[str, Any]] = [{"problem": problem}] if problem else []
         lines += [{"checkpoint": name, "manifest": sha256} for name, sha256 in manifests.items()]
+        lines += [] if model is None else [_model_line(model)]
         for index, line in enumerate(lines):
             previous = lines[index - 1].get(SEAL) if index else ""
             lines[index] = self._seals.sealed({**line, "previous": previous})
@@ -150,7 +165,7 @@ class SignatureFile:
 
     def _unreadable(self, reason: str) -> SettingError:
         return SettingError(
-            f"the signatures of checkpoints in {self.path} cannot be read",
+            f"the signatures in {self.path} cannot be read",
             found=reason,
             remedy=self.remedy,
         )
@@ -169,6 +184,15 @@ class SignatureFile:
                 for file in files[: 1 - MAX_RECORDS]:
                     file.unlink()
             safe_paths.write_file(str(folder), self._record.name, _encode(line))
+
+
+def _model_line(files: Mapping[str, FileEntry]) -> dict[str, Any]:
+    return {"model": {path: asdict(entry) for path, entry in files.items()}}
+
+
+def _subject(line: Mapping[str, Any]) -> str:
+    """What a line is about, for messages."""
+    return "the final model" if "model" in line else f"checkpoint {line.get('checkpoint')}"
 
 
 def _encode(line: Mapping[str, Any]) -> bytes:

@@ -25,12 +25,12 @@ from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manife
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedCheckpoint:
-    """A checkpoint that was compared with its manifest, its predecessor and its signature.
+class VerifiedItem:
+    """A checkpoint, or the final model, that was compared with its hashes and its signature.
 
     Attributes:
         problem: How it differs from what was written; empty if it does not.
-        is_signed: Whether you signed its manifest as it is.
+        is_signed: Whether you signed its hashes as they are.
         is_missing: Whether its folder is gone.
         is_unexpected: Whether it is unsigned, although an earlier one is signed.
         uncovered: Files of it that may have any content.
@@ -83,7 +83,7 @@ class Signer:
             if signatures.problem and _version(name) < _version(self.newest):
                 return  # the line of another manifest may have been removed
             if former != digest:
-                file.append(name, digest, signatures.seal)
+                file.append_manifest(name, digest, signatures.seal)
             self.newest = max(self.newest, name, key=_version)
 
     def sign_step(self, step: int | None) -> None:
@@ -108,7 +108,7 @@ def _version(name: str) -> Version:
     return parse_version(name) or (-1, -1)
 
 
-def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
+def verify(run: Path) -> Iterator[VerifiedItem]:
     """Compares each checkpoint of a run directory with what was written, newest first.
 
     Runs remove older checkpoints, but never the newest: only that one can be missing.
@@ -126,7 +126,7 @@ def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
         try:
             if not os.path.lexists(path):
                 problem = "you signed it, and its folder is gone"
-                yield VerifiedCheckpoint(path.name, None, problem, False, is_missing=True)
+                yield VerifiedItem(path.name, None, problem, False, is_missing=True)
                 continue
             if links := [link for link in (path.parent, path) if link.is_symlink()]:
                 raise DamagedCheckpoint(f"{links[0].name} is a link")
@@ -142,7 +142,7 @@ def verify(run: Path) -> Iterator[VerifiedCheckpoint]:
             problem = f"{MANIFEST} cannot be read: {error.strerror}"
         if not problem and path.name in signed and not is_signed:
             problem = "its manifest was replaced after you signed it"
-        yield VerifiedCheckpoint(
+        yield VerifiedItem(
             path.name,
             manifest,
             problem,
@@ -185,12 +185,12 @@ def forget_removed(run: Path) -> list[str]:
         file.remove_record()  # you have removed an earlier run
         return []
     is_current = signatures.is_recorded and not problem and signed.keys() <= set(present)
-    if not is_current and (signed or problem):
+    if not is_current and (signed or problem or signatures.model is not None):
         lines = {name: digest for name, digest in signed.items() if name in present}
         with contextlib.suppress(OSError):
-            file.rewrite(lines, problem)
+            file.rewrite(lines, signatures.model, problem)
     look = f"; see: {shell_text(['paceline', 'verify', str(run)])}"
-    notes = [f"the signatures of checkpoints were changed: {problem}{look}"] if problem else []
+    notes = [f"signatures in the run directory were changed: {problem}{look}"] if problem else []
     if unexpected := _unexpected(present, signed):
         are = "checkpoint {} is" if len(unexpected) == 1 else "checkpoints {} are"
         names = ", ".join(unexpected)

@@ -24,7 +24,7 @@ from paceline.agent.files.snapshot import BLOCK_BYTES, MAX_RESULTS
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
-from paceline.rundir import detached_file, records
+from paceline.rundir import detached_file, records, signed_model
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import write_text
 from paceline.rundir.output_rules import is_python_code
@@ -309,6 +309,7 @@ class Follower:
             rejection_reason=lambda path: "" if is_mirrored(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip
+        await asyncio.to_thread(signed_model.sign_recorded, self._path)
         if self._excess:
             raise NodeError(
                 f"not all results on {self.channel.host.name} are fetched", found=self._excess,

@@ -14,6 +14,7 @@ from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in, try_request
 from paceline.launch.results.outputs import OutputSync
 from paceline.remote.channel import HostSilent
+from paceline.rundir import signed_model
 from paceline.rundir.directory import RunDirectory, short
 from paceline.rundir.signatures import Signer
 from paceline.spec import rundir as names
@@ -60,6 +61,7 @@ class ResultCollector:
         self._is_complete = self._has_begun = False
         self._overflow_models: list[tuple[Node, str]] = []  # saved where there was room
         self._unfetched_model: _Model | None = None  # the newest, if not in a shared folder
+        self._saved_weights = ""  # SHA-256 of the newest model's
         self._return_files: dict[int, tuple[Node, int]] = {}  # by rank: node and size in bytes
         self._unfetched: dict[str, str] = {}  # why a host's results are missing, by its name
 
@@ -90,6 +92,7 @@ class ResultCollector:
             if overflow not in self._overflow_models and len(self._overflow_models) < MAX_OVERFLOWS:
                 self._overflow_models.append(overflow)
         if event.kind == "model saved" and event["sha256"]:
+            self._saved_weights = event["sha256"]
             model_folder = event["folder"] or ""  # on a disk of the node's own
             folder = f"{model_folder or node.run_folder}/{names.MODEL}"
             is_shared = node.shared_run_dir and not model_folder
@@ -142,6 +145,8 @@ class ResultCollector:
                 await self._keep_on_node(node)
         self._outputs.store.note_kept_out()
         await self._fetch_model([node for node in fleet.nodes if node not in silent])
+        if self.first is not None and (self.first.shared_run_dir or self._is_complete):
+            await asyncio.to_thread(signed_model.sign, self._directory.path, self._saved_weights)
 
     async def _keep_on_node(self, node: Node) -> None:
         """Has a node keep the files that were not fetched, for example because the disk is full."""

@@ -535,7 +535,7 @@ def test_reports_changed_model(trained: Path, attack: Callable[[Path], None], pr
     attack(trained)
     result = run_cli(["verify", str(trained)])
     assert result.exit_code == 1
-    assert result.output.splitlines()[0] == f"model        changed   {problem}"
+    assert result.output.splitlines()[0].startswith(f"model        changed   {problem}")
 
 
 def test_reports_missing_model_until_next_start(trained: Path) -> None:
@@ -599,6 +599,28 @@ def test_folder_of_project_is_not_signed_as_model(run: Path) -> None:
     (run / MODEL / "net.py").write_text("import torch.nn")
     assert model_status(run) == ""
     assert run_cli(["verify", str(run)]).exit_code == 0
+
+
+def test_model_of_script_is_not_signed_and_not_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed_model.sign(run, "")  # a start that was interrupted
+    write_model(run)
+    (run / MODEL / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(signed_model, "hash_file", lambda path: pytest.fail(f"reads {path}"))
+    signed_model.sign(run, "")
+    assert signed_model.forget_removed(run) == []
+    assert model_status(run) == ""
+    assert run_cli(["verify", str(run)]).exit_code == 0
+
+
+def test_machines_of_one_home_sign_in_turn(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("a", "a", "c", "a"):
+        monkeypatch.setattr(signature_file.socket, "gethostname", lambda host=host: host)
+        assert signatures.forget_removed(trained) == []
+        assert signed_model.forget_removed(trained) == []
+        signed_model.sign(trained, write_model(trained, host.encode()))
+    assert run_cli(["verify", str(trained)]).exit_code == 0
 
 
 def test_job_without_checkpoints_and_model_signs_nothing(tmp_path: Path) -> None:

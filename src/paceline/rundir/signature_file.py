@@ -140,6 +140,11 @@ class SignatureFile:
         if lines:
             self._write_record(lines[-1])
 
+    def record_last_line(self) -> None:
+        """Records the last line of a whole chain that another machine has written."""
+        for line in list(self._lines())[-1:]:
+            self._write_record(line)
+
     def remove_record(self) -> None:
         """Forgets the last line, for another run in this folder."""
         with contextlib.suppress(OSError):

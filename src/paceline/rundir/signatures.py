@@ -184,11 +184,12 @@ def forget_removed(run: Path) -> list[str]:
     if not present and not os.path.lexists(file.path):
         file.remove_record()  # you have removed an earlier run
         return []
-    is_current = signatures.is_recorded and not problem and signed.keys() <= set(present)
-    if not is_current and (signed or problem or signatures.model is not None):
+    if problem or not signed.keys() <= set(present):
         lines = {name: digest for name, digest in signed.items() if name in present}
         with contextlib.suppress(OSError):
             file.rewrite(lines, signatures.model, problem)
+    elif not signatures.is_recorded:  # another machine has signed
+        file.record_last_line()
     look = f"; see: {shell_text(['paceline', 'verify', str(run)])}"
     notes = [f"signatures in the run directory were changed: {problem}{look}"] if problem else []
     if unexpected := _unexpected(present, signed):

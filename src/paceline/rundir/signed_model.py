@@ -138,15 +138,17 @@ def _list_files(
 ) -> tuple[dict[str, FileEntry], list[str]]:
     """Returns the files of the model, and the paths of those that are not covered.
 
-    A project may have a folder of that name: unless a training has described its model there, only
-    names that a run's model has are covered.
+    A script may write a model of its own there: nothing is covered if ``config.json`` does not
+    describe a model of a training, and only small files before there is one.
     Raises OSError, or DamagedCheckpoint for a link, whose target can change at any time.
 
     Args:
         reads_weights: Hashes the weights, too, instead of using the hash in ``config.json``.
     """
     described = (records.read_object(run / MODEL_CONFIG) or {}).get("sha256")
-    files, uncovered = {}, []
+    files, uncovered = dict[str, FileEntry](), list[str]()
+    if described is None and os.path.lexists(run / MODEL_CONFIG):
+        return files, uncovered
     if (run / MODEL).is_symlink():
         raise DamagedCheckpoint(f"{MODEL} is a link")
     for folder, folders, names in safe_paths.walk(str(run / MODEL)):
@@ -155,7 +157,8 @@ def _list_files(
             if (run / path).is_symlink():
                 raise DamagedCheckpoint(f"{path!r:.100} is a link")
         for path in [prefix + name for name in names]:
-            if Path(path).name.startswith(".nfs") or (described is None and not is_product(path)):
+            is_foreign = described is None and (not is_product(path) or path == WEIGHTS)
+            if Path(path).name.startswith((".nfs", ".DS_Store")) or is_foreign:
                 uncovered.append(path)
                 continue
             if not records.is_regular(run / path):  # reading a pipe would block

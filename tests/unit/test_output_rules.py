@@ -138,6 +138,11 @@ def test_groups_files_of_accelerates_save_state(names: list[str], is_grouped: bo
     groups = group_files(files(*((f"out/zustand-30/{name}", 0) for name in names)))
     assert (list(groups) == ["out/zustand-30"]) is is_grouped
     assert len(group_files(files(*((name, 0) for name in names)))) == len(names)
+    others = "out/zustand-30/log.txt", "out/zustand-30/checkpoint-5/a.pt"
+    groups = group_files(
+        files(*((f"out/zustand-30/{name}", 0) for name in names), *((o, 0) for o in others))
+    )
+    assert {"out/zustand-30/log.txt", "out/zustand-30/checkpoint-5"} <= groups.keys()
 
 
 def test_splits_growing_log_from_folder() -> None:

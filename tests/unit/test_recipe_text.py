@@ -557,10 +557,13 @@ def predicted_texts(path: Path, column: str) -> list[str]:
 
 def test_predict_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line is a text, and the dash is none."""
-    content = io.BytesIO("good\n\n- übel\n".encode())
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(content, encoding="utf-8"))
+    content = io.BytesIO("\ufeffgood\r\n\r\n- übel\r\n".encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(content, encoding="ascii"))
     assert predicted_texts(Path("-"), "") == ["good", "- übel"]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    monkeypatch.setattr(
+        "sys.stdin",
+        io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="ascii", errors="surrogateescape"),
+    )
     with pytest.raises(DataError, match="convert it: iconv"):
         predicted_texts(Path("-"), "")
 

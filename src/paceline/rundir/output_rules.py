@@ -312,10 +312,10 @@ def group_files(files: Iterable[WrittenFile]) -> dict[str, list[WrittenFile]]:
     files = list(files)
     folders = {_parent(file.path) for file in files
                if is_index(file.path) or is_shard(file.path)} - {""}  # fmt: skip
-    folders |= saved_folders(file.path for file in files)
+    saved = saved_folders(file.path for file in files)
     groups: dict[str, list[WrittenFile]] = {}
     for file in files:
-        groups.setdefault(unit_of(file.path, folders), []).append(file)
+        groups.setdefault(unit_of(file.path, folders, saved), []).append(file)
     return groups
 
 
@@ -331,17 +331,21 @@ def saved_folders(paths: Iterable[str]) -> set[str]:
     return weights & states - {""}
 
 
-def unit_of(path: str, folders: Collection[str] = ()) -> str:
+def unit_of(path: str, folders: Collection[str] = (), saved: Collection[str] = ()) -> str:
     """The checkpoint folder of a path by its name (``checkpoint-500``, ``step_3``), or the path.
 
-    ``folders``: Other checkpoint folders.
+    Args:
+        folders: Other checkpoint folders.
+        saved: Those of :func:`saved_folders`, which may also hold other files.
     """
     parts = path.split("/")
     for depth in range(1, len(parts)):
         folder = "/".join(parts[:depth])
         if folder in folders or _STEP_FOLDER.fullmatch(parts[depth - 1]):
             return folder
-    return path
+    folder, _, name = path.rpartition("/")
+    is_saved = _SAVED_WEIGHTS.fullmatch(name) or _SAVED_STATE.fullmatch(name)
+    return folder if is_saved and folder in saved else path
 
 
 def withheld_root(path: str, folders: Container[str]) -> str:

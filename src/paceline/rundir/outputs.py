@@ -352,7 +352,7 @@ def newest_checkpoint(outputs: Iterable[Output]) -> tuple[str, list[Output]] | N
     units: dict[str, list[Output]] = {}
     for output in outputs:
         if not withheld_root(output.path, incomplete):
-            unit = _dcp_folder(output.path) or unit_of(output.path, saved)
+            unit = _dcp_folder(output.path) or unit_of(output.path, saved=saved)
             units.setdefault(unit, []).append(output)
     checkpoints = {unit: files for unit, files in units.items()
                    if unit.rpartition("/")[2] != "training_args.bin"

@@ -434,8 +434,6 @@ def _too_large(root: Path, sizes: Mapping[str, int], is_complete: bool) -> CodeT
     )
     if largest and (run := _run_that_wrote(root, members)):
         most += f", results of the run {run}"
-        move = shell_text(["mv", local_path, os.path.relpath(run)])
-        remedy = f"If no run continues from these results, type `{move}`. {remedy}"
     return CodeTooLarge(
         f"the code in {root} is too large to ship at every start",
         found=f"{'' if is_complete else 'more than '}{pluralize(len(sizes), 'file')},"

@@ -26,9 +26,15 @@ def read_lines(path: Path) -> list[str]:
     """Reads lines that end with line feeds: texts may hold other characters that end lines."""
     try:
         content = files.read_bytes_limited(path, files.memory_bytes())
-        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except OSError as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
+    return split_lines(path, content)
+
+
+def split_lines(path: Path, content: bytes) -> list[str]:
+    """Splits the content of a file into lines as :func:`read_lines` does."""
+    try:
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError:
         if command := decompression(path, content):
             raise DataError(

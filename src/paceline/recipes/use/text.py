@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.tables import (
-    TABLE_FILES,
-    conversion_to_utf8,
-    decompression,
-    read_lines,
-)
+from paceline.recipes.data.tables import TABLE_FILES, decompression, read_lines, split_lines
 from paceline.recipes.data.texts import Recorded, TextData, load_texts, read_texts
 from paceline.recipes.networks import build_text_network
 from paceline.recipes.options import TextOptions
@@ -177,7 +172,7 @@ def _texts(
         path, suffix = Path(name), Path(name).suffix.lower()
         is_file = os.path.isfile(name)  # noqa: PTH113 - pathlib fails for a long text
         if name == "-":
-            yield from _input_lines()
+            yield from filter(None, split_lines(Path("/dev/stdin"), sys.stdin.buffer.read()))
         elif suffix in TABLE_FILES and is_file:
             yield from read_texts(path, _recorded(trained_on, trained_on["source"]), labels)
         elif suffix == ".txt" and is_file:
@@ -191,16 +186,6 @@ def _texts(
             )
         else:
             yield name
-
-
-def _input_lines() -> Iterator[str]:
-    """Yields the lines of standard input that are not empty."""
-    try:
-        yield from filter(None, (line.rstrip("\n") for line in sys.stdin))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "standard input is not in UTF-8", found=str(error), remedy=conversion_to_utf8(b"")
-        ) from None
 
 
 def _refuse_path(path: Path) -> None:

@@ -287,7 +287,7 @@ def test_does_not_replace_unremovable_container(
 
 def test_supervisor_restarts_lost_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers the supervisor's own host, whose address may be of another kind by then."""
-    monkeypatch.setattr(callback, "local_addresses", lambda interface, hosts: ["127.0.0.1"])
+    monkeypatch.setattr(callback, "local_addresses", lambda *_: ["127.0.0.1"])
     requests: list[Host] = []
 
     async def start(host: Host, python: str) -> Any:

@@ -13,7 +13,6 @@ from paceline.launch.elastic.encryption import JobEncryption
 from paceline.launch.planning import encryption
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.launchers import SRUN_DIALECTS
 from paceline.spec.settings import Setting
 
 GPU = {"n1": [], "n2": [{"name": "a GPU"}]}
@@ -75,9 +74,3 @@ def test_loopback_addresses_are_unique_and_stable() -> None:
     assert keys.settings("n7", "10.0.0.2")["loopback"] == found["n7"]
     assert all(address.startswith("127.") for address in found.values())
     assert "BEGIN" in keys.settings("n7", "10.0.0.2")["private_key"]
-
-
-def test_notes_that_slurm_passes_key_in_clear() -> None:
-    assert "--via ssh" in encryption.notes(job(), SRUN_DIALECTS)[0]
-    assert encryption.notes(job(encrypt=Setting(False)), SRUN_DIALECTS) == []
-    assert encryption.notes(job(), ()) == []

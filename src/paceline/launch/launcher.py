@@ -24,7 +24,7 @@ from paceline.launch.nodes import survey
 from paceline.launch.nodes.connect import connect
 from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.nodes.provisioner import Provisioner
-from paceline.launch.planning import encryption, planner
+from paceline.launch.planning import planner
 from paceline.launch.planning.placement import Supplies
 from paceline.launch.planning.request import Package, Request
 from paceline.launch.recorder import Recorder
@@ -75,9 +75,8 @@ def request_of(job: Job, cluster: Cluster, transport: Transport, package: Packag
                keep_warm_s: float = 0.0, takeover: Takeover | None = None) -> Request:  # fmt: skip
     """Makes a request from a job and the hosts it selects; SettingError if there are too few."""
     hosts = planner.choose_hosts(job, cluster)
-    notes = (*cluster.notes, *encryption.notes(job, transport.dialects))
-    request = Request(job, hosts, transport, package, notes, inspect, plan, keep_warm_s,
-                      among=cluster.among)  # fmt: skip
+    request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan,
+                      keep_warm_s, among=cluster.among)  # fmt: skip
     if takeover is not None:
         return replace(request, run_id=takeover.run_id, supplies=takeover.supplies)
     return replace(request, run_id=plan.run_id) if plan else request

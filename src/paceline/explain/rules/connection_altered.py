@@ -35,8 +35,8 @@ def _match_lost_host(evidence: Evidence, failure: Failure) -> Match | None:
     if altered is None:
         return None
     cause = (
-        f"the launcher lost its connection to {failure.host}, because bytes between {failure.host}"
-        f" and {altered['address']} were changed on the way, and no other could be made"
+        f"{failure.host} went away: {failure.headline}; bytes between it and the launcher"
+        f" ({altered['address']}) had been changed on the way"
     )
     return Match(cause, (failure.host,), None, 0.97)
 

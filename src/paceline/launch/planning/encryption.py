@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 from paceline.spec.jobenv import STORE
-from paceline.spec.launchers import SRUN_DIALECTS
 
 INTERFACE = "lo"
 """Where gloo listens in processes that are no ranks: nothing of theirs leaves the host."""
@@ -46,16 +45,6 @@ def check(job: Job, closes_store: bool, gpus: Mapping[str, Sequence[Any]]) -> No
             f"the rendezvous store is not closed: {reason}",
             "Leave that variable out, or have the script meet by env:// instead of an address",
         )
-
-
-def notes(job: Job, dialects: Collection[str]) -> list[str]:
-    """Returns what the user should know; ``dialects`` as of ``Transport``."""
-    if not job.encrypt.value or dialects != SRUN_DIALECTS:
-        return []
-    return [
-        "--encrypt: Slurm passes the run's key on in clear, like all variables: on a network where"
-        " others can read its messages, use --via ssh"
-    ]
 
 
 def _refusal(found: str, remedy: str) -> SettingError:

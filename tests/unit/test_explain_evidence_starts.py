@@ -92,3 +92,8 @@ def test_evidence_of_rank_replaced_in_place_is_of_its_last_process() -> None:
     start = Event("rank started", "n2", 1)
     events = (Event("rank started", "n1", 0), start, ended("n2", 9), start, ended("n2", 15))
     assert [end["signal"] for end in Evidence(events=events).exits] == [15]
+
+
+def test_rerun_uses_checkpoints_in_projects_of_hosts() -> None:
+    assert "files/HOST" in Evidence().rerun_effect
+    assert Evidence(checkouts={"n1": "/home/me/p"}).rerun_effect.endswith("knows of none")

@@ -469,7 +469,7 @@ def test_status_of_run_with_dead_supervisor() -> None:
     assert "one: lost\n  its supervisor on n2 was killed, or its host went down " in summary
     assert time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(now)) in summary
     assert "  the nodes end their ranks: the lease was not renewed for 7 s\n" in summary
-    assert "  checkpoint: none found; a restart begins at step 0\n" in summary
+    assert "  checkpoint: none is recorded; a restart begins at step 0, unless the" in summary
     OutputJournal(folder).add([Output("out/a.pt", 1, "", "n1", "", 1, 1.0, 1)])
     suffix = "; a later one would lie on n1, where the next start finds it"
     assert f"  checkpoint of the script: out/a.pt{suffix}\n" in run_cli("status", "one").output

@@ -194,10 +194,12 @@ class Evidence:
                 " hosts get the files that it wrote"
             )
         if self.checkpoint_step is None:
+            start = "training starts from step 0, unless the script finds checkpoints of its own"
+            if self.checkouts:  # what the script writes there is not recorded, unless all is local
+                return f"{start} in the project: Paceline knows of none"
             return (
-                "training starts from step 0, unless the script finds checkpoints of its own: there"
-                " is none of paceline.train. If some are in files/HOST of the run directory, first"
-                " copy them from there into the project"
+                f"{start}: there is none of paceline.train. If some are in files/HOST of the run"
+                " directory, first copy them from there into the project"
             )
         return f"training resumes from the checkpoint of step {self.checkpoint_step}"
 

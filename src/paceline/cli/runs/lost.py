@@ -139,7 +139,10 @@ def describe_lost(run: LostRun, clock: float) -> list[str]:
     elif run.saves:
         lines.append(f"checkpoint: none is here{later}")
     else:
-        lines.append("checkpoint: none found; a restart begins at step 0")
+        lines.append(
+            "checkpoint: none is recorded; a restart begins at step 0, unless the script finds its"
+            " own in the project"
+        )
     lines += _describe_resume(run.again, run.folder)
     if run.again and run.script_checkpoint and run.checkpoint is None:
         from paceline.cli.runs.run_end import older_checkpoint_note

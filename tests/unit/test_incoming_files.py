@@ -281,6 +281,14 @@ def test_result_named_head_stays_on_node(tmp_path: Path) -> None:
     assert content(run_dir) == {"a/refs/x": b"y", "head.txt": b"z"}
 
 
+def test_files_that_wait_for_next_start_are_not_named(tmp_path: Path) -> None:
+    """Another host with the same home may have left them in the common cache."""
+    run_dir, node_dir = tmp_path / "run", tmp_path / "node"
+    RunDirectory(run_dir).close()
+    assert fetch_files(run_dir, {".uncollected/out/a.pt": b"x", "b.txt": b"y"}, node_dir) == []
+    assert content(run_dir) == {"b.txt": b"y"}
+
+
 def test_planted_git_repository_executes_no_code(tmp_path: Path) -> None:
     run_dir, node_dir = tmp_path / "run", tmp_path / "node"
     marker, program = tmp_path / "it ran", tmp_path / "trap"

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.agent.files import safe_paths
 from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
-from paceline.agent.files.snapshot import BLOCK_BYTES
+from paceline.agent.files.snapshot import BLOCK_BYTES, UNCOLLECTED, UNCOLLECTED_SHARDS
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import short
@@ -21,6 +21,8 @@ from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.rundir import FETCHED, backup_name, is_growing, is_launcher_file
 from paceline.transfer.files import Window
 from paceline.transfer.tree import Manifest
+
+_FOR_NEXT_START = (UNCOLLECTED, UNCOLLECTED_SHARDS)  # hosts with a common home have one cache
 
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
 MAX_RESERVED_BYTES = 64 << 20  # fetched files leave so much of the disk free, or a twentieth
@@ -77,7 +79,8 @@ class Fetcher:
         listing = await self.list_files(channel, root, manifest)
 
         def select() -> tuple[Sizes, dict[str, str]]:
-            listed = {path: size for path, size in listing.items() if not skip(path)}
+            listed = {path: size for path, size in listing.items()
+                      if not (skip(path) or path.split("/")[0] in _FOR_NEXT_START)}  # fmt: skip
             rejected = {path: reason for path in listed
                         if (reason := refusal_reason(self._in_run(target, path))
                             or rejection_reason(path))}  # fmt: skip

@@ -248,9 +248,10 @@ def end_run(state: RunState, immediately: bool) -> None:
 def require_owner_here(path: Path, owner: dict[str, Any]) -> None:
     """Raises NodeError if the launcher of a run is on another machine."""
     if not owner_here(owner):
+        host, place = owner.get("host"), shlex.quote(str(path.absolute()))
         raise NodeError(
-            f"the launcher of {path} runs on {owner.get('host')}",
-            remedy=f"Type this there: ssh {owner.get('host')}",
+            f"the launcher of {path} runs on {host}",
+            remedy=f"Type on {host}: paceline stop {place}, or paceline save {place}",
         )
 
 

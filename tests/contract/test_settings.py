@@ -286,7 +286,7 @@ def test_names_hosts_that_do_not_use_an_option(
     write_settings("")
     CliRunner().invoke(trust_command, ["machines.toml"])
     read_chosen_cluster(context_of("check", "-H", "machines.toml", f"--{option}=/typed"))
-    assert f"{line} [hosts.NAME] in machines.toml" in capsys.readouterr().err
+    assert f"{line} machines.toml ([hosts.NAME] tables)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])

@@ -117,11 +117,12 @@ def unused_options(ctx: click.Context, cluster: Cluster) -> list[str]:
             own = {host.name: value for host in cluster.hosts
                    if (value := getattr(host, key)) not in (None, typed.value)}  # fmt: skip
             if own:
-                in_file = any(key in tables.get(name, {}) for name in own)
+                is_in_toml = any(key in tables.get(name, {}) for name in own)
+                place = f"[hosts.NAME] in {TOML_NAME}" if is_in_toml else cluster.source
                 listed = ", ".join(f"{name} ({value})" for name, value in own.items())
                 lines.append(
                     f"--{option} {typed.value} is not used on hosts with their own {key}: {listed};"
-                    f" see [hosts.NAME] in {TOML_NAME if in_file else cluster.source}"
+                    f" see {place}"
                 )
     return lines
 

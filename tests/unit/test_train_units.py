@@ -440,6 +440,7 @@ def test_time_summary() -> None:
     )
     assert summary(1, 1, 0.0, 0.0, None).startswith("trained 1 step, 1 sample in")
     assert summary(1, 1, 0.0, 0.0, None).endswith("(waiting for data 0%)")
+    assert summary(2, 0, 0.0, 0.0, None) == "trained 2 steps"
 
 
 def test_widened_keeps_precision() -> None:

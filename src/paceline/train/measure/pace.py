@@ -538,10 +538,13 @@ def summary(
     """Summarises a training in one line, and a second one about its straggler.
 
     Args:
-        steps, samples: Done in this process's life, over all ranks.
+        steps: Done in this process's life.
+        samples: Of these steps, over all ranks; 0 if too few were done to measure a speed.
         data_s: Seconds of these in which rank 0 waited for data.
         shares: Parts of the time; ``None`` where they are not known.
     """
+    if not samples:
+        return f"trained {pluralize(steps, 'step')}"
     seconds = max(seconds, 1e-9)
     if shares is None:
         parts = f"waiting for data {min(1.0, data_s / seconds):.0%}"

@@ -71,12 +71,15 @@ def test_stop_at_ends_training_early(
     evaluation_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.recipes.common.MIN_EVALUATION_STEPS", 5)
-    run("image", tmp_path, *evaluation_flags, "--stop-at=0.2", "--steps=200", "--dtype=float32")
+    stopping_flags = ["--stop-at=0.2", "--steps=200", "--checkpoint-every=50"]
+    run("image", tmp_path, *evaluation_flags, *stopping_flags, "--dtype=float32")
     *earlier, final = records(tmp_path, "test")
     assert all(record["accuracy"] < 0.2 for record in earlier)
     assert final["accuracy"] >= 0.2
     assert final["step"] < 200
     assert final["step"] % 5 == 0
+    run("image", tmp_path, *evaluation_flags, *stopping_flags, "--dtype=float32")  # again
+    assert records(tmp_path, "train")[-1]["step"] == final["step"]
 
 
 if __name__ == "__main__":

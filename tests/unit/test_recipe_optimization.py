@@ -25,6 +25,7 @@ from paceline.recipes.pretrained import gradual_unfreezing
 from paceline.train.data.fetch import Fetch
 from paceline.train.data.loader import Loader, Progress
 from paceline.train.data.order import Order
+from paceline.train.metrics import Best
 
 
 def test_global_batch_is_independent_of_ranks() -> None:
@@ -85,14 +86,14 @@ def test_schedule_follows_epochs_after_batch_size_change(batch: int) -> None:
     schedule = gradual_unfreezing(optimizer, curve, [*stages[:2]], len(loader))
     delayed, schedule.last_epoch = schedule.lr_lambdas, 15  # as loaded from a checkpoint
     session = cast(train.Session, SimpleNamespace(progress=progress, epochs=lambda *_, every: [1]))
-    assert [*common.epochs(session, loader, options, curve, schedule)] == [1]
+    assert [*common.epochs(session, loader, options, curve, schedule, Best())] == [1]
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3 * curve(15)] * 2 + [0]
     assert curve(15) == pytest.approx(1 - 1.5 / 4)
     assert curve(15 + loader.steps_left(4)) == 0
     assert [factor(15) for factor in delayed] == [curve(15), curve(15), 0]  # in the second epoch
 
     curve.step_offset, options = 0, Options(steps=40)  # with --steps, the global step counts
-    assert [*common.epochs(session, loader, options, curve, schedule)] == [1]
+    assert [*common.epochs(session, loader, options, curve, schedule, Best())] == [1]
     assert curve.step_offset == 0
 
 

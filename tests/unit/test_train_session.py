@@ -120,6 +120,14 @@ def test_stop_ends_training_in_mid_epoch(session: train.Session) -> None:
     assert (session.progress.step, iterations) == (1, 1)
 
 
+def test_stop_before_first_epoch_trains_nothing(session: train.Session) -> None:
+    loader = prepare_training(session)
+    session.progress.step = 3
+    session.stop("enough")
+    assert not [*session.epochs(loader, 3)]
+    assert session.progress.step == 3
+
+
 @pytest.mark.parametrize(
     ("samples", "batch", "found"),
     [

@@ -209,8 +209,15 @@ def epochs(
     options: Options,
     curve: Curve,
     schedule: LambdaLR,
+    best: Best,
 ) -> Iterator[int]:
-    """Iterates over epoch numbers, yielding once for each evaluation; aligns the curve."""
+    """Iterates over epoch numbers, yielding once for each evaluation; aligns the curve.
+
+    A resumed training that ended by --stop-at or --patience, and whose options are still the same,
+    has no epochs left.
+    """
+    if session.progress.step:
+        stop_early(session, options, best, "value", best.compared)
     interval = options.evaluate_every
     if options.stop_at and not (interval or options.patience):
         # A long epoch would delay the stop.
@@ -225,11 +232,15 @@ def epochs(
 
 
 def stop_early(
-    session: train.Session, options: Options, best: Best, metric: str, value: float
+    session: train.Session, options: Options, best: Best, metric: str, value: float | None
 ) -> None:
     """Stops the training once the metric reaches --stop-at or stops improving (--patience)."""
-    is_reached = value >= options.stop_at if best.higher else value <= options.stop_at
-    if options.stop_at and is_reached:
+    best.compared = value
+    if (
+        options.stop_at
+        and value is not None
+        and (value >= options.stop_at if best.higher else value <= options.stop_at)
+    ):
         relation = "at least" if best.higher else "at most"
         session.stop(f"{metric} {value:.4f} is {relation} --stop-at {options.stop_at:g}")
     elif best.stop:

@@ -107,7 +107,7 @@ def train_image(options: ImageOptions) -> None:
         }  # fmt: skip
         common.configure_checkpoints(session, options, best, data.fingerprint, metadata)
         result: train.Means | None = None
-        for epoch in common.epochs(session, loader, options, curve, schedule):
+        for epoch in common.epochs(session, loader, options, curve, schedule, best):
             freezing.start_epoch(epoch)
             for batch in loader:
                 losses, values = compute(batch)

@@ -80,7 +80,7 @@ def train_text(options: TextOptions) -> None:
             session, options, best, data.fingerprint, metadata, tokenizer=options.tokenizer
         )
         figures: dict[str, float] = {}
-        for epoch in common.epochs(session, loader, options, curve, schedule):
+        for epoch in common.epochs(session, loader, options, curve, schedule, best):
             freezing.start_epoch(epoch)
             for batch in loader:
                 losses, values = compute(batch)

@@ -100,7 +100,7 @@ def train_translation(options: TranslationOptions) -> None:
             tokenizer=options.tokenizer,
         )  # fmt: skip
         figures: dict[str, float] = {}
-        for epoch in common.epochs(session, loader, options, curve, schedule):
+        for epoch in common.epochs(session, loader, options, curve, schedule, best):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)

@@ -125,6 +125,7 @@ class TrainingLoop:
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
         """Prepares the training with this loader; waits for the others in a process that joins."""
         progress, membership = self._training.progress, self._membership
+        is_stopped = self.steps.loader is None and progress.finished  # the script called stop
         self.steps.loader = loader
         membership.start_training(loader)
         self._member.write_deferred_files()
@@ -134,10 +135,11 @@ class TrainingLoop:
         loader.compute_idle = self._run_idle if loader.drop_slow else None
         if self._division.is_adaptive:
             self.pace.max_interval = MAX_TIMING_STEPS
-        # at least 1 in a training that is past its end, as 0 means unknown
-        progress.steps = steps or max(
-            progress.step + loader.steps_left(epochs), min(progress.step, 1)
-        )
+        if not is_stopped:
+            # at least 1 in a training that is past its end, as 0 means unknown
+            progress.steps = steps or max(
+                progress.step + loader.steps_left(epochs), min(progress.step, 1)
+            )
         self._journal.epochs = -(-steps // len(loader)) or epochs
         if not progress.finished:
             if text := _describe_change(progress, loader):
@@ -156,11 +158,7 @@ class TrainingLoop:
         progress.order_batch = (progress.offset and progress.order_batch) or loader.global_batch
         if progress.order_batch != loader.global_batch:
             loader.order.keep_epoch(progress.epoch, progress.order_batch)
-
-    def epochs(self, loader: Loader) -> Iterator[int]:
-        progress = self._training.progress
-        first_step = progress.step
-        if progress.finished:
+        if progress.finished and not is_stopped:
             self._member.say(
                 f"nothing is left to train: step {progress.step:,}, in epoch"
                 f" {progress.epoch + (progress.offset > 0)}, is done already, and"
@@ -168,6 +166,10 @@ class TrainingLoop:
                 " were asked for\nmore epochs or steps train it further; --resume never, or a run"
                 " directory of its own, starts a new training"
             )
+
+    def epochs(self, loader: Loader) -> Iterator[int]:
+        progress = self._training.progress
+        first_step = progress.step
         while not progress.finished:
             self.pace.restart(loader.waited_s, self._checkpoints.blocked_s)
             if self._probe is not None:

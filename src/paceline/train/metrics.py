@@ -184,6 +184,7 @@ class Best:
         value: The best value; ``None`` before the first.
         step: Global step of the best value.
         stale: Evaluations since then.
+        compared: What the training compared with a target last; ``None`` if it has none.
     """
 
     higher: bool = True
@@ -191,6 +192,7 @@ class Best:
     value: float | None = None
     step: int = 0
     stale: int = 0
+    compared: float | None = None
 
     def update(self, value: float, step: int) -> bool:
         """Adds the value of an evaluation; returns whether it is the best so far."""
@@ -215,3 +217,4 @@ class Best:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes an earlier state; the present patience stays."""
         self.value, self.step, self.stale = state["value"], state["step"], state["stale"]
+        self.compared = state.get("compared")

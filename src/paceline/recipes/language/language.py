@@ -113,7 +113,7 @@ def train_language(options: LanguageOptions) -> None:
             depth=options.depth, length=options.max_length, muon=options.muon,
         )  # fmt: skip
         figures: dict[str, float] = {}
-        for _ in common.epochs(session, loader, options, curve, schedule):
+        for _ in common.epochs(session, loader, options, curve, schedule, best):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)

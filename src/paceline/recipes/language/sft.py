@@ -157,7 +157,7 @@ def train_sft(options: SftOptions) -> None:
         )  # fmt: skip
         prompts = make_prompts(encoder, data, options)
         is_full, figures = options.method == "full", dict[str, float]()
-        for _ in common.epochs(session, loader, options, curve, schedule):
+        for _ in common.epochs(session, loader, options, curve, schedule, best):
             for batch in loader:
                 losses, values = compute(batch)
                 session.step(losses, **values)

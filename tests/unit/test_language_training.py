@@ -463,9 +463,10 @@ def test_generation_is_deterministic_for_seed(
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
     assert all("12 and" not in output for output in outputs)
-    monkeypatch.setattr("sys.stdin", io.StringIO("12 and"))
-    assert generate.main([*flags, "--temperature=0"]) == 0
-    assert capsys.readouterr().out == outputs[3]
+    for dash in ((), ("-",)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("12 and"))
+        assert generate.main([*flags, *dash, "--temperature=0"]) == 0
+        assert capsys.readouterr().out == outputs[3]
     assert _greedy(run, "12 and", 6) == outputs[3].rstrip("\n")
 
     assert generate.main([*flags, "1" * 99]) == 1

@@ -74,11 +74,13 @@ def test_translate_prints_only_translations(
     assert capsys.readouterr().out == "c b a\ng h\n"
 
 
+@pytest.mark.parametrize("dash", [(), ("-",)])
 def test_translate_reads_stdin_lines(
-    reverser: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    dash: tuple[str, ...], reverser: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("a b c\n\nd e f\n"))
-    assert translate.main([f"--run={reverser}", "--beam=3"]) == 0
+    assert translate.main([f"--run={reverser}", *dash, "--beam=3"]) == 0
     assert capsys.readouterr().out == "c b a\n\nf e d\n"
 
 

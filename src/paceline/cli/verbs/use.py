@@ -39,11 +39,13 @@ Print the class of each INPUT and its probabilities, with the model of RUN.
 INPUT is an image file or a folder of images; for a text model a text, a csv, tsv or txt file of
 texts, or - for the lines of standard input.""")  # fmt: skip
 translate = _verb("translate", "TranslateOptions", "[SENTENCE...]", """\
-Translate each SENTENCE with the model of RUN, or each line of standard input.
+Translate each SENTENCE with the model of RUN. Without any, or with -, translate each line of
+standard input.
 
 Standard output gets one translation per line and nothing else.""")  # fmt: skip
 generate = _verb("generate", "GenerateOptions", "[PROMPT...]", """\
-Continue each PROMPT with the language model of RUN, or the text of standard input.
+Continue each PROMPT with the language model of RUN. Without any, or with -, continue the text of
+standard input.
 
 A model that was trained on conversations answers instead: each PROMPT, or each line of standard
 input, is a message. Standard output gets the new text and nothing else.""")  # fmt: skip

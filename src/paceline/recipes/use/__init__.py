@@ -1,4 +1,4 @@
-"""Options of the commands that use trained models. Needs no torch."""
+"""Options and texts of the commands that use trained models. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.recipes.options import Backend, Device
+
+
+def typed(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the texts that a command has; none for ``-``, which means standard input."""
+    return () if texts == ("-",) else texts
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,13 @@ def test_missing_script_error_has_hint(folder: Path, name: str, hint: str) -> No
     assert hint in caught.value.remedy
 
 
+def test_no_python_refuses_script_of_folder(folder: Path) -> None:
+    with pytest.raises(SettingError) as caught:
+        entry_of("train.py", ("--lr", "1"), no_python=True)
+    assert caught.value.remedy.startswith("Leave it out: paceline run train.py --lr 1\n")
+    assert entry_of("./train.py", (), no_python=True).kind == "binary"
+
+
 def test_suggests_commas_between_hosts(folder: Path) -> None:
     with pytest.raises(SettingError) as caught:  # from ``-H n1 n2 train.py``
         entry_of("n2", ("train.py", "--lr", "1"))

@@ -20,6 +20,13 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
     if module and no_python:
         raise SettingError("--module and --no-python cannot be combined")
     if no_python:
+        if re.fullmatch(r"[^/]+\.py", script) and Path(script).is_file():
+            raise SettingError(
+                f"--no-python looks for a program {script} on the PATH",
+                found=f"a script in this folder, {script}",
+                remedy=f"Leave it out: {shell_text(['paceline', 'run', script, *args])}\n"
+                f"or, if the script names its interpreter: --no-python ./{script}",
+            )
         return Entry("binary", script, args)
     if module:
         return Entry("module", script, args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.train.summed_loss import is_summed
+from paceline.train.measure.summed_loss import is_summed
 
 SAMPLES = 4
 NETWORK = nn.Linear(3, 5)

@@ -16,10 +16,10 @@ from paceline.train.elastic.membership import Membership
 from paceline.train.elastic.recovery import ExchangeResult
 from paceline.train.journal import Journal
 from paceline.train.measure.pace import StepTimer
+from paceline.train.measure.summed_loss import WARNING, is_summed
 from paceline.train.measure.watch import NormAndLoadWatch
 from paceline.train.member import Member
 from paceline.train.models import UNNAMED, Models
-from paceline.train.summed_loss import WARNING, is_summed
 from paceline.train.update import loss_of, per_sample_losses
 
 

@@ -425,7 +425,11 @@ def test_resume_command_of_moved_run() -> None:
     (folder / "plan.json").write_text(json.dumps({"typed": typed_command}))
     (folder / "checkpoints/450").mkdir(parents=True)
     (folder / "checkpoints/450/manifest.json").write_text("{}")
-    assert "to resume: paceline train image --run-dir runs/new\n" in run_cli("status", "new").output
+    for selector in ("", " --resume never", " --resume=22", " --resume ../other"):
+        typed_command["command"] = f"paceline train image --run-dir runs/old{selector}"
+        (folder / "plan.json").write_text(json.dumps({"typed": typed_command}))
+        shown = run_cli("status", "new").output
+        assert "to resume: paceline train image --run-dir runs/new\n" in shown
     typed_command["command"] = "paceline run --run-dir=runs/old train.py --run-dir ckpt"
     (folder / "plan.json").write_text(json.dumps({"typed": typed_command}))
     resume_command = "paceline run --run-dir runs/new train.py --run-dir ckpt"

@@ -33,7 +33,7 @@ from paceline.spec.failure import (
 from paceline.spec.formatting import format_duration, pluralize, shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job, NodeRange
-from paceline.spec.rundir import DEBUG, LOGS, PLAN, REPORT
+from paceline.spec.rundir import DEBUG, LOGS, PLAN, REPORT, checkpoints
 from paceline.spec.terminal import format_for
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ REPORT_S = 3.0  # for the page; usually it takes a tenth
 EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
 # rules whose cause is in the last lines of a failed run, which are shown anyway
 SHOWN_IN_LOG_TAIL = ("exception", "reported-by-program")
+
 _NEWEST = "paceline: newest checkpoint of the script: "
 
 
@@ -290,9 +291,26 @@ def older_checkpoint_note(argv: Sequence[str], newest: str) -> list[str]:
 
 def resume_command(argv: Sequence[str], path: str) -> list[str]:
     """Returns the command that resumes the run in the run directory ``path``."""
+    if argv[1:2] == ["train"]:
+        argv = _resuming_newest(argv, Path(path))
     if any(argument.split("=")[0] == "--run-dir" for argument in argv):
         return [*argv]
     return [*argv[:2], "--run-dir", path, *argv[2:]]
+
+
+def _resuming_newest(argv: Sequence[str], run: Path) -> list[str]:
+    """Returns the command of a recipe without a ``--resume`` that would discard newer steps."""
+    kept, words = list[str](), iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--resume":
+            kept.append(word)
+            continue
+        value = value if equals else next(words, "")
+        is_start = value.isdecimal() or value in ("never", "best", "latest", "auto")
+        if not is_start and not any(checkpoints(run)):  # the folder of another run
+            kept += [option, value]
+    return kept
 
 
 def _indent(text: str) -> str:

@@ -417,6 +417,18 @@ def test_recipe_model_and_template_files_require_trust(key: str) -> None:
         parse_recipe_options(context_of("train"), "sft", argv)
 
 
+def test_tracker_with_server_requires_trust() -> None:
+    Path("paceline.toml").write_text('[train.image]\ntrack = "tensorboard"\n')
+    assert parse_recipe_options(context_of("train"), "image", []).track == ("tensorboard",)
+    Path("paceline.toml").write_text('[train.image]\ntrack = ["tensorboard", "wandb"]\n')
+    with pytest.raises(SettingError, match="track, which sends your key"):
+        parse_recipe_options(context_of("train"), "image", [])
+    typed = parse_recipe_options(context_of("train"), "image", ["--track", "wandb"])
+    assert typed.track == ("wandb",)
+    CliRunner().invoke(trust_command)
+    assert parse_recipe_options(context_of("train"), "image", []).track == ("tensorboard", "wandb")
+
+
 def test_trust_shows_full_value() -> None:
     value = f"notify-send '{'x' * 300}'; touch evil"
     Path("paceline.toml").write_text(f'[run]\nnotify = "{value}"\n')

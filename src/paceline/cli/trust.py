@@ -53,7 +53,8 @@ LOGIN_KEYS = ("address", "user", "port", "key")
 START_GUARDED = {  # the same where a run is started; other commands only read there
     "run-dir": "can replace the results of an earlier run",
 }
-RECIPE_GUARDED = {  # the same for [train.RECIPE], if the value is a file or folder of this machine
+# the same for [train.RECIPE], if the value is a file or folder of this machine, or a tracker
+RECIPE_GUARDED = {
     "data": "sends it to the hosts",
     "test-data": "sends it to the hosts",
     "target": "sends it to the hosts",
@@ -62,6 +63,7 @@ RECIPE_GUARDED = {  # the same for [train.RECIPE], if the value is a file or fol
     "chat-template": "sends it to the hosts",
     "resume": "reads a checkpoint from it",
     "run-dir": "can replace the results of an earlier run",
+    "track": "sends your key to the server that a tracker's own settings file names",
 }
 
 
@@ -94,15 +96,23 @@ def require_trust_of_recipe(
     """Raises SettingError if settings of ``[train.NAME]`` need trust and the file has none.
 
     Args:
-        used: The settings that were not typed. Names of data sets need no trust.
+        used: The settings that were not typed. Names of data sets need no trust, and neither does
+            TensorBoard, which only writes files.
     """
     for key, value in used.items():
         effect = RECIPE_GUARDED.get(key.replace("_", "-"))
-        if effect and not isinstance(value, str):
+        if effect is None:
+            continue
+        if key == "track":
+            trackers = [value] if isinstance(value, str) else value
+            is_guarded = any(tracker != "tensorboard" for tracker in trackers)
+        elif isinstance(value, str):
+            is_guarded = Path(value).expanduser().exists()
+        else:
             raise SettingError(
                 f"{TOML_NAME} [train.{name}] {key}: a text is expected", found=repr(value)
             )
-        if effect and Path(value).expanduser().exists():
+        if is_guarded:
             _check_trust(path, toml, {f"[train.{name}] {key}": value}, key, effect)
 
 

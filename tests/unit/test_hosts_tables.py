@@ -82,6 +82,12 @@ def test_loads_toml_and_reports_errors(tmp_path: Path) -> None:
     path.write_text("[run]\nnnodes = 2\n[hosts.n1]\nslot = 2\n")
     with pytest.raises(HostsError, match=r"paceline.toml, line 4"):
         load_toml(path)
+    for text in (f"[run]\na{' .a' * 30_000} = 1\n", f"[run]\nnnodes = {'9' * 5_000}\n"):
+        path.write_text(text)
+        with pytest.raises(HostsError, match="keys of at most 500 parts|4300 digits"):
+            load_toml(path)
+    path.write_text(f"[run]\nhosts = '{' '.join(['10.0.0.1'] * 400)}'\n")
+    assert load_toml(path)
     path.unlink()
     path.symlink_to("gone.toml")
     with pytest.raises(HostsError, match="is not a file"):

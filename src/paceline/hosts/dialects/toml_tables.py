@@ -20,6 +20,7 @@ else:
     import tomli as tomllib
 
 _TABLE = re.compile(r"^[ \t]*(\[[ \t]*hosts[ \t]*[.\]]|hosts[ \t]*[.=])", re.M)
+_MAX_KEY_PARTS = 500  # the parser's memory grows with their square
 _POSITION = re.compile(r"at line ([0-9]+)")
 
 
@@ -46,11 +47,16 @@ def write(cluster: Cluster) -> str:
 
 def parse_document(text: str, label: str) -> Mapping[str, Any]:
     """Parses TOML without checking its tables. Raises HostsError with the line."""
+    joined = re.sub(r"(?<![ \t])[ \t]*\.[ \t]*", ".", text)
+    for word in re.finditer(r"[^\s,=#{}\[\]]+", joined):
+        if word[0].count(".") > _MAX_KEY_PARTS:
+            number = joined.count("\n", 0, word.start()) + 1
+            raise line_error(label, number, word[0][:80], f"keys of at most {_MAX_KEY_PARTS} parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise line_error(label, 1, text[:80], "TOML, not thousands of brackets") from None
-    except tomllib.TOMLDecodeError as problem:
+    except ValueError as problem:  # also of numbers with thousands of digits
         lines = split_lines(text)
         match = _POSITION.search(str(problem))
         number = min(int(match[1]), len(lines)) if match else len(lines)

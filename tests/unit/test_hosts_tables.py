@@ -84,7 +84,7 @@ def test_loads_toml_and_reports_errors(tmp_path: Path) -> None:
         load_toml(path)
     for text in (f"[run]\na{' .a' * 30_000} = 1\n", f"[run]\nnnodes = {'9' * 5_000}\n"):
         path.write_text(text)
-        with pytest.raises(HostsError, match="keys of at most 500 parts|4300 digits"):
+        with pytest.raises(HostsError, match=r"keys of at most 500|4300 digits"):
             load_toml(path)
     path.write_text(f"[run]\nhosts = '{' '.join(['10.0.0.1'] * 400)}'\n")
     assert load_toml(path)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,20 @@ def test_evaluation_reproduces_training_metrics(
         command, then = caught.value.remedy.splitlines()
         assert command == f"paceline export {tmp_path}"
         BaseModel(then.removeprefix("Then: --model ")).load()
+
+
+def test_warns_if_settings_of_base_have_changed(
+    input_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path(shutil.copytree(input_dir / "base", tmp_path / "base"))
+    assert train(input_dir, tmp_path / "run", f"--model={base}", "--steps=1") == 0
+    flags = [f"--run={tmp_path}/run", "--device=cpu"]
+    assert evaluate.main(flags) == 0
+    assert "the settings of" not in capsys.readouterr().err
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}))
+    assert evaluate.main(flags) == 0
+    assert f"warning: the settings of {base} are not those" in capsys.readouterr().err
 
 
 def test_chat_prompts_include_message_history(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 
 from paceline import train
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, place
-from paceline.recipes.language.base_model import BaseModel, content_hash
+from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.base_quantization import quantize_base
 from paceline.recipes.language.conversations import TEXT_FORMATS, Message
 from paceline.recipes.language.options import SftOptions
@@ -119,6 +120,10 @@ class TrainedLanguageModel(TrainedModel):
                 found=f"content {content_hash(model)}, trained on {config['base']}",
                 remedy="put the model of the training there again",
             )
+        expected = config.get("base_settings", "").removesuffix(" nf4")
+        if expected not in ("", settings_hash(model)):  # or another version of transformers
+            text = f"warning: the settings of {config['model']} are not those of the training"
+            print(f"{text}: its config.json decides the results, too", file=sys.stderr)
         method = config["method"]
         if method == "qlora" and session.device.type == "cuda":
             model = quantize_base(model, session.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from paceline.explain.exit_reports import parse_exit
 from paceline.explain.units import Exit, Unit
-from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR, Failure
+from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR, WORKER_GONE, Failure
 
 SURVIVED = 3  # signs of life after an error that the job survived
 RESTARTED = 7  # the same, if a process ended and all were started again, up to a good end
@@ -191,6 +191,8 @@ def is_consequence(unit: Unit) -> bool:
         return all(end.signal in (signal.SIGTERM, signal.SIGINT) for end in unit.exits)
     if unit.error is not None and unit.error.type.endswith("KeyboardInterrupt"):
         return True
+    if unit.kind == "traceback" and WORKER_GONE.search("\n".join(unit.lines)):
+        return False
     if _CONSEQUENCE.search(unit.text) and unit.kind != "traceback":
         return True
     if unit.kind == "traceback" and _ABSENT_MODEL.search(unit.text):

@@ -63,6 +63,11 @@ _NETWORK = (
 COLLECTIVE_TIMEOUT = re.compile(_TIMEOUT)  # a rank did not come to a collective
 PEER_LOST = re.compile(rf"{_LOST}|{_TIMEOUT}|ncclSystemError|ncclRemoteError")  # while it trained
 SECONDARY_ERROR = re.compile(f"{_LOST}|{_TIMEOUT}|{_NETWORK}", re.IGNORECASE)  # at any time
+# while a rank takes a batch from its DataLoader worker, which has ended
+WORKER_GONE = re.compile(
+    r"multiprocessing/resource_sharer\.py.*(?:Connection(?:Reset|Refused)|FileNotFound|EOF)Error",
+    re.DOTALL,
+)
 # torch's message for an exception of another process or thread
 _CAUGHT = re.compile(
     r"(?:[\w.]{1,100}: )?Caught (?P<type>[\w.]{1,100}) (?P<place>in [^\n]{1,80})\.\n"
@@ -174,7 +179,9 @@ class Failure:
         """Whether it looks like the consequence of another rank's failure."""
         if self.origin is not None:
             return self.origin != self.rank
-        return self.kind in ("exception", "exit") and bool(SECONDARY_ERROR.search(self.headline))
+        if self.kind not in ("exception", "exit") or WORKER_GONE.search(self.traceback):
+            return False
+        return bool(SECONDARY_ERROR.search(self.headline))
 
     @property
     def was_terminated(self) -> bool:

@@ -7,7 +7,7 @@ import signal
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_exit, match_unit
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, describe_end
+from paceline.spec.failure import WORKER_GONE, Failure, describe_end
 
 _CONFIRM = "On {host}: `journalctl` around that time; the scheduler's accounting (`sacct -j JOB`)."
 _REMEDY = (
@@ -16,14 +16,19 @@ _REMEDY = (
 )
 _NOT_MEMORY = " It was not the kernel's OOM killer: that killed nothing there."
 _WORKER_KILLED = "is killed by signal: Killed"  # torch's message about a DataLoader worker
+
 _WORKER_CONFIDENCE = 0.7  # more than the exception that the rank raises because of it
 
 
 def match(evidence: Evidence) -> Match | None:
     """A process that SIGKILL ended, or a SIGTERM which Paceline had not sent."""
     first = evidence.first_failure
-    if first is not None and first.kind == "exception" and _WORKER_KILLED in first.traceback:
-        cause = f"a DataLoader worker of {first.where} was {describe_end(None, signal.SIGKILL)}"
+    if (
+        first is not None
+        and first.kind == "exception"
+        and (ended := _end_of_worker(first.traceback))
+    ):
+        cause = f"a DataLoader worker of {first.where} {ended}"
         return Match(cause, (first.host,), first.rank, _WORKER_CONFIDENCE)
     if first is not None and first.kind not in ("signal", "exit"):
         return None
@@ -39,12 +44,20 @@ def match(evidence: Evidence) -> Match | None:
             return match_exit(end, cause, 0.6, remedy=remedy, confirm=confirm)
     if not evidence.exits and not evidence.events:
         for unit in evidence.outcome.failures:
-            is_worker = _WORKER_KILLED in unit.text
-            if is_worker or any(end.signal == signal.SIGKILL for end in unit.exits):
-                victim = f"a DataLoader worker of {unit.label}" if is_worker else unit.label
-                cause = f"{victim} was {describe_end(None, signal.SIGKILL)}"
-                return match_unit(unit, cause, _WORKER_CONFIDENCE if is_worker else 0.6)
+            if worker_end := _end_of_worker("\n".join(unit.lines)):
+                cause = f"a DataLoader worker of {unit.label} {worker_end}"
+                return match_unit(unit, cause, _WORKER_CONFIDENCE)
+            if any(end.signal == signal.SIGKILL for end in unit.exits):
+                cause = f"{unit.label} was {describe_end(None, signal.SIGKILL)}"
+                return match_unit(unit, cause, 0.6)
     return None
+
+
+def _end_of_worker(text: str) -> str:
+    """Returns how a DataLoader worker ended, by a message of its rank; empty if it did not."""
+    if _WORKER_KILLED in text:
+        return f"was {describe_end(None, signal.SIGKILL)}"
+    return "ended while the rank read a batch from it" if WORKER_GONE.search(text) else ""
 
 
 def _request_match(failure: Failure) -> Match:

@@ -143,7 +143,11 @@ def model_config(run: str, task: str, schema: Schema = any_json) -> Iterator[dic
     config = train.load_config(Path(run))
     try:
         if config["task"] != task:
-            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
+            raise DataError(
+                f"{run} holds no model of the {task} recipe",
+                found=f"its model was trained by the recipe {config['task'] or '(unnamed)'}",
+                remedy="paceline predict, translate and generate use models of different recipes",
+            )
         schema(config, "the description")
         yield config
     except (KeyError, TypeError, ValueError, OSError, InvalidValue) as error:

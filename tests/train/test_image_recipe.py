@@ -116,6 +116,14 @@ def test_rejects_missing_file(trained: Path, capsys: pytest.CaptureFixture[str])
     assert "--skip-damaged" not in output
 
 
+def test_model_folder_is_found_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/one/model").mkdir(parents=True)
+    (tmp_path / "runs/one/model/config.json").write_text("{}")
+    found = tmp_path / "runs/one"
+    assert [model_scripts.model_folder(Path(run)) for run in ("one", "runs/one")] == [found, found]
+
+
 def test_evaluates_checkpoint_of_interrupted_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,15 +10,20 @@ from typing import NoReturn
 
 from paceline.cli.verb import say
 from paceline.spec.errors import SettingError
-from paceline.spec.rundir import MODEL_CONFIG
+from paceline.spec.rundir import DEFAULT_PARENT, MODEL_CONFIG
 from paceline.spec.training.used_weights import usable_checkpoint
 
 SCRIPTS = "paceline.recipes.use"
 
 
 def model_folder(run: Path) -> Path:
-    """Returns the run directory; SettingError if it has neither a model nor a checkpoint."""
-    folder = run.absolute()
+    """Returns the run directory, as named or below runs/.
+
+    Raises:
+        SettingError: It has neither a model nor a checkpoint.
+    """
+    below = Path(DEFAULT_PARENT, run)
+    folder = (below if not run.exists() and below.is_dir() else run).absolute()
     if (folder / MODEL_CONFIG).is_file():
         return folder
     if (checkpoint := usable_checkpoint(folder)) is not None:

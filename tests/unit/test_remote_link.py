@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import shutil
 import sys
 import time
@@ -33,6 +34,27 @@ def test_spawn_can_be_cancelled_at_any_point() -> None:
         return [await cancelled_after(steps) for steps in range(8)]  # it has started after nine
 
     assert max(asyncio.run(cancelled())) < 20
+
+
+def test_unread_input_of_ended_child_prints_nothing() -> None:
+    """Python before 3.11.4, such as that of Debian 12, would print a traceback."""
+    messages: list[str] = []
+
+    async def write_in_vain() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: messages.append(context["message"]))
+        process = await spawn(["sleep", "0.2"])
+        assert process.stdin is not None
+        process.stdin.write(bytes(1 << 20))
+        await link.wait_for_exit(process)
+        while not process.stdin.transport.is_closing():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        del process
+        gc.collect()
+
+    asyncio.run(write_in_vain())
+    assert not messages
 
 
 def test_run_process_kills_at_timeout() -> None:

@@ -44,12 +44,21 @@ async def spawn(
         start_new_session=True,
     ))  # fmt: skip
     try:
-        return await asyncio.shield(creating)
+        process = await asyncio.shield(creating)
+        _expect_unread_input(process)
+        return process
     except asyncio.CancelledError:
         await asyncio.wait([creating])  # for milliseconds
         if not creating.cancelled() and creating.exception() is None:
             await _kill(creating.result())
         raise
+
+
+def _expect_unread_input(process: asyncio.subprocess.Process) -> None:
+    """Keeps Python before 3.11.4 from printing a traceback if the child ends before it has read."""
+    protocol = getattr(process.stdin, "_protocol", None)
+    if (closed := getattr(protocol, "_stdin_closed", None)) is not None:
+        closed.add_done_callback(lambda future: future.cancelled() or future.exception())
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

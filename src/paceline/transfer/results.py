@@ -37,7 +37,7 @@ def room_problem(folder: Path, needed_bytes: int) -> str:
         return ""
     return (
         f"{needed_bytes / 1e6:,.1f} MB needed, {usage.free / 1e6:,.1f} MB free on the disk of"
-        f" {folder}, of which {reserved / 1e6:,.0f} MB stay free"
+        f" {folder}, of which Paceline leaves {reserved / 1e6:,.1f} MB free"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.cli.verbs.run import data_note, data_of
+from paceline.cli.verbs.run import data_note, data_of, misplaced_note
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.survey import host_names
 from paceline.launch.planning import placement, plan_text, planner
@@ -693,6 +693,23 @@ def test_note_if_script_does_not_get_data_folder(
     assert not note("other.py", "root=./photos")
     assert not note("other.py", local=True)
     assert not note("reads.py")
+
+
+def test_note_if_script_gets_option_of_paceline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").touch()
+    Path("own.py").write_text("parser.add_argument('--hosts')")
+
+    def note(script: str, *args: str, local: bool = True) -> str:
+        cluster = Cluster((Host("n1", local=local),))
+        return misplaced_note(Entry("script", script, args), cluster)
+
+    assert "paceline run --hosts … plain.py" in note("plain.py", "--lr", "1", "--hosts=n1,n2")
+    assert not note("plain.py", "--hosts", "n1", local=False)
+    assert not note("own.py", "--hosts", "n1")
+    assert not note("plain.py", "--lr", "1")
 
 
 def test_existing_data_are_used_in_place() -> None:

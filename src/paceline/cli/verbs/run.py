@@ -27,9 +27,11 @@ from paceline.launch.planning.entry import (
 )
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Data, Job, NodeRange
+from paceline.spec.job import Data, Entry, Job, NodeRange
 from paceline.spec.jobenv import DATA_DIR
 from paceline.spec.settings import Source
+
+_PLACEMENT_FLAGS = ("--hosts", "--nnodes", "--nproc-per-node")
 
 
 @click.command("run", cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -86,7 +88,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         rejoin=setting(ctx, "rejoin"),
     )
     require_rejoin_applies(job)
-    if note := data_note(job, cluster):
+    for note in filter(None, (data_note(job, cluster), misplaced_note(entry, cluster))):
         say(note, err=True)
     ctx.exit(launch_job(ctx, job, cluster, dispatch))
 
@@ -125,6 +127,20 @@ def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
     values = {value for arg in args for value in (arg, arg.partition("=")[2])}
     subpaths = {value: _subpath(value, root) for value in sorted(values)}
     return Data(root, {value: path for value, path in subpaths.items() if path is not None})
+
+
+def misplaced_note(entry: Entry, cluster: Cluster) -> str:
+    """Says that an option for several processes went to a script that does not name it."""
+    flags = (arg.partition("=")[0] for arg in entry.args)
+    flag = next((flag for flag in flags if flag in _PLACEMENT_FLAGS), "")
+    if not flag or entry.kind != "script" or not all(host.local for host in cluster.hosts):
+        return ""
+    if mentions(entry, flag) or mentions(entry, flag.strip("-").replace("-", "_")):
+        return ""
+    return (
+        f"paceline: note: {flag} follows {entry.target}, so the script gets it, not Paceline;"
+        f" Paceline's options go before the script: paceline run {flag} … {entry.target}"
+    )
 
 
 def data_note(job: Job, cluster: Cluster) -> str:

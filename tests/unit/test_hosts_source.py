@@ -172,6 +172,17 @@ def test_rejects_yaml_alias_bombs(tmp_path: Path) -> None:
             read("hosts.yaml", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [":".join(["1"] * 40_000), "9" * 5_000, f"'{'9' * 5_000}'", "!!bool x", "!!int ''"],
+    ids=["base 60", "digits", "quoted digits", "no boolean", "no integer"],
+)
+def test_rejects_yaml_values_that_cannot_be_constructed(value: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts.yaml").write_text(f"num_processes: 1\nnum_machines: {value}\n")
+    with pytest.raises(HostsError, match=r"hosts\.yaml, line [12]: cannot be read"):
+        read("hosts.yaml", tmp_path)
+
+
 def test_handles_cyclic_and_deep_inventory_groups(tmp_path: Path) -> None:
     """There are many more paths through the groups than groups."""
     names = [f"g{number}" for number in range(14)]

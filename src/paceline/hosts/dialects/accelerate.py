@@ -21,6 +21,8 @@ MARK = re.compile(
 )
 DEFAULT_PORT = 29500
 _MAX_YAML_NODES = 1_000_000
+_MAX_INTEGER_LENGTH = 100
+"""Characters of an integer: PyYAML takes quadratic time for `1:1:1:…`, which has base 60."""
 
 
 def detect(reading: Reading) -> bool:
@@ -84,11 +86,16 @@ def load_yaml(reading: Reading, text: str, expected: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _expanded_size(node, {}) > _MAX_YAML_NODES:
+        sizes: dict[Any, float] = {}
+        if _expanded_size(node, sizes) > _MAX_YAML_NODES:
             expected = f"aliases that stand for at most {_MAX_YAML_NODES:,} nodes in all"
             raise ValueError(expected)
+        for part in sizes:
+            if part.tag == "tag:yaml.org,2002:int" and len(part.value) > _MAX_INTEGER_LENGTH:
+                expected = f"numbers of at most {_MAX_INTEGER_LENGTH} characters"
+                raise yaml.MarkedYAMLError(problem_mark=part.start_mark)
         return loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: a date 2026-99-99
+    except Exception as problem:  # ValueError: a date 2026-99-99; KeyError: `!!bool x`; and others
         mark = getattr(problem, "problem_mark", None)
         lines = split_lines(reading.text.rstrip())
         number = min(mark.line + 1 if mark else 1, len(lines))
@@ -129,7 +136,7 @@ def _integer(
     reading: Reading, settings: Mapping[str, Any], key: str, default: int, *, minimum: int
 ) -> int:
     value = settings.get(key, default)
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) <= _MAX_INTEGER_LENGTH:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         number, line = _line_of(reading.text, key)

@@ -16,7 +16,7 @@ import torch
 from recipe_tools import hub_variables  # noqa: F401 - fixture
 from torch import nn
 
-from paceline.recipes.data import idx, texts
+from paceline.recipes.data import cifar, idx, texts
 from paceline.recipes.language.base_model import BaseModel
 from paceline.recipes.networks import build_image_network
 from paceline.recipes.options import TextOptions
@@ -316,6 +316,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "model.onnx": lambda folder: OnnxNetwork(folder / "model.onnx", ["ids"]),
     "train.csv": lambda folder: texts.load_texts(TextOptions(data=str(folder / "train.csv"))),
     "images": lambda folder: idx._array(folder / "images", 3),
+    "test_batch.bin": lambda folder: cifar._batch(folder / "test_batch.bin", ("a", "b")),
 }
 
 
@@ -327,6 +328,17 @@ def test_readers_reject_pipes_devices_and_huge_files(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     make(tmp_path / name)
     with pytest.raises(DataError):
+        READERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "train.csv", "images", "test_batch.bin"])
+def test_readers_reject_files_beyond_quarter_of_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "memory_bytes", lambda: 400 << 20)
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(101 << 20)
+    with pytest.raises(DataError, match=r"(?s)(more than|a quarter .*) 100 MiB"):
         READERS[name](tmp_path)
 
 

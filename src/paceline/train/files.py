@@ -64,6 +64,15 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def max_content_bytes() -> int:
+    """Returns the size of the largest data file that is read as a whole: a quarter of the memory.
+
+    The text, lines or arrays that are made from its bytes are in memory at the same time. A file
+    with holes may be longer than the disk.
+    """
+    return memory_bytes() // 4
+
+
 def read_bytes_limited(path: Path, max_bytes: int = MAX_DESCRIPTION_BYTES) -> bytes:
     """Returns a regular file, by default of at most 64 MiB. OSError for others and larger ones.
 

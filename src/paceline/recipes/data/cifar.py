@@ -70,7 +70,7 @@ def _names(meta: Path) -> tuple[str, ...]:
 
 def _batch(path: Path, classes: tuple[str, ...]) -> InMemory:
     try:
-        content = files.read_bytes_limited(path, files.memory_bytes())
+        content = files.read_bytes_limited(path, files.max_content_bytes())
     except OSError as error:
         raise DataError(
             f"{path} cannot be read",

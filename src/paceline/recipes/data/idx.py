@@ -73,7 +73,7 @@ def _find_file(folder: Path, part: str, kind: str) -> Path | None:
 
 def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     try:
-        content = files.read_bytes_limited(path, files.memory_bytes())
+        content = files.read_bytes_limited(path, files.max_content_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     if path.suffix == ".gz":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import errno
 import io
 import json
 import re
@@ -25,8 +26,16 @@ _DELIMITERS = (",", ";", "\t", "|")
 def read_lines(path: Path) -> list[str]:
     """Reads lines that end with line feeds: texts may hold other characters that end lines."""
     try:
-        content = files.read_bytes_limited(path, files.memory_bytes())
+        content = files.read_bytes_limited(path, files.max_content_bytes())
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise DataError(
+                f"{path} is too large to be read into memory",
+                found=f"{path.stat().st_size >> 20:,} MiB; the limit is a quarter of this machine's"
+                f" memory, {files.max_content_bytes() >> 20:,} MiB",
+                remedy="use a part of it; in a script, train.ShardedDataset reads shards of any"
+                " total size",
+            ) from None
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     return split_lines(path, content)
 

@@ -45,7 +45,7 @@ class OnnxNetwork(nn.Module):
         options = tools.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         try:
-            content = files.read_bytes_limited(path.expanduser(), files.memory_bytes())
+            content = files.read_bytes_limited(path.expanduser(), files.max_content_bytes())
             self._session: Any = tools.InferenceSession(
                 content, options, providers=["CPUExecutionProvider"]
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import queue
 import socket
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from paceline.program import library
 from paceline.recipes.data import SPLIT_NAMES, local_path
 from paceline.spec.errors import DataError
+from paceline.train import files
 from paceline.train.data.disk_lock import exclusive_lock
 
 T = TypeVar("T")
@@ -44,6 +46,8 @@ def load_rows(name: str, config: str = "", offline: bool = False) -> dict[str, A
     path = local_path(Path(name).expanduser())
     prepare_environment(offline, path.is_dir())
     datasets = library("datasets", f"--data {name} is read")
+    if path.is_dir():
+        check_named_files(path)
     if is_saved(path):
         loaded = datasets.load_from_disk(str(path))
     else:
@@ -65,6 +69,58 @@ def load_rows(name: str, config: str = "", offline: bool = False) -> dict[str, A
             found=f"it has {', '.join(parts) or 'none'}",
         )
     return splits
+
+
+def check_named_files(folder: Path) -> None:
+    """Raises DataError if a description in a data set's folder names files elsewhere, or URLs.
+
+    Symbolic links are not refused: the hub's cache consists of them.
+    """
+    saved = ("dataset_dict.json", "state.json", "*/state.json")
+    names = saved if is_saved(folder) else ("README.md", ".huggingface.yaml")
+    for path in (path for name in names for path in folder.glob(name) if path.is_file()):
+        try:
+            outside = [text for text in _named_files(path) if _is_outside(text)]
+        except Exception as error:  # of three parsers
+            raise DataError(f"{path} cannot be read", found=str(error)[:200]) from None
+        if outside:
+            raise DataError(
+                f"{path} names data outside of its folder",
+                found=outside[0][:200],
+                remedy="copy the data into the folder and name them by a path relative to it",
+            )
+
+
+def _named_files(path: Path) -> Iterator[str]:
+    """Yields the files, patterns and folders that a description names, and also split names."""
+    content = files.read_bytes_limited(path).decode("utf-8-sig")
+    if path.suffix == ".json":
+        values = json.loads(content)
+        stack = [values.get("splits"), values.get("_data_files")]
+    else:
+        import huggingface_hub
+        import yaml
+
+        is_card = path.suffix == ".md"
+        if is_card and not content.lstrip().startswith("---"):
+            return
+        values = huggingface_hub.DatasetCard(content).data if is_card else yaml.safe_load(content)
+        configs = values.get("configs") if values else None
+        stack = [config.get(key) for config in configs or () for key in ("data_files", "data_dir")]
+    seen: set[int] = set()  # YAML may repeat a list, even in itself
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (list, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            stack += value.values() if isinstance(value, dict) else value
+
+
+def _is_outside(pattern: str) -> bool:
+    """Tells whether the ``datasets`` library would look for a pattern outside of the folder."""
+    is_relative = not urlsplit(pattern).scheme and not pattern.startswith("/")
+    return not is_relative or "://" in pattern or "::" in pattern or ".." in pattern.split("/")
 
 
 def prepare_environment(offline: bool, local: bool = False) -> None:

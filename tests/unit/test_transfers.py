@@ -718,6 +718,26 @@ def test_mirror_removes_only_checkpoints_of_this_run(tmp_path: Path) -> None:
     run_dir.close()
 
 
+def test_checkpoints_of_earlier_training_are_set_aside(tmp_path: Path) -> None:
+    """After ``--resume never``, which the ranks have done on their disk."""
+    run_dir, remote_end = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(run_dir.path / "checkpoints", steps(10, 20))
+    new = {path.replace("15/", "15.2/"): content for path, content in steps(15).items()}
+    fill(remote_end / "checkpoints", new)
+
+    async def work(served: Served) -> None:
+        for _ in range(2):
+            follow = make_checkpoint_fetcher(served, run_dir, remote_end)
+            follow.starts_anew = True
+            await follow.sync()
+
+    run(work)
+    assert read_final_files(run_dir.path / "checkpoints") == new
+    (backup,) = run_dir.path.glob("checkpoints-before-*")
+    assert read_final_files(backup) == steps(10, 20)
+    run_dir.close()
+
+
 def test_signs_checkpoint_in_shared_run_directory(tmp_path: Path) -> None:
     run_dir = RunDirectory(tmp_path / "run")
     fill(run_dir.path / "checkpoints", steps(10, 20))

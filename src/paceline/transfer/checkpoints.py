@@ -25,6 +25,7 @@ from paceline.spec.rundir import (
     LATEST,
     MANIFEST,
     Version,
+    backup_name,
     expired,
     frozen_file,
     is_frozen_file,
@@ -157,12 +158,13 @@ class CheckpointFetcher:
 
     Attributes:
         has_refused: The last :meth:`sync` left a checkpoint on the node.
+        starts_anew: The training has not resumed from a checkpoint that is here.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
                  keep: int = 0,
                  note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
-        self.keep, self.has_refused = keep, False
+        self.keep, self.has_refused, self.starts_anew = keep, False, False
         self._note, self._noted = note, set[str]()
         self._verified = set[str]()  # names of completely fetched checkpoints
         self._channel, self._folder = channel, folder
@@ -219,9 +221,11 @@ class CheckpointFetcher:
         files = await _remote_sizes(self._fetcher, self._channel, self._folder)
         self.has_refused = False
         local = by_name(await asyncio.to_thread(local_sizes, self._target))
-        if self._initial is None:
-            self._initial = await asyncio.to_thread(self._record_initial, local)
         remote = by_name(files)
+        if self._initial is None:
+            if self.starts_anew and remote:
+                await asyncio.to_thread(self._set_aside_earlier, local, remote)
+            self._initial = await asyncio.to_thread(self._record_initial, local)
         # a checkpoint that the node is removing may lack files: nothing of it is new
         # in their order: the last one may be replaced by one that turned out to be the best
         changed = [(name, remote[name]) for name in sorted(remote, key=_version)
@@ -244,6 +248,18 @@ class CheckpointFetcher:
         await asyncio.to_thread(self._remove, removed)
         for refusal in filter(None, refusals):
             raise refusal
+
+    def _set_aside_earlier(self, local: dict[str, Sizes], remote: Collection[str]) -> None:
+        """Moves checkpoints of an earlier training to a folder of their own, as its ranks have.
+
+        A new training has larger writer tokens.
+        """
+        first_token, _ = min(map(_version, remote))
+        backup = backup_name(self._target).name
+        for name in [name for name in local if _version(name)[0] < first_token]:
+            with contextlib.suppress(OSError):
+                safe_paths.rename(self._run, f"{CHECKPOINTS}/{name}", f"{backup}/{name}")
+                del local[name]
 
     def _has_all_but_extras(self, name: str, sizes: Sizes, local: Mapping[str, Sizes]) -> bool:
         """Whether only files are missing here that the checkpoint's manifest does not name."""

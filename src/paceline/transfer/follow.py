@@ -299,9 +299,11 @@ class Follower:
         first_attempt = takewhile(lambda event: event.kind != "ended", events)
         fetcher.keeps_earlier = not any(event.kind == "resumed" for event in first_attempt)
         keep = [event["keep"] or 0 for event in events if event.kind == "keeps checkpoints"]
-        await CheckpointFetcher(
+        checkpoints = CheckpointFetcher(
             self.channel, self._root, self._path, fetcher, keep=keep[-1] if keep else 0, note=note
-        ).sync()
+        )
+        checkpoints.starts_anew = fetcher.keeps_earlier
+        await checkpoints.sync()
         await fetcher.fetch(
             self.channel, self._root, None, self._path,
             skip=lambda path: path in places or path in _LOCAL_FILES or names.is_growing(path)

@@ -110,6 +110,24 @@ def test_looks_up_paths_and_modules_in_work_folder(tmp_path: Path, error: str, f
     assert "git -C" in match.remedy
 
 
+def test_ignored_folder_is_sent_with_data_option(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "data/birds/train").mkdir(parents=True)
+    (project / "data/birds/train/1.png").write_text("")
+    (project / ".gitignore").write_text("data/\n")
+    subprocess.run(["git", "init", "-q", project], check=True)
+    run = write_run(tmp_path / "run", project, "data/birds/train")
+    _, match = conclude(from_run(run), load_all()).matches[0]
+    assert f"the folder {project}/data/birds/train was not sent" in match.cause
+    assert f"`--data {project}/data/birds/train` before the script" in match.remedy
+
+    plan = json.loads((run / "plan.json").read_text())
+    plan["entry"] = {"args": ["--root=data/birds"]}
+    (run / "plan.json").write_text(json.dumps(plan))
+    _, match = conclude(from_run(run), load_all()).matches[0]
+    assert f"`--data {project}/data/birds` before the script" in match.remedy
+
+
 def write_run_in_checkouts(folder: Path, error: str, *ranks: int, typed_in: str = "") -> Path:
     """Writes a run on three hosts with their own checkouts, in which these ranks had an error."""
     events = [{"event": "rank started", "host": f"n{rank}", "rank": rank, "pid": 7}

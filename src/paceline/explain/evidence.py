@@ -118,8 +118,9 @@ class Evidence:
         checkpoint_step: Step of the newest checkpoint; ``None`` when there is none.
         script_checkpoint: The newest checkpoint of the script's own; empty when none has arrived.
         debug: Debug output of the ranks' libraries, if it was requested.
-        ignored_files: Files that a rank missed although they exist on the launching machine: git
-            ignores them, so they were not sent. By the path or the module that the log names.
+        ignored_files: Files and folders that a rank missed although they exist on the launching
+            machine: git ignores them, so they were not sent. By the path or the module that the log
+            names; a folder ends with a slash.
         unsent_files: Likewise, those that are outside the project.
         checkouts: Work folders of the hosts to which no code was sent, by host.
         project_modules: Files on the launching machine of modules that a rank missed, as paths from

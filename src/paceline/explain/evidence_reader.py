@@ -138,8 +138,8 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
         plan: Content of the run's ``plan.json``, with the work folders of the hosts.
 
     Returns:
-        Files of the project that git ignores, and files outside it; each by the path or the module
-        that the logs name.
+        Files and folders (with a slash at the end) of the project that git ignores, and files
+        outside it; each by the path or the module that the logs name.
     """
     folders = _local_workdirs(copies, plan)
     copies = [copy for copy in copies if not copy[1].endswith("/paceline")]  # not the user's code
@@ -160,22 +160,42 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
                 os.path.normpath(f"{root}/{name}") if name[0] != "/" else os.path.normpath(name)
                 for root in roots[:1]
             ]  # fmt: skip
-            present = [path for path in paths if _is_file(path)]
+            present = [path for path in paths if _is_file(path) or _is_folder(path)]
             names |= {path: name for path in present if path.startswith(f"{source}/")}
-            if pattern is MISSED_FILE and present and _is_data(present[0], source):
+            is_data = pattern is MISSED_FILE and present and _is_file(present[0])
+            if is_data and _is_data(present[0], source):
                 unsent[name] = present[0]
-        if names:
+        if files := [*filter(_is_file, names)]:
             output = run_git(Path(source), "--literal-pathspecs", "ls-files", "-z", "--others",
-                             "--ignored", "--exclude-standard", "--", *names)  # fmt: skip
+                             "--ignored", "--exclude-standard", "--", *files)  # fmt: skip
             listed = (f"{source}/{path}" for path in (output or "").split("\0"))
             ignored |= {names[path]: path for path in listed if path in names}
+        for folder in filter(_is_folder, names):
+            if run_git(Path(source), "check-ignore", "-q", "--", folder) is not None:
+                ignored[names[folder]] = f"{_argument_above(folder, source, plan)}/"
     return ignored, unsent
+
+
+def _argument_above(folder: str, project: str, plan: Mapping[str, Any]) -> str:
+    """Returns the folder of the project that an argument names and that holds ``folder``, or it."""
+    args = object_in(plan, "entry").get("args")
+    words = (word for arg in (args if isinstance(args, list) else ()) for word in
+             (as_text(arg), as_text(arg).partition("=")[2]))  # fmt: skip
+    paths = (os.path.normpath(Path(project, word)) for word in words if word)
+    return next((path for path in paths if path.startswith(f"{project}/")
+                 and f"{folder}/".startswith(f"{path}/")), folder)  # fmt: skip
 
 
 def _is_file(path: str) -> bool:
     """Whether a file exists; a log may name paths that are too long."""
     with contextlib.suppress(OSError):
         return Path(path).is_file()
+    return False
+
+
+def _is_folder(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(path).is_dir()
     return False
 
 

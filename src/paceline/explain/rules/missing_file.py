@@ -9,10 +9,22 @@ from paceline.explain.evidence import MISSED_FILE, MISSED_MODULE, Evidence
 from paceline.explain.rule import Match, match_unit
 from paceline.spec.formatting import shell_text
 
+_SEND = (
+    "`--data {folder}` before the script sends the folder. Paths below it in the script's arguments"
+    " then lead to the host's copy. A path that is fixed in the script does not: let the script"
+    " read `$PACELINE_DATA_DIR`"
+)
+
 
 def match(evidence: Evidence, pattern: re.Pattern[str] = MISSED_FILE) -> Match | None:
     for unit, error in evidence.search(pattern):
         path = evidence.ignored_files.get(error["path"])
+        if path is not None and path.endswith("/"):
+            path = path.rstrip("/")
+            cause = f"{unit.label}: the folder {path} was not sent to the host: git ignores it"
+            remedy = f"{_SEND.format(folder=shell_text([path]))}. Or remove it from .gitignore"
+            confirm = f"`{shell_text(['git', 'check-ignore', '-v', path])}`"
+            return match_unit(unit, cause, 0.97, remedy=remedy, confirm=confirm)
         if path is not None:
             folder, name = os.path.split(path)
             add = shell_text(["git", "-C", folder, "add", "-f", name])
@@ -29,10 +41,8 @@ def match(evidence: Evidence, pattern: re.Pattern[str] = MISSED_FILE) -> Match |
             folder, _ = os.path.split(path)
             cause = f"{unit.label}: {path} is on the launching machine, but not on the host"
             remedy = (
-                f"`--data {shell_text([folder])}` before the script sends the folder (put the file"
-                " into a folder of its own if that one holds more). Paths below it in the script's"
-                " arguments then lead to the host's copy. A path that is fixed in the script does"
-                " not: let the script read `$PACELINE_DATA_DIR`"
+                f"{_SEND.format(folder=shell_text([folder]))}. If the folder holds more, put the"
+                " file into one of its own"
             )
             return match_unit(unit, cause, 0.97, remedy=remedy)
     return _missing_in_checkout(evidence, pattern)

@@ -39,8 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     compile_package()
     lines = header(options.runs)
+    os.chdir(JOB.parent)  # hosts get the code of the current folder
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
+        os.environ["PACELINE_OPT_RUN_DIR"] = f"{folder}/run"
         lines.append(row("1 host × 4 ranks", 4, options.runs, local_paceline, local_torchrun))
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # ignores warm hosts of other jobs
         with Lab(LabOptions(hosts=2)) as lab:

@@ -211,7 +211,7 @@ class CheckpointFetcher:
         """Fetches new checkpoints and removes those that the node has removed.
 
         A node can be hostile. It cannot replace complete checkpoints that were here at the first
-        call, nor have the newest and the best of them removed. Of those that were fetched later, it
+        call, nor have the newest and the best of them removed (with a new training, they are moved). Of those that were fetched later, it
         can replace only the newest. If ``keep`` is 0, only checkpoints that were fetched by this
         object are removed.
 

@@ -201,7 +201,8 @@ LAUNCH = [
     click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",
                  help="End a job or rank that hangs for this long; 0 only reports hangs. auto ends"
                       " a script that uses paceline.train after five times its slowest step (at"
-                      " least 30 seconds); it only reports hangs of other scripts."),
+                      " least 30 seconds; 10 minutes in a new phase); it only reports hangs of"
+                      " other scripts."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
                  help="After a failure, restart all nodes up to N times within --restart-window."
                       " An explicit 0 forbids most restarts before step 1, too."),

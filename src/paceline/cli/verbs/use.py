@@ -36,8 +36,8 @@ def _verb(name: str, options: str, words: str, text: str) -> Verb:
 predict = _verb("predict", "PredictOptions", "INPUT...", """\
 Print the class of each INPUT and its probabilities, with the model of RUN.
 
-INPUT is an image file or a folder of images; for a text model a text, a csv, tsv or txt file of
-texts, or - for the lines of standard input.""")  # fmt: skip
+INPUT is an image file or a folder of images; for a text model a text, a csv, tsv, jsonl, parquet
+or txt file of texts, or - for the lines of standard input.""")  # fmt: skip
 translate = _verb("translate", "TranslateOptions", "[SENTENCE...]", """\
 Translate each SENTENCE with the model of RUN. Without any, or with -, translate each line of
 standard input.

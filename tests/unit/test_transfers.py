@@ -728,7 +728,7 @@ def test_checkpoints_of_earlier_training_are_set_aside(tmp_path: Path) -> None:
     async def work(served: Served) -> None:
         for _ in range(2):
             follow = make_checkpoint_fetcher(served, run_dir, remote_end)
-            follow.starts_anew = True
+            follow.resumes = False
             await follow.sync()
 
     run(work)

@@ -22,8 +22,8 @@ def model_folder(run: Path) -> Path:
     Raises:
         SettingError: It has neither a model nor a checkpoint.
     """
-    below = Path(DEFAULT_PARENT, run)
-    folder = (below if not run.exists() and below.is_dir() else run).absolute()
+    candidate = Path(DEFAULT_PARENT, run)
+    folder = (candidate if not run.exists() and candidate.is_dir() else run).absolute()
     if (folder / MODEL_CONFIG).is_file():
         return folder
     if (checkpoint := usable_checkpoint(folder)) is not None:

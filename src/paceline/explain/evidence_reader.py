@@ -172,16 +172,16 @@ def _missed_files(logs: Iterable[Log], copies: Sequence[ShippedCopy],
             ignored |= {names[path]: path for path in listed if path in names}
         for folder in filter(_is_folder, names):
             if run_git(Path(source), "check-ignore", "-q", "--", folder) is not None:
-                ignored[names[folder]] = f"{_argument_above(folder, source, plan)}/"
+                ignored[names[folder]] = f"{_enclosing_argument(folder, source, plan)}/"
     return ignored, unsent
 
 
-def _argument_above(folder: str, project: str, plan: Mapping[str, Any]) -> str:
+def _enclosing_argument(folder: str, project: str, plan: Mapping[str, Any]) -> str:
     """Returns the folder of the project that an argument names and that holds ``folder``, or it."""
     args = object_in(plan, "entry").get("args")
-    words = (word for arg in (args if isinstance(args, list) else ()) for word in
+    values = (value for arg in (args if isinstance(args, list) else ()) for value in
              (as_text(arg), as_text(arg).partition("=")[2]))  # fmt: skip
-    paths = (os.path.normpath(Path(project, word)) for word in words if word)
+    paths = (os.path.normpath(Path(project, value)) for value in values if value)
     return next((path for path in paths if path.startswith(f"{project}/")
                  and f"{folder}/".startswith(f"{path}/")), folder)  # fmt: skip
 

@@ -158,13 +158,13 @@ class CheckpointFetcher:
 
     Attributes:
         has_refused: The last :meth:`sync` left a checkpoint on the node.
-        starts_anew: The training has not resumed from a checkpoint that is here.
+        resumes: The training continues from a checkpoint that is here, if there is one.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
                  keep: int = 0,
                  note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
-        self.keep, self.has_refused, self.starts_anew = keep, False, False
+        self.keep, self.has_refused, self.resumes = keep, False, True
         self._note, self._noted = note, set[str]()
         self._verified = set[str]()  # names of completely fetched checkpoints
         self._channel, self._folder = channel, folder
@@ -211,9 +211,9 @@ class CheckpointFetcher:
         """Fetches new checkpoints and removes those that the node has removed.
 
         A node can be hostile. It cannot replace complete checkpoints that were here at the first
-        call, nor have the newest and the best of them removed (with a new training, they are moved). Of those that were fetched later, it
-        can replace only the newest. If ``keep`` is 0, only checkpoints that were fetched by this
-        object are removed.
+        call, nor have the newest and the best of them removed (with a new training, they are
+        moved). Of those that were fetched later, it can replace only the newest. If ``keep`` is 0,
+        only checkpoints that were fetched by this object are removed.
 
         A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
         changed while it was read.
@@ -223,7 +223,7 @@ class CheckpointFetcher:
         local = by_name(await asyncio.to_thread(local_sizes, self._target))
         remote = by_name(files)
         if self._initial is None:
-            if self.starts_anew and remote:
+            if remote and not self.resumes:
                 await asyncio.to_thread(self._set_aside_earlier, local, remote)
             self._initial = await asyncio.to_thread(self._record_initial, local)
         # a checkpoint that the node is removing may lack files: nothing of it is new

@@ -302,7 +302,7 @@ class Follower:
         checkpoints = CheckpointFetcher(
             self.channel, self._root, self._path, fetcher, keep=keep[-1] if keep else 0, note=note
         )
-        checkpoints.starts_anew = fetcher.keeps_earlier
+        checkpoints.resumes = not fetcher.keeps_earlier
         await checkpoints.sync()
         await fetcher.fetch(
             self.channel, self._root, None, self._path,

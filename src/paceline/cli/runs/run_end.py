@@ -292,25 +292,25 @@ def older_checkpoint_note(argv: Sequence[str], newest: str) -> list[str]:
 def resume_command(argv: Sequence[str], path: str) -> list[str]:
     """Returns the command that resumes the run in the run directory ``path``."""
     if argv[1:2] == ["train"]:
-        argv = _resuming_newest(argv, Path(path))
+        argv = _drop_resume_option(argv, Path(path))
     if any(argument.split("=")[0] == "--run-dir" for argument in argv):
         return [*argv]
     return [*argv[:2], "--run-dir", path, *argv[2:]]
 
 
-def _resuming_newest(argv: Sequence[str], run: Path) -> list[str]:
+def _drop_resume_option(argv: Sequence[str], run: Path) -> list[str]:
     """Returns the command of a recipe without a ``--resume`` that would discard newer steps."""
-    kept, words = list[str](), iter(argv)
-    for word in words:
-        option, equals, value = word.partition("=")
+    arguments, remaining = list[str](), iter(argv)
+    for argument in remaining:
+        option, equals, value = argument.partition("=")
         if option != "--resume":
-            kept.append(word)
+            arguments.append(argument)
             continue
-        value = value if equals else next(words, "")
+        value = value if equals else next(remaining, "")
         is_start = value.isdecimal() or value in ("never", "best", "latest", "auto")
         if not is_start and not any(checkpoints(run)):  # the folder of another run
-            kept += [option, value]
-    return kept
+            arguments += [option, value]
+    return arguments
 
 
 def _indent(text: str) -> str:

@@ -48,10 +48,12 @@ def write(cluster: Cluster) -> str:
 def parse_document(text: str, label: str) -> Mapping[str, Any]:
     """Parses TOML without checking its tables. Raises HostsError with the line."""
     joined = re.sub(r"(?<![ \t])[ \t]*\.[ \t]*", ".", text)
-    for word in re.finditer(r"[^\s,=#{}\[\]]+", joined):
-        if word[0].count(".") > _MAX_KEY_PARTS:
-            number = joined.count("\n", 0, word.start()) + 1
-            raise line_error(label, number, word[0][:80], f"keys of at most {_MAX_KEY_PARTS} parts")
+    for token in re.finditer(r"[^\s,=#{}\[\]]+", joined):
+        if token[0].count(".") > _MAX_KEY_PARTS:
+            number = joined.count("\n", 0, token.start()) + 1
+            raise line_error(
+                label, number, token[0][:80], f"keys of at most {_MAX_KEY_PARTS} parts"
+            )
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -88,7 +88,7 @@ class ResultCollector:
         if event.kind == "begin" and not self._has_begun:
             self._has_begun, self._fetcher.keeps_earlier = True, not event["resumed"]
             if self._checkpoints is not None:
-                self._checkpoints.starts_anew = not event["resumed"]
+                self._checkpoints.resumes = event["resumed"]
         if event.kind == "model kept elsewhere" and event["folder"]:
             overflow = (node, event["folder"])
             if overflow not in self._overflow_models and len(self._overflow_models) < MAX_OVERFLOWS:

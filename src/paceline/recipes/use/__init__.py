@@ -8,7 +8,7 @@ from typing import Literal
 from paceline.recipes.options import Backend, Device
 
 
-def typed(texts: tuple[str, ...]) -> tuple[str, ...]:
+def prompt_texts(texts: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the texts that a command has; none for ``-``, which means standard input."""
     return () if texts == ("-",) else texts
 

@@ -18,7 +18,7 @@ from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.language.conversations import Message
 from paceline.recipes.language.sft import generate as continue_tokens
 from paceline.recipes.language.sft import num_free
-from paceline.recipes.use import GenerateOptions, typed
+from paceline.recipes.use import GenerateOptions, prompt_texts
 from paceline.recipes.use.evaluate import local_session, module_of
 from paceline.recipes.use.language_models import Generator
 from paceline.spec.errors import DataError, SettingError
@@ -46,7 +46,7 @@ def generate(options: GenerateOptions) -> None:
             return
         if options.system:
             raise SettingError("--system has no effect without --chat", remedy="leave it out")
-        for text in valid_texts(typed(options.prompts) or whole_input()):
+        for text in valid_texts(prompt_texts(options.prompts) or whole_input()):
             write(generator, generator.encode(text), options)
 
 
@@ -59,7 +59,7 @@ def converse(generator: Generator, options: GenerateOptions) -> None:
             remedy="--no-chat continues a text",
         )
     messages = [Message("system", text) for text in valid_texts([options.system]) if text]
-    for text in valid_texts(typed(options.prompts) or lines()):
+    for text in valid_texts(prompt_texts(options.prompts) or lines()):
         messages.append(Message("user", text))
         try:
             tokens = generator.encode_chat(messages)

@@ -20,7 +20,7 @@ from paceline import train
 from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode
-from paceline.recipes.use import TranslateOptions, typed
+from paceline.recipes.use import TranslateOptions, prompt_texts
 from paceline.recipes.use.evaluate import local_session
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.translation import NAMES, TrainedTranslator, load_trained
@@ -35,8 +35,8 @@ def translate(options: TranslateOptions) -> None:
     """Prints the translations."""
     check_at_least("--beam", options.beam, 0)
     model = load_trained(options.run)
-    given = typed(options.sentences) or (line.rstrip("\n") for line in sys.stdin)
-    if options.attention and not typed(options.sentences):
+    given = prompt_texts(options.sentences) or (line.rstrip("\n") for line in sys.stdin)
+    if options.attention and not prompt_texts(options.sentences):
         raise SettingError(
             "--attention draws sentences that are typed",
             remedy='paceline translate RUN --attention maps.png "a sentence"',

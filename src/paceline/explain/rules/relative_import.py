@@ -9,7 +9,7 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_unit
 
 _NO_PARENT = re.compile(r"attempted relative import with no known parent package")
-_IMPORT = re.compile(r"\s*from (?P<dots>\.+)")
+_IMPORT = re.compile(r"^\s*from (?P<dots>\.+)")
 
 
 def match(evidence: Evidence) -> Match | None:

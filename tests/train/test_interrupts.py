@@ -172,7 +172,10 @@ HANDLER_AND_WORKER = """
     print("ready", flush=True)
     worker.join()
 """
-SAVING = "trap 'sleep 2; echo saved by the child; exit' TERM; echo ready; sleep 600 & wait"
+# ready some time after its start: by then, the script waits for it and does nothing else
+SAVING = (
+    "trap 'sleep 2; echo saved by the child; exit' TERM; sleep 0.5; echo ready; sleep 600 & wait"
+)
 NO_HANDLER = f"""
     import subprocess
     subprocess.run(["sh", "-c", "{SAVING}"])

@@ -114,13 +114,18 @@ def unpack(folder, archive, digest):
 
     Agents of several hosts may share the disk, with equal process numbers.
     """
-    import io, shutil, zipfile
+    import fcntl, io, shutil, zipfile
     token = "".join("%02x" % byte for byte in bytearray(os.urandom(8)))
     unpacked, replaced = folder + ".new" + token, folder + ".old" + token
+    parent = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_CLOEXEC)
     umask = os.umask(0o077)
     try:
         os.makedirs(unpacked, 0o700)
         zipfile.ZipFile(io.BytesIO(archive)).extractall(unpacked)
+        try:  # or an agent could move a folder that another has just replaced and runs from
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        except OSError:
+            pass  # not on every network disk
         if os.path.lexists(folder) and not is_valid(folder, digest):
             os.rename(folder, replaced)
             if is_valid(replaced, digest):  # it was put in order meanwhile
@@ -128,6 +133,7 @@ def unpack(folder, archive, digest):
         if not os.path.lexists(folder):
             os.rename(unpacked, folder)
     finally:
+        os.close(parent)
         os.umask(umask)
         shutil.rmtree(unpacked, True)
         if os.path.lexists(replaced):

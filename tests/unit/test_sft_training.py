@@ -247,11 +247,11 @@ def test_warns_if_settings_of_base_have_changed(
     assert train(input_dir, tmp_path / "run", f"--model={base}", "--steps=1") == 0
     flags = [f"--run={tmp_path}/run", "--device=cpu"]
     assert evaluate.main(flags) == 0
-    assert "the settings of" not in capsys.readouterr().err
+    assert "have changed since" not in capsys.readouterr().err
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}))
     assert evaluate.main(flags) == 0
-    assert f"warning: the settings of {base} are not those" in capsys.readouterr().err
+    assert f"settings (config.json) of {base} have changed since" in capsys.readouterr().err
 
 
 def test_chat_prompts_include_message_history(

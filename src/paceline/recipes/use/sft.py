@@ -122,8 +122,8 @@ class TrainedLanguageModel(TrainedModel):
             )
         expected = config.get("base_settings", "").removesuffix(" nf4")
         if expected not in ("", settings_hash(model)):  # or another version of transformers
-            text = f"warning: the settings of {config['model']} are not those of the training"
-            print(f"{text}: its config.json decides the results, too", file=sys.stderr)
+            text = f"warning: the settings (config.json) of {config['model']} have changed"
+            print(f"{text} since the training: results may differ", file=sys.stderr)
         method = config["method"]
         if method == "qlora" and session.device.type == "cuda":
             model = quantize_base(model, session.device)

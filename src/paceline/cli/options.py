@@ -112,7 +112,7 @@ NNODES = click.option(
     "--nnodes", type=Parsed("number of nodes", _parse_nodes), metavar="N|MIN:MAX",
     show_default="all",
     help="Use the first N hosts. MIN:MAX lets the job shrink and grow as nodes are lost and"
-         " come back (MIN: for no maximum). Hosts beyond MAX are spares.",
+         " come back (`MIN:` has no maximum). Hosts beyond MAX are spares.",
 )  # fmt: skip
 FASTEST = click.option(
     "--fastest", is_flag=True,
@@ -135,8 +135,8 @@ IFACE = click.option(
     "--iface", metavar="NAME", help="Network interface for the job's traffic.",
     show_default="the one that reaches the other nodes",
 )  # fmt: skip
-PYTHON = click.option("--python", metavar="PATH", help="Python interpreter to use on the hosts"
-                      " that do not have their own.",
+PYTHON = click.option("--python", metavar="PATH", help="Python interpreter to use on hosts"
+                      " for which no `python` is set.",
                       show_default="paceline's own")  # fmt: skip
 MASTER_PORT = click.option(
     "--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",

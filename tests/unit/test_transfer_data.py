@@ -109,6 +109,19 @@ def test_comparison_differences() -> None:
     assert found.extra == ["a.b", "g/h"]
 
 
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [(["b", "a"], "not sorted"), (["b", "b"], "not sorted"), (["b" * 60, "c" * 60], "without end")],
+)
+def test_comparison_rejects_unsorted_and_endless_lists(
+    names: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "MAX_EXTRA_CHARACTERS", 100)
+    comparison = Comparison([])
+    with pytest.raises(ValueError, match=problem):
+        comparison.feed([[name, 1, 5] for name in names])
+
+
 def test_comparison_of_random_folders() -> None:
     draw = random.Random(3)
     for _ in range(200):

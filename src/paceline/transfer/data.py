@@ -26,6 +26,7 @@ ITEM_BATCH = 2000  # items in a message
 HASH_BATCH = 200  # files in a request for hashes
 MIN_RESUMED_BYTES = 16 << 20  # smaller files are not resumed
 RESERVED_BYTES = 64 << 20  # kept free on a node's disk
+MAX_EXTRA_CHARACTERS = 256 << 20  # in the paths of a node's files that are not here
 
 
 class DataFolder:
@@ -104,15 +105,27 @@ class Comparison:
         self.differences = Differences()
         self._items = iter(items)
         self._next = next(self._items, None)
+        self._last: list[tuple[int, str]] = []  # position of the node's last item
+        self._extra_characters = 0
 
     def feed(self, items: Iterable[Item]) -> None:
-        """Compares the next items of the node, in order."""
+        """Compares the next items of the node, in order.
+
+        Raises:
+            ValueError: The order is wrong, or the node has too many other files.
+        """
         for item in items:
             position = agent_data.sort_key(item[0])
+            if position <= self._last:
+                raise ValueError("a list of files that is not sorted")
+            self._last = position
             while self._next is not None and agent_data.sort_key(self._next[0]) < position:
                 self._move_to(self.differences.missing)
             if self._next is None or self._next[0] != item[0]:
                 self.differences.extra.append(item[0])
+                self._extra_characters += len(item[0])
+                if self._extra_characters > MAX_EXTRA_CHARACTERS:
+                    raise ValueError("names of other files, without end")
             elif self._next[1] != item[1]:
                 self._move_to(self.differences.missing)
             elif self._next[2] != item[2]:
@@ -192,7 +205,14 @@ async def _compare(
     first = True
     while True:
         answer = await channel.request("list_data", root=root, first=first)
-        await asyncio.to_thread(comparison.feed, answer["files"])
+        try:
+            await asyncio.to_thread(comparison.feed, answer["files"])
+        except ValueError as problem:
+            raise NodeError(
+                f"{channel.host.name} cannot say which data it has",
+                found=f"{problem} (in {root})",
+                remedy=f"Remove that folder on {channel.host.name}, or run without this host",
+            ) from None
         if answer["last"]:
             return comparison.finish()
         if comparison.differences.certain and not is_complete:

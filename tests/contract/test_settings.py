@@ -407,6 +407,13 @@ def test_recipe_data_file_requires_trust() -> None:
     assert parse_recipe_options(context_of("train"), "text", []).data == "ag-news"
 
 
+def test_recipe_data_folder_requires_trust() -> None:
+    Path("private").mkdir()
+    Path("paceline.toml").write_text('[train.text]\ndata = "notes.csv"\ndata-dir = "private"\n')
+    with pytest.raises(SettingError, match="data-dir, which reads data from it"):
+        parse_recipe_options(context_of("train"), "text", [])
+
+
 @pytest.mark.parametrize("key", ["model", "chat-template"])
 def test_recipe_model_and_template_files_require_trust(key: str) -> None:
     Path("private").write_text("a key")

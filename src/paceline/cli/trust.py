@@ -58,6 +58,7 @@ RECIPE_GUARDED = {
     "data": "sends it to the hosts",
     "test-data": "sends it to the hosts",
     "target": "sends it to the hosts",
+    "data-dir": "reads data from it",
     "weights": "sends it to the hosts",
     "model": "sends it to the hosts",
     "chat-template": "sends it to the hosts",

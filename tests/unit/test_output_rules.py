@@ -16,6 +16,7 @@ from paceline.rundir.output_rules import (
     kept_out_reason,
     matches_earlier,
     order_of_arrival,
+    rank_0_twin,
     split_growing_logs,
     superseded_units,
     unit_of,
@@ -143,6 +144,21 @@ def test_groups_files_of_accelerates_save_state(names: list[str], is_grouped: bo
         files(*((f"out/zustand-30/{name}", 0) for name in names), *((o, 0) for o in others))
     )
     assert {"out/zustand-30/log.txt", "out/zustand-30/checkpoint-5"} <= groups.keys()
+
+
+def test_rank_0_twin_tries_few_numbers_of_a_path() -> None:
+    class Paths(list[str]):
+        num_lookups = 0
+
+        def __contains__(self, path: object) -> bool:
+            self.num_lookups += 1
+            return super().__contains__(path)
+
+    paths = Paths(["a/rank_0/step_5_rank_3.pt"])
+    assert rank_0_twin("a/rank_3/step_5_rank_3.pt", paths) == paths[0]
+    paths.num_lookups = 0
+    assert rank_0_twin("/".join(["rank_1"] * 500), paths) == ""
+    assert paths.num_lookups <= 16
 
 
 def test_splits_growing_log_from_folder() -> None:

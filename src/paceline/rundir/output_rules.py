@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from paceline.agent.files.outputs import SHARD_SUFFIX
 from paceline.agent.files.safe_paths import fold_name, refusal_reason
@@ -83,6 +84,7 @@ _RANK_NUMBER = re.compile(
     r"(?:^|(?<=[^a-z]))(?:rank|rng(?:_state)?|random_states?|process)[_.=-]?([0-9]+)",
     re.IGNORECASE,
 )
+MAX_RANK_NUMBERS = 8  # of a path that are tried: a hostile node's paths may have thousands
 _RANDOM_STATE = re.compile(r"(?:rng|random_states?)[^/]*$", re.IGNORECASE)
 DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it last
 
@@ -244,7 +246,7 @@ def is_of_other_rank(group: Sequence[WrittenFile], paths: Container[str]) -> boo
 
 def rank_0_twin(path: str, paths: Container[str]) -> str:
     """The path among others that differs from a path only in rank 0 for another rank, or ""."""
-    for match in _RANK_NUMBER.finditer(path):
+    for match in islice(_RANK_NUMBER.finditer(path), MAX_RANK_NUMBERS):
         twins = [path[: match.start(1)] + zero + path[match.end(1) :]
                  for zero in ("0", "0" * len(match[1]))]  # fmt: skip
         if int(match[1]) and (twin := next((twin for twin in twins if twin in paths), "")):

@@ -218,20 +218,11 @@ class OutputStore(LocalOutputs):
         first = split_growing_logs(group_files(files)).keys()
         while True:
             self._record_removed(folder, files)
-            groups = split_growing_logs(group_files(files))
-            superseded = superseded_units(groups)
-            on_node = {file.path: file for file in files}
-            known = {*self.journal.outputs, *on_node}
-            names = self._names_after_failure() if has_ended and not has_succeeded else {}
-            units = [
-                unit for unit in order_of_arrival(groups)
-                if unit not in done and is_new(folder, groups[unit])
-                and (unit in first or not has_ended)  # a hostile node may always have a new one
-                and (has_succeeded or not is_being_saved(folder, groups[unit]))
-                and (_is_final(unit, groups[unit], has_succeeded, unit in superseded, names)
-                     if has_ended else is_due(folder, unit, groups[unit], unit in superseded))
-                and not _waits_for_rank_0(folder, groups[unit], known, on_node, has_ended)
-            ]  # fmt: skip
+            # a hostile node may list what takes long to sort out, and may always have a new file
+            groups, due = await asyncio.to_thread(
+                self._due_units, folder, files, has_ended, has_succeeded
+            )
+            units = [unit for unit in due if unit not in done and (unit in first or not has_ended)]
             if not units:
                 break
             old = old_shards(folder, files)
@@ -252,6 +243,23 @@ class OutputStore(LocalOutputs):
             files = await self.list_files(folder)
         if not (has_ended or folder.is_local):
             await self._fetch_growing(folder, files, share)
+
+    def _due_units(self, folder: OutputFolder, files: Sequence[WrittenFile], has_ended: bool,
+                   has_succeeded: bool) -> tuple[Groups, list[str]]:  # fmt: skip
+        """Returns the groups of a node's files, and those that are to be fetched now."""
+        groups = split_growing_logs(group_files(files))
+        superseded = superseded_units(groups)
+        on_node = {file.path: file for file in files}
+        known = {*self.journal.outputs, *on_node}
+        names = self._names_after_failure() if has_ended and not has_succeeded else {}
+        return groups, [
+            unit for unit in order_of_arrival(groups)
+            if is_new(folder, groups[unit])
+            and (has_succeeded or not is_being_saved(folder, groups[unit]))
+            and (_is_final(unit, groups[unit], has_succeeded, unit in superseded, names)
+                 if has_ended else is_due(folder, unit, groups[unit], unit in superseded))
+            and not _waits_for_rank_0(folder, groups[unit], known, on_node, has_ended)
+        ]  # fmt: skip
 
     def _names_after_failure(self) -> CheckpointNames:
         """The names of files in the checkpoint folders that are here."""

@@ -507,6 +507,13 @@ def test_explain_run_by_name() -> None:
     assert "nothing went wrong" in run_cli("explain", "one").output
 
 
+def test_explain_names_nan_loss_of_run_that_ended_well() -> None:
+    folder = make_run("one", code=0)
+    (folder / "owner.json").unlink()
+    (folder / "logs/n1/0.log").write_text("step 1 loss 2.5\nstep 2 loss nan\nstep 3 loss nan\n")
+    assert run_cli("explain", "one").output.startswith("rank 0 on n1: the loss became nan\n")
+
+
 @pytest.mark.parametrize("is_saved_again", [False, True])
 def test_explain_names_failed_last_checkpoint_of_successful_run(is_saved_again: bool) -> None:
     folder = make_run("one", code=0)

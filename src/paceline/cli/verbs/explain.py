@@ -86,7 +86,7 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(to_json(conclusion), indent=2))
         return
-    if evidence.has_succeeded:
+    if evidence.has_succeeded and not _is_divergence(conclusion):
         say(format_for("\n".join(explanation.of_success(evidence)), sys.stdout))
         return
     first, *details = explanation.lines(conclusion, evidence)
@@ -94,6 +94,12 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
     click.echo(click.style(first, bold=True) if has_colours(sys.stdout) else first)
     if details:
         say(format_for("\n".join(details), sys.stdout))
+
+
+def _is_divergence(conclusion: Conclusion) -> bool:
+    """Returns whether the conclusion is a loss that is not a number, which ends no script."""
+    unit = conclusion.matches[0][1].unit if conclusion.matches else None
+    return unit is not None and unit.kind == "numeric"
 
 
 def to_json(conclusion: Conclusion) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import importlib.util
 import io
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from torch.nn.functional import cross_entropy
 
 from command_lines import overridden
-from paceline.recipes.language import memory
+from paceline.recipes.language import memory, sft
 from paceline.recipes.language.adapters import TrainedPart, add_adapters, checkpoint_gradients
 from paceline.recipes.language.base_model import BaseModel, content_hash, settings_hash
 from paceline.recipes.language.chat_templates import template_render
@@ -238,6 +240,26 @@ def test_evaluation_reproduces_training_metrics(
         command, then = caught.value.remedy.splitlines()
         assert command == f"paceline export {tmp_path}"
         BaseModel(then.removeprefix("Then: --model ")).load()
+
+
+def test_interrupt_ends_generation_and_saves(
+    input_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generated = []
+
+    def interrupted(*args: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        generated.append(continue_tokens(*args))
+        return generated[-1]
+
+    monkeypatch.setattr(sft, "generate", interrupted)
+    flags = ("--samples=1", "--sample-tokens=100", "--steps=4", "--evaluate-every=2")
+    with pytest.raises(SystemExit) as stopped:
+        train(input_dir, tmp_path, *flags)
+    assert stopped.value.code == 143
+    assert [folder.name for folder in rundir.checkpoints(tmp_path)] == ["2"]
+    assert len(generated[0].split()) <= 1
+    assert not (tmp_path / sft.SAMPLES).exists()
 
 
 def test_warns_if_settings_of_base_have_changed(

@@ -447,6 +447,15 @@ class Session(Member):
         """
         self._loop.steps.update(name, losses, values)
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, as by Ctrl-C; other ranks may not know it yet.
+
+        Then end work that takes long, in an evaluation for example: the session saves and stops
+        at the next batch or step. Needs :meth:`checkpoints`.
+        """
+        return self._checkpoints.stop_requested
+
     # -- records and the trained model ---------------------------------------------------
 
     def log(self, split: str, **values: Any) -> None:

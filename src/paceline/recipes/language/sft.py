@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -513,19 +513,30 @@ def answer(
     prompts: Sequence[Prompt],
     max_tokens: int,
 ) -> None:
-    """Generates an answer to each prompt, each on one rank; shows and saves all."""
+    """Generates an answer to each prompt, each on one rank; shows and saves all.
+
+    Answers that a request to stop cuts short are dropped.
+    """
     if not prompts:
         return
     session.phase("generate")
     network.eval()
     size, rank = session.world.size, session.world.rank
     answers = [
-        generate(network.whole_model, tokenizer, prompt.tokens, max_tokens)
+        generate(
+            network.whole_model,
+            tokenizer,
+            prompt.tokens,
+            max_tokens,
+            lambda: session.stop_requested,
+        )
         if n % size == rank and num_free(network.whole_model, prompt.tokens) > 0
         else ""
         for n, prompt in enumerate(prompts)
     ]
     network.train()
+    if session.comms.max(torch.tensor([float(session.stop_requested)]))[0] > 0:
+        return
     shape = list_of(text(MAX_LONG_TEXT), len(prompts))
     by_rank = parse_texts(session.comms.texts(json.dumps(answers)), shape)
     records = [
@@ -558,14 +569,15 @@ def add_end_tokens(model: Any, ends: Sequence[int]) -> None:
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, streamer: Any = None,
-    **choice: Any,
+    model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int,
+    must_end: Callable[[], bool] = lambda: False, streamer: Any = None, **choice: Any,
 ) -> str:  # fmt: skip
     """Returns a continuation of a prompt: the most probable token at each place.
 
     Of the model's own settings for it, only the tokens at which it stops are used.
 
     Args:
+        must_end: Called after each token; true ends the text there.
         streamer: Gets the tokens as they are written, as ``generate`` of transformers takes it.
         choice: Other ways to choose, as ``GenerationConfig`` of transformers takes them.
     """
@@ -584,6 +596,9 @@ def generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             generation_config=base.generation_config,
+            stopping_criteria=[
+                lambda rows, *_, **__: torch.full((len(rows),), must_end(), device=rows.device)
+            ],
             streamer=streamer,
         )
     finally:

@@ -124,7 +124,7 @@ class CheckpointManager:
         self._token = 0  # of whoever writes, the same on every rank
         self._notice, self._membership = SignalNotice(), membership
         self._save_request, self._answered_request = save_request, 0
-        self._poll = Poll(comms, membership)
+        self._poll, self._is_evaluating = Poll(comms, membership), False
         self._last_save_time, self._last_save_step = time.monotonic(), -1
         self._save_problem = self._fenced_reason = ""
         self._complete_step, self._has_taken_over = 0, False
@@ -257,11 +257,19 @@ class CheckpointManager:
             self.save()
         self.poll(force=at_pause)
 
-    def poll(self, *, force: bool = False) -> None:
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, which the others may not know yet."""
+        return bool(self._notice.stop)
+
+    def poll(self, *, force: bool = False, evaluating: bool = False) -> None:
         """Polls for requests, about twice a second unless forced.
 
         Also called in evaluation, equally often on every rank.
         """
+        if evaluating != self._is_evaluating:  # its batches may take far longer than steps
+            self._is_evaluating = evaluating
+            self._poll.restart()
         if not self._poll.is_due() and not force:
             return
         self.report_outcomes()
@@ -470,7 +478,7 @@ class CheckpointManager:
 
     def renew(self) -> None:
         """Starts again in a new group of ranks, which may have another writer."""
-        self._poll = Poll(self._comms, self._membership)
+        self._poll, self._is_evaluating = Poll(self._comms, self._membership), False
         self._last_save_step = -1  # what a lost rank was writing may not be there
         self.regrouped()
 
@@ -603,7 +611,12 @@ class CheckpointController:
         """Reports that this rank is alive, and saves or stops when asked to."""
         self._member.phase("evaluate")
         if self.keeper is not None:
-            self.keeper.poll()
+            self.keeper.poll(evaluating=True)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, which the others may not know yet."""
+        return self.keeper is not None and self.keeper.stop_requested
 
     def settle(self) -> None:
         """Waits until no checkpoint reads the weights any more."""

@@ -103,6 +103,10 @@ class Poll:
 
     def __init__(self, comms: Comms, recovery: Recovery | None = None) -> None:
         self._comms, self._recovery = comms, recovery
+        self.restart()
+
+    def restart(self) -> None:
+        """Makes every step a moment again until their pace is known; on every rank at once."""
         self._remaining, self._interval, self._num_steps = 1, 1, 0
         self._start = time.monotonic()
 

@@ -66,9 +66,10 @@ def main(moment: str, ready: Path) -> None:
                 time.sleep(PAUSE_S if session.progress.step == MOMENT_STEP else 0)
             elif moment == "evaluation":
                 come()
-                while True:
-                    for _ in evaluation:
-                        time.sleep(0.02)
+                with torch.inference_mode():  # as the tutorial does
+                    while True:
+                        for _ in evaluation:
+                            time.sleep(PAUSE_S)
         if moment == "epoch-end":
             come()
             for _ in own:

@@ -121,7 +121,7 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
                 if len(done) > 1:
                     time.sleep(how.get("pause", 0.002))
         meter = session.meter()
-        with average.applied() if average else contextlib.nullcontext():
+        with average.applied() if average else contextlib.nullcontext(), torch.inference_mode():
             for number, batch in enumerate(session.shard(held_back, 3)):
                 dies(f"evaluating {number}", session.progress.step)
                 value = batch.data[1][:, 0]

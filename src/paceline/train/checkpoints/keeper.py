@@ -390,6 +390,7 @@ class CheckpointManager:
         message = f"stopped after step {step}: the launcher is gone, and other ranks with it"
         raise Stopped(message, found=state_text)
 
+    @torch.inference_mode(False)  # what is made in an evaluation must also serve the training
     def save(self, is_best: bool = False) -> None:
         """Saves the current state; the training waits for the copy only."""
         if self._training.progress.step == self._last_save_step and not is_best:

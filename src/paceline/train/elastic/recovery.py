@@ -372,6 +372,7 @@ class Recovery:
 
     # -- a new group ---------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # what is made in an evaluation must also serve the training
     def regroup(self, error: RuntimeError, activity: Activity, generation: int = 0) -> Settlement:
         """Forms a new group and settles with its members who has come how far.
 

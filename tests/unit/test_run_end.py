@@ -65,6 +65,12 @@ def test_interrupted_run_shows_resume_command() -> None:
     assert failure_text(checkpoint, Event("stopped", "n1", 0, fields={"saved": 1230})) == [resume]
     killed = "  it had no time to save: the last checkpoint is of step 1,200"
     assert failure_text(checkpoint) == [killed, resume]
+    begun = Event("keeps checkpoints", "n1", 0)
+    stopped = Event("stopped", "n1", 0, fields={"saved": 0})
+    failed = Event("checkpoint failed", "n1", 0, fields={"warning": "the disk is full"})
+    assert failure_text(begun) == ["  it had no time to save: there is no checkpoint yet"]
+    assert failure_text(begun, failed, stopped) == ["  nothing is saved: the disk is full"]
+    assert failure_text(begun, stopped) == []
     assert not is_resumable(Result(1), [checkpoint])
     unrecorded = Failure("record", "this machine", None, headline="cannot write")
     assert is_resumable(Result(1, failure=unrecorded), [checkpoint])

@@ -251,11 +251,23 @@ def report_failure(outcome: RunOutcome) -> str:
 
 
 def _unsaved_note(outcome: RunOutcome) -> list[str]:
-    """Returns a line on the last checkpoint if an interrupted training had no time to save."""
-    if not outcome.resumable or any(event.resumable for event in outcome.events):
+    """Returns a line on the last checkpoint if an interrupted training did not save."""
+    if any(event.resumable for event in outcome.events):
         return []
+    if not outcome.resumable:
+        return _nothing_saved_note(outcome.events)
     step = saved_steps(outcome.events)[-1]
     return [f"  it had no time to save: the last checkpoint is of step {step:,}"]
+
+
+def _nothing_saved_note(events: Sequence[Event]) -> list[str]:
+    """Returns a line if an interrupted training that makes checkpoints has none."""
+    kinds = {event.kind: event for event in events}
+    if failed := kinds.get("checkpoint failed"):
+        return [f"  nothing is saved: {failed['problem'] or failed['warning']}"]
+    if "keeps checkpoints" not in kinds or "stopped" in kinds:  # before its first step
+        return []
+    return ["  it had no time to save: there is no checkpoint yet"]
 
 
 def _resume_hint(outcome: RunOutcome) -> list[str]:

@@ -118,14 +118,16 @@ def write(generator: Generator, tokens: Sequence[int], options: GenerateOptions)
         generator.tokenizer, skip_prompt=True, skip_special_tokens=True
     )
     streamer.on_finalized_text = show
-    choice: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    choice: dict[str, Any] = {
+        "temperature": options.temperature, "top_p": options.top_p, "top_k": 0,
+    }  # fmt: skip
     return continue_tokens(
         generator.model,
         generator.tokenizer,
         tokens,
         options.max_tokens,
         streamer=streamer,
-        **({"do_sample": True, **choice} if options.temperature else {}),  
+        **({"do_sample": True, **choice} if options.temperature else {}),
     )
 
 

@@ -47,6 +47,13 @@ def test_card_that_names_files_of_its_folder_is_accepted(name: str, tmp_path: Pa
     check_named_files(tmp_path / "d")
 
 
+def test_large_card_is_refused(tmp_path: Path) -> None:
+    write_description(tmp_path / "README.md", "[" + "?," * (1 << 20) + "]")
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        check_named_files(tmp_path)
+    assert "more than 2 MiB" in caught.value.found
+
+
 @pytest.mark.usefixtures("hub_variables")
 def test_card_without_description_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Meals\n")

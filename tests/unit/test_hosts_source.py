@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.hosts import read_hosts
+from paceline.hosts.dialects import accelerate
 from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Cluster
 
@@ -170,6 +171,14 @@ def test_rejects_yaml_alias_bombs(tmp_path: Path) -> None:
         (tmp_path / "hosts.yaml").write_text(text)
         with pytest.raises(HostsError):
             read("hosts.yaml", tmp_path)
+
+
+def test_rejects_yaml_with_too_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate, "_MAX_YAML_NODES", 1_000)
+    (tmp_path / "hosts.yaml").write_text("num_machines: [" + "?," * 1_000 + "]\n")
+    with pytest.raises(HostsError, match="cannot be read") as caught:
+        read("hosts.yaml", tmp_path)
+    assert "at most 1,000 nodes" in str(caught.value)
 
 
 @pytest.mark.parametrize(

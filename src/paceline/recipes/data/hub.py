@@ -28,6 +28,8 @@ RETRY_DELAYS_S = (2.0, 8.0, 30.0)
 ENDPOINT = "https://huggingface.co"
 CONNECT_TIMEOUT_S = 3.0
 """Timeout for a connection to the hub."""
+_MAX_YAML_BYTES = 2 << 20
+"""Size of a YAML description; a byte of it can take 700 bytes of memory."""
 
 
 def is_saved(folder: Path) -> bool:
@@ -93,7 +95,8 @@ def check_named_files(folder: Path) -> None:
 
 def _named_files(path: Path) -> Iterator[str]:
     """Yields the files, patterns and folders that a description names, and also split names."""
-    content = files.read_bytes_limited(path).decode("utf-8-sig")
+    limit = files.MAX_DESCRIPTION_BYTES if path.suffix == ".json" else _MAX_YAML_BYTES
+    content = files.read_bytes_limited(path, limit).decode("utf-8-sig")
     if path.suffix == ".json":
         values = json.loads(content)
         stack = [values.get("splits"), values.get("_data_files")]

@@ -366,8 +366,8 @@ def test_other_delimiter_is_suggested(
 def test_unknown_header_with_label_last_suggests_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [(f"some words number {n}", n % 2) for n in range(30)]
-    path = write_csv(tmp_path / "d.csv", [("comment", "stars"), *rows])
+    rows = [(n, f"some words number {n}", n % 2) for n in range(30)]
+    path = write_csv(tmp_path / "d.csv", [("id", "comment", "stars"), *rows])
     assert text.main([f"--run-dir={tmp_path / 'run'}", f"--data={path}"]) == 1
     error = capsys.readouterr().err
     assert "--label-column stars --text-column comment" in error

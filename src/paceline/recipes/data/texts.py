@@ -377,13 +377,16 @@ def _refuse_header(path: Path, rows: Sequence[Sequence[str]]) -> None:
     In a column of classes, no other row has the cell of the first one, but others share theirs. The
     classes are in the first column, or, if every row has its own text there, in the last one.
     """
-    for column, text_column in ((0, 1), (-1, 0)):
+    for column in (0, -1):
         first, *remaining = (row[column].strip() for row in rows)
         if len({*remaining}) == len(remaining):
             continue
         if label_number(first) is not None or first in remaining:
             return
-        label, text = (shlex.quote(rows[0][place].strip()) for place in (column, text_column))
+        sizes = {place: sum(len(row[place]) for row in rows if place < len(row))
+                 for place in range(len(rows[0])) if place != column % len(rows[0])}  # fmt: skip
+        places = (column, max(sizes, key=sizes.__getitem__))  # texts are longest
+        label, text = (shlex.quote(rows[0][place].strip()) for place in places)
         raise DataError(
             f"{path} row 1 seems to name the columns, but not those of labels and texts",
             found=f"row 1: {', '.join(rows[0])[:80]}; no other row has the label {first[:40]!r}",

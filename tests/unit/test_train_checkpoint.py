@@ -589,6 +589,39 @@ def test_resume_runs_due_evaluation(tmp_path: Path, fails_at: int) -> None:
     assert evaluated == [4, 8, 12, 16]
 
 
+def train_with_schedule(folder: Path, stops_in_evaluation: int, rates: list[float]) -> None:
+    """Trains three epochs as the tutorial does; appends the learning rate of each evaluation."""
+    with train.join(device="cpu", run_dir=folder, seed=0) as session:
+        network = session.place(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+        session.prepare(network, optimizer)
+        session.checkpoints(every="never", extras={"schedule": schedule})
+        data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+        loader, evaluation = session.loader(data, 4), session.shard(data, 1)
+        for epoch in session.epochs(loader, 3):
+            for (x,) in loader:
+                session.step(network(x).square().mean(1))
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            for number, _ in enumerate(evaluation):
+                if (epoch, number) == (stops_in_evaluation, 0):
+                    os.kill(os.getpid(), signal.SIGTERM)
+        rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("stops_in_evaluation", [0, 1])
+def test_resume_in_evaluation_repeats_pause_from_its_beginning(
+    tmp_path: Path, stops_in_evaluation: int
+) -> None:
+    undisturbed, resumed = list[float](), list[float]()
+    train_with_schedule(tmp_path / "a", -1, undisturbed)
+    with pytest.raises(SystemExit):
+        train_with_schedule(tmp_path / "b", stops_in_evaluation, [])
+    train_with_schedule(tmp_path / "b", -1, resumed)
+    assert resumed == undisturbed[stops_in_evaluation:]
+
+
 def run_until_stop_in_step_2(folder: Path, every: int, before_stop: Callable[[Any], None]) -> None:
     """Trains until a stop is requested in step 2; just before, calls a function with the keeper."""
 

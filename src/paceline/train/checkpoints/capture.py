@@ -12,12 +12,14 @@ copy that it spoiled is given up, and from then on all copies are made at once.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +43,7 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
+from paceline.train.elastic.committed import apply_settings, optimizer_settings
 from paceline.train.elastic.replica_check import ReplicaChecksum
 from paceline.train.models import Models
 
@@ -105,9 +108,47 @@ class Snapshot:
         return sum(map(tensor_bytes, self.tensors.values())) + len(self.state)
 
 
+class PauseState:
+    """What the script's own code may change in a pause between steps, as it was at the beginning.
+
+    A run that resumes from a checkpoint of a pause repeats the pause from its beginning, with what
+    comes before the evaluation: ``schedule.step()``, for example.
+
+    Attributes:
+        extras: States of the training's extras, by name; tensors in them are still theirs.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._models = training.models
+        self._settings = [optimizer_settings(updater) for updater in self._models]
+        self.extras = {name: _copied(part.state_dict()) for name, part in training.extras.items()}
+
+    @contextmanager
+    def restored_settings(self) -> Iterator[None]:
+        """Context in which the optimizers have the settings of the pause's beginning."""
+        present = [optimizer_settings(updater) for updater in self._models]
+        apply_settings(self._models, self._settings)
+        try:
+            yield
+        finally:
+            apply_settings(self._models, present)
+
+
+def _copied(state: Any) -> Any:
+    """Copies a state, except its tensors."""
+    if isinstance(state, Tensor):
+        return state
+    if type(state) is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return copy.deepcopy(state)
+
+
 def capture(
-    training: Training, comms: Comms, *, is_best: bool = False, in_parts: bool = False
-) -> Snapshot:
+    training: Training, comms: Comms, *, is_best: bool = False, in_parts: bool = False,
+    extras: Mapping[str, Any] | None = None,
+) -> Snapshot:  # fmt: skip
     """Returns the current state, after checking that all ranks have the same.
 
     Its tensors are still the training's own: :class:`Copier` copies them.
@@ -115,13 +156,15 @@ def capture(
     Args:
         comms: All ranks must call this.
         in_parts: Every rank writes the shards that it holds; otherwise rank 0 writes everything.
+        extras: States of the training's extras, if not the current ones.
     """
     if training.checksum is not None:
         training.checksum.verify()
     states = comms.rows(generator_state(comms.device))
     random_state = {RANDOM: {str(rank): row for rank, row in enumerate(states)}}
     models, progress = training.models, training.progress
-    extras = {name: extra.state_dict() for name, extra in training.extras.items()}
+    if extras is None:
+        extras = {name: extra.state_dict() for name, extra in training.extras.items()}
     state, tensors_of_state = describe_state(training, models.state(assemble=not in_parts), extras)
     state["ranks"] = comms.world.size
     if in_parts:

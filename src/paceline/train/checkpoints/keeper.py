@@ -21,7 +21,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.schema import MAX_LONG_TEXT, integer, optional, text, tuple_of
 from paceline.train import parallel
 from paceline.train.callbacks import Callback, Callbacks
-from paceline.train.checkpoints.capture import Snapshot, Training, capture
+from paceline.train.checkpoints.capture import PauseState, Snapshot, Training, capture
 from paceline.train.checkpoints.copies import CopyCoordinator, CopyResult, num_copies
 from paceline.train.checkpoints.resume import LoadedCheckpoint, check_identity, load, restore
 from paceline.train.checkpoints.store import FENCED_REMEDY, Fenced, Store, WriterLock
@@ -125,6 +125,7 @@ class CheckpointManager:
         self._notice, self._membership = SignalNotice(), membership
         self._save_request, self._answered_request = save_request, 0
         self._poll, self._is_evaluating = Poll(comms, membership), False
+        self._pause: PauseState | None = None
         self._last_save_time, self._last_save_step = time.monotonic(), -1
         self._save_problem = self._fenced_reason = ""
         self._complete_step, self._has_taken_over = 0, False
@@ -253,6 +254,7 @@ class CheckpointManager:
         Args:
             at_pause: The script has control next, and may do for long what it likes.
         """
+        self._pause = PauseState(self._training) if at_pause else None
         if self._save_pending or self._policy.is_due_at_step(self._training.progress.step):
             self.save()
         self.poll(force=at_pause)
@@ -317,6 +319,7 @@ class CheckpointManager:
 
     def on_evaluation_end(self, is_best: bool, epoch_ended: bool) -> None:
         """Saves after an evaluation or epoch if the policy says so."""
+        self._pause = None
         if is_best or (epoch_ended and self._policy.epochs):
             self.save(is_best=is_best)
 
@@ -400,10 +403,15 @@ class CheckpointManager:
         self._save_pending = False
         with self._comms.excluded_from_waited():  # as saving
             self._training.models.synchronize(moments=True)
-            with self._training.models.without_averages() as was_averaged:
+            pause = self._pause
+            with (
+                self._training.models.without_averages() as was_averaged,
+                pause.restored_settings() if pause else contextlib.nullcontext(),
+            ):
                 snapshot = capture(
-                    self._training, self._comms, is_best=is_best, in_parts=self._is_sharded
-                )
+                    self._training, self._comms, is_best=is_best, in_parts=self._is_sharded,
+                    extras=pause.extras if pause else None,
+                )  # fmt: skip
                 if self._is_sharded:
                     self._write_together(snapshot)
                 elif self._is_writer:

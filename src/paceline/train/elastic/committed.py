@@ -130,7 +130,7 @@ class CommittedModels:
         self._num_steps += 1
         self.buffers.take()
         self._versions = self._parameter_versions()
-        self._settings = [_settings(updater) for updater in self._updaters]
+        self._settings = [optimizer_settings(updater) for updater in self._updaters]
         is_compared = self._num_steps <= _FIRST_STEPS or self._num_steps % _INTERVAL == 0
         self._copies = []
         if self._needs_copies or is_compared:
@@ -152,7 +152,7 @@ class CommittedModels:
 
     def restore(self) -> None:
         """Restores the committed models for good; only right after one of the first steps."""
-        _apply(self._updaters, self._settings)
+        apply_settings(self._updaters, self._settings)
         self.buffers.restore()
         if self._has_changed:
             self._swap()
@@ -168,14 +168,14 @@ class CommittedModels:
         present = [[{**g} for g in u.optimizer.param_groups] for u in self._updaters]
         buffers = BufferSnapshot(updater.module for updater in self._updaters)
         buffers.take()
-        _apply(self._updaters, self._settings)
+        apply_settings(self._updaters, self._settings)
         self.buffers.restore()
         if has_changed:
             self._swap()
         try:
             yield True
         finally:
-            _apply(self._updaters, present)
+            apply_settings(self._updaters, present)
             buffers.restore()
             if has_changed:
                 self._swap()
@@ -200,7 +200,8 @@ class CommittedModels:
         ]
 
 
-def _settings(updater: Updater) -> Settings:
+def optimizer_settings(updater: Updater) -> Settings:
+    """Returns a copy of the settings in each parameter group, such as the learning rate."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -211,7 +212,8 @@ def _settings(updater: Updater) -> Settings:
     ]
 
 
-def _apply(updaters: Iterable[Updater], settings: Iterable[Settings]) -> None:
+def apply_settings(updaters: Iterable[Updater], settings: Iterable[Settings]) -> None:
+    """Sets what :func:`optimizer_settings` gave for each of the optimizers."""
     for updater, groups in zip(updaters, settings, strict=True):
         for group, values in zip(updater.optimizer.param_groups, groups, strict=True):
             group.update(values)

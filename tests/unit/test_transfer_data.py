@@ -116,7 +116,7 @@ def test_comparison_differences() -> None:
 def test_comparison_rejects_unsorted_and_endless_lists(
     names: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "MAX_EXTRA_CHARACTERS", 100)
+    monkeypatch.setattr(data, "MAX_EXTRA_BYTES", 150)
     comparison = Comparison([])
     with pytest.raises(ValueError, match=problem):
         comparison.feed([[name, 1, 5] for name in names])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ ITEM_BATCH = 2000  # items in a message
 HASH_BATCH = 200  # files in a request for hashes
 MIN_RESUMED_BYTES = 16 << 20  # smaller files are not resumed
 RESERVED_BYTES = 64 << 20  # kept free on a node's disk
-MAX_EXTRA_CHARACTERS = 256 << 20  # in the paths of a node's files that are not here
+MAX_EXTRA_BYTES = 256 << 20  # of memory for the paths of a node's files that are not here
 
 
 class DataFolder:
@@ -106,7 +107,7 @@ class Comparison:
         self._items = iter(items)
         self._next = next(self._items, None)
         self._last: list[tuple[int, str]] = []  # position of the node's last item
-        self._extra_characters = 0
+        self._extra_bytes = 0
 
     def feed(self, items: Iterable[Item]) -> None:
         """Compares the next items of the node, in order.
@@ -123,8 +124,8 @@ class Comparison:
                 self._move_to(self.differences.missing)
             if self._next is None or self._next[0] != item[0]:
                 self.differences.extra.append(item[0])
-                self._extra_characters += len(item[0])
-                if self._extra_characters > MAX_EXTRA_CHARACTERS:
+                self._extra_bytes += sys.getsizeof(item[0])
+                if self._extra_bytes > MAX_EXTRA_BYTES:
                     raise ValueError("names of other files, without end")
             elif self._next[1] != item[1]:
                 self._move_to(self.differences.missing)

@@ -589,14 +589,16 @@ def test_resume_runs_due_evaluation(tmp_path: Path, fails_at: int) -> None:
     assert evaluated == [4, 8, 12, 16]
 
 
-def train_with_schedule(folder: Path, stops_in_evaluation: int, rates: list[float]) -> None:
+def train_with_schedule(
+    folder: Path, stops_in_evaluation: int, rates: list[float], *, every: str = "never"
+) -> None:
     """Trains three epochs as the tutorial does; appends the learning rate of each evaluation."""
     with train.join(device="cpu", run_dir=folder, seed=0) as session:
         network = session.place(torch.nn.Linear(2, 1))
         optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
         session.prepare(network, optimizer)
-        session.checkpoints(every="never", extras={"schedule": schedule})
+        session.checkpoints(every=every, extras={"schedule": schedule})
         data = torch.utils.data.TensorDataset(torch.ones(8, 2))
         loader, evaluation = session.loader(data, 4), session.shard(data, 1)
         for epoch in session.epochs(loader, 3):
@@ -610,7 +612,7 @@ def train_with_schedule(folder: Path, stops_in_evaluation: int, rates: list[floa
         rates.append(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("stops_in_evaluation", [0, 1])
+@pytest.mark.parametrize("stops_in_evaluation", [0, 1, 2])
 def test_resume_in_evaluation_repeats_pause_from_its_beginning(
     tmp_path: Path, stops_in_evaluation: int
 ) -> None:
@@ -620,6 +622,17 @@ def test_resume_in_evaluation_repeats_pause_from_its_beginning(
         train_with_schedule(tmp_path / "b", stops_in_evaluation, [])
     train_with_schedule(tmp_path / "b", -1, resumed)
     assert resumed == undisturbed[stops_in_evaluation:]
+
+
+@pytest.mark.parametrize("every", ["1", "6", "epoch", "3,epoch"])
+def test_finished_training_is_not_evaluated_again(tmp_path: Path, every: str) -> None:
+    """Even if its last checkpoint was due before the evaluation."""
+    rates: list[float] = []
+    train_with_schedule(tmp_path, -1, rates, every=every)
+    assert len(rates) == 4
+    rates.clear()
+    train_with_schedule(tmp_path, -1, rates, every=every)
+    assert rates == [pytest.approx(0.001)]  # of the schedule, after three epochs
 
 
 def run_until_stop_in_step_2(folder: Path, every: int, before_stop: Callable[[Any], None]) -> None:

@@ -64,6 +64,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         member, journal, models = self._member, self._journal, self._training.models
         self._has_begun_batches = False  # in this iteration of session.epochs, or all are over
+        self._resumes_last_pause = False
         self.stragglers = StragglerMonitor(member)
         self.watch = NormAndLoadWatch(journal.record)
         self.pace = StepTimer(member.comms, models.module, member.device)
@@ -140,6 +141,9 @@ class TrainingLoop:
             progress.steps = steps or max(
                 progress.step + loader.steps_left(epochs), min(progress.step, 1)
             )
+        self._resumes_last_pause = (
+            progress.awaits_evaluation and progress.step == progress.steps and not is_stopped
+        )
         self._journal.epochs = -(-steps // len(loader)) or epochs
         if not progress.finished:
             if text := _describe_change(progress, loader):
@@ -158,7 +162,11 @@ class TrainingLoop:
         progress.order_batch = (progress.offset and progress.order_batch) or loader.global_batch
         if progress.order_batch != loader.global_batch:
             loader.order.keep_epoch(progress.epoch, progress.order_batch)
-        if progress.finished and not is_stopped:
+        if self._resumes_last_pause:
+            self._member.say(
+                f"all {progress.steps:,} steps are done; the evaluation after the last one follows"
+            )
+        elif progress.finished and not is_stopped:
             self._member.say(
                 f"nothing is left to train: step {progress.step:,}, in epoch"
                 f" {progress.epoch + (progress.offset > 0)}, is done already, and"
@@ -170,7 +178,8 @@ class TrainingLoop:
     def epochs(self, loader: Loader) -> Iterator[int]:
         progress = self._training.progress
         first_step = progress.step
-        while not progress.finished:
+        while self._resumes_last_pause or not progress.finished:
+            self._resumes_last_pause = False
             self.pace.restart(loader.waited_s, self._checkpoints.blocked_s)
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)
@@ -239,7 +248,7 @@ class TrainingLoop:
             with contextlib.suppress(distributed.DistError):
                 self._membership.publish_start()
         pauses = loader.pauses_now()
-        self._checkpoints.after_step(before_pause=not progress.finished and (ended or pauses))
+        self._checkpoints.after_step(before_pause=ended or pauses)
         self.pace.end_session_work(self._checkpoints.blocked_s)
         if ended or pauses:  # the script may evaluate now, or change the model
             models.synchronize()

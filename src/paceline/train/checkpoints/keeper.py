@@ -127,6 +127,7 @@ class CheckpointManager:
         self._poll, self._is_evaluating = Poll(comms, membership), False
         self._pause: PauseState | None = None
         self._last_save_time, self._last_save_step = time.monotonic(), -1
+        self._is_saved_before_evaluation = False  # the last save
         self._save_problem = self._fenced_reason = ""
         self._complete_step, self._has_taken_over = 0, False
         self._copy_problem, self._is_closing = "", False  # why, as it was last told
@@ -165,6 +166,7 @@ class CheckpointManager:
                 self._comms.together(lambda: check_identity(loaded, self._training.identity))
                 restore(loaded, self._training, self._comms)
                 self._last_save_step = self._complete_step = self._reported_step = loaded.step
+                self._is_saved_before_evaluation = self._training.progress.awaits_evaluation
             self._claim_token(known_token)
             self._negotiate_copies()
         except BaseException:
@@ -257,7 +259,7 @@ class CheckpointManager:
         self._pause = PauseState(self._training) if at_pause else None
         if self._save_pending or self._policy.is_due_at_step(self._training.progress.step):
             self.save()
-        self.poll(force=at_pause)
+        self.poll(force=at_pause and not self._training.progress.finished)
 
     @property
     def stop_requested(self) -> bool:
@@ -320,8 +322,15 @@ class CheckpointManager:
     def on_evaluation_end(self, is_best: bool, epoch_ended: bool) -> None:
         """Saves after an evaluation or epoch if the policy says so."""
         self._pause = None
-        if is_best or (epoch_ended and self._policy.epochs):
-            self.save(is_best=is_best)
+        progress = self._training.progress
+        # a finished training must not repeat its last evaluation when it is resumed
+        is_outdated = (
+            progress.finished
+            and self._last_save_step == progress.step
+            and self._is_saved_before_evaluation
+        )
+        if is_best or is_outdated or (epoch_ended and self._policy.epochs):
+            self.save(is_best=is_best, replace=is_best or is_outdated)
 
     def wait_for_copy(self) -> None:
         """Waits until no copy of the model is in progress, so that it may be changed."""
@@ -394,12 +403,17 @@ class CheckpointManager:
         raise Stopped(message, found=state_text)
 
     @torch.inference_mode(False)  # what is made in an evaluation must also serve the training
-    def save(self, is_best: bool = False) -> None:
-        """Saves the current state; the training waits for the copy only."""
-        if self._training.progress.step == self._last_save_step and not is_best:
+    def save(self, *, is_best: bool = False, replace: bool = False) -> None:
+        """Saves the current state; the training waits for the copy only.
+
+        Args:
+            replace: Replaces a checkpoint of the same step.
+        """
+        if self._training.progress.step == self._last_save_step and not replace:
             return
         start = time.perf_counter()
         self._last_save_step, self._last_save_time = self._training.progress.step, time.monotonic()
+        self._is_saved_before_evaluation = self._training.progress.awaits_evaluation
         self._save_pending = False
         with self._comms.excluded_from_waited():  # as saving
             self._training.models.synchronize(moments=True)

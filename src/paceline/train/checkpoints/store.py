@@ -272,7 +272,7 @@ class Store:
         """Gives a finished folder its name and updates pointers; replaces one of that name."""
         name = checkpoint_name(version)
         target, replaced = self.root / name, self.root / f".{name}.replaced.tmp"
-        if target.exists():  # the same state, which turned out to be the best
+        if target.exists():  # the state before the evaluation, which may have found it the best
             shutil.rmtree(replaced, ignore_errors=True)
             files.replace(target, replaced)
         files.replace(folder, target)

@@ -130,7 +130,7 @@ class Progress:
         global_batch: Samples of a global batch in the training so far; 0 if unknown.
         order_batch: Global batch with which the running epoch began: its order depends on it.
         samples: Training samples of an epoch so far; 0 if unknown.
-        evaluated: The step after which the script has had control last, for an evaluation.
+        evaluated: The step after which the script has done what it does in a pause, last.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
         some_absent: There are or were ranks without any share of a batch, which measure nothing.
         updated: Updates of models within the step that is under way.
@@ -151,6 +151,11 @@ class Progress:
     @property
     def finished(self) -> bool:
         return 0 < self.steps <= self.step
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether the script has not had control to its end since the last step."""
+        return self.evaluated < self.step
 
 
 def check_limit(limit: object) -> None:
@@ -257,7 +262,7 @@ class Loader:
         """Yields batches from the current position to the end of epoch or training, or a pause."""
         progress, step = self.progress, self.progress.step
         # A checkpoint may be of a pause's beginning: what the script does in it comes first then.
-        pause = step > progress.evaluated and self.pauses_now()
+        pause = progress.awaits_evaluation and self.pauses_now()
         if not progress.steps:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
@@ -324,7 +329,7 @@ class Loader:
     def is_at_end(self) -> bool:
         """Whether the batch loop ends here: at the end of epoch or training, or at a pause."""
         progress = self.progress
-        pauses = progress.step > progress.evaluated and self.pauses_now()
+        pauses = progress.awaits_evaluation and self.pauses_now()
         return progress.finished or progress.offset >= self.order.size or pauses
 
     @property

@@ -366,7 +366,7 @@ def test_redials_lost_hosts(transport: RedialTransport, announced: str) -> None:
 
     async def scene() -> tuple[Fleet, bool, list[str]]:
         notes: list[str] = []
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         fleet.lose(fleet.nodes[1], "unplugged")
         waits = list[Any]()
         request = make_request(job, transport, "n1", "n2")
@@ -402,7 +402,7 @@ def test_host_loss_before_first_step(kind: str) -> None:
     job = Job("a", ENTRY, "/", "python3", preload=preload, max_restarts=restarts_allowed)
 
     async def scene() -> tuple[bool, list[str]]:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         transport = RedialTransport(can_reconnect=True)
         request = make_request(job, transport, "n1", "n2")
         driver, reconnector = make_driver(request, fleet, notes)
@@ -439,7 +439,7 @@ def test_limits_restarts_before_first_step() -> None:
     connection_refused = replace(boom, headline="RuntimeError: Connection refused")
 
     async def scene() -> list[bool]:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         driver, _ = make_driver(
             make_request(job, RedialTransport(can_reconnect=True), "n1"), fleet, notes
         )
@@ -471,7 +471,7 @@ def test_rejoin_decides_when_returned_node_gets_ranks(
     monkeypatch.setattr(driver_module, "await_checkpoint", await_checkpoint)
 
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=5.0)
         request = make_request(
             elastic_job("1:2", rejoin=Setting(rejoin)),
             RedialTransport(can_reconnect=True),
@@ -514,7 +514,7 @@ class FailingLauncher(Launcher):
 
     async def _connect(self, lost: NodeError | None) -> tuple[Fleet, dict[str, str]]:
         self.connected.append(lost is not None)
-        return make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)[0], {}
+        return make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)[0], {}
 
     def _record_connected(self, *_: Any) -> None: ...
 
@@ -569,7 +569,7 @@ def test_repeatedly_lost_host_is_excluded() -> None:
     notes: list[str] = []
 
     async def scene() -> bool:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         transport = RedialTransport(can_reconnect=True)
         job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(9))
         driver, reconnector = make_driver(make_request(job, transport, "n1", "n2"), fleet, notes)
@@ -639,7 +639,7 @@ def test_elastic_job_continues_with_fewer_nodes() -> None:
     transport, notes = RedialTransport(can_reconnect=True), list[str]()
 
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         arrived: list[str] = []
         request = make_request(elastic_job("1:2"), transport, "n1", "n2")
         driver, reconnector = make_driver(
@@ -664,7 +664,7 @@ def test_elastic_job_continues_with_fewer_nodes() -> None:
 
 def test_reconnected_node_resumes_its_position() -> None:
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         announced: list[Node] = []
         request = make_request(elastic_job("2:2"), RedialTransport(can_reconnect=True), "n1", "n2")
         reconnector = make_reconnector(request, fleet, [], announced.append)
@@ -685,7 +685,7 @@ def test_permanently_lost_host_is_abandoned() -> None:
     transport, notes = RedialTransport(can_reconnect=False, gone=True), list[str]()
 
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         reconnector = make_reconnector(
             make_request(elastic_job("1:2"), transport, "n1"), fleet, notes
         )
@@ -724,7 +724,7 @@ def test_failed_provisioning_is_reported_and_retried(
             raise provision_errors.pop(0)
 
     async def scene() -> list[str]:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         transport: Any = RedialTransport(can_reconnect=True)
         request = make_request(elastic_job("2:2"), transport, "n1", "n2")
         reconnector = make_reconnector(request, fleet, notes, provisioner=Mock(provision=provision))
@@ -744,7 +744,7 @@ def test_spare_replaces_lost_node() -> None:
     transport, notes = RedialTransport(can_reconnect=False), list[str]()
 
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), FakeAgent("n3"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), FakeAgent("n3"), lease_s=5.0)
         for node in fleet.nodes:
             node.survey = HostSurvey(node.host, {}, LOOPBACK)
             node.resolve_ready(None)
@@ -767,7 +767,7 @@ def test_spare_replaces_lost_node() -> None:
 def test_departing_node_is_released() -> None:
     async def scene() -> Fleet:
         notes: list[str] = []
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         transport = RedialTransport(can_reconnect=True)
         request = make_request(elastic_job("1:2"), transport, "n1", "n2")
         driver, reconnector = make_driver(request, fleet, notes)
@@ -797,7 +797,7 @@ def test_regroup_survives_replacement_of_store_host(
     )
 
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), lease_s=5.0)
         fleet.nodes[0].running = True
         recovery = make_recovery(plan, Members({0: "n1"}), fleet)
         running = asyncio.ensure_future(recovery.run())
@@ -847,7 +847,7 @@ def test_unrelated_failure_following_host_loss_ends_job() -> None:
 
     async def scene() -> list[bool]:
         notes: list[str] = []
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         transport = RedialTransport(can_reconnect=True)
         driver, _ = make_driver(
             make_request(elastic_job("1:2"), transport, "n1", "n2"), fleet, notes
@@ -1121,7 +1121,7 @@ def test_departing_node_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
     async def scene() -> None:
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         members = Members({0: "n1", 1: "n2"})
         for slot in (0, 1):
             members.set_recoverable(slot, True)
@@ -1398,7 +1398,7 @@ def test_no_restart_on_connection_from_stranger() -> None:
 
     async def scene() -> None:
         notes: list[str] = []
-        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=0.5)
+        fleet, _, _ = make_fleet(FakeAgent("n1"), FakeAgent("n2"), lease_s=5.0)
         request = make_request(job, RedialTransport(can_reconnect=True), "n1", "n2")
         driver, _ = make_driver(request, fleet, notes)
         stranger = Event("stranger", "n1", 0, 1.0, {"address": "10.0.0.9"})

@@ -98,6 +98,7 @@ def test_table_fits_terminal_width(width: int) -> None:
             tuple(f"n{n}" for n in range(64)), None, None, "", "paceline run x.py " * 9,
             on="host-with-a-long-name", here=False),
         Row("evil\x1b[31m", "ended"),
+        Row("train-20261122-141407", "no launcher"),
     ]  # fmt: skip
     lines = table(rows, 100.0 + 7200, width)
     assert max(map(len, lines)) <= width
@@ -105,6 +106,7 @@ def test_table_fits_terminal_width(width: int) -> None:
     assert "2 h" in text
     assert "330/1760" in text
     assert "64 hosts" in text
+    assert "no launcher" in text
     assert "paceline train image" in text
     assert "\x1b" not in text
 

@@ -43,7 +43,7 @@ SPLITS_WITHOUT_METRICS = (
 TRAINING = b'"split": "train"'  # in most lines of metrics.jsonl
 TAIL_BYTES = 16 << 10  # of metrics.jsonl: where a run is, and its loss without evaluations
 MAX_WIDTHS = {"run": 26, "state": 12, "hosts": 14, "best": 21}  # columns of characters
-MIN_WIDTHS = {"hosts": 8, "run": 20, "state": 9, "best": 12}  # in this order, in a narrow terminal
+MIN_WIDTHS = {"hosts": 8, "run": 20, "state": 11, "best": 12}  # in this order, in a narrow terminal
 MIN_COMMAND_WIDTH = 24  # columns; with fewer it has a line of its own
 
 

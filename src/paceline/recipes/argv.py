@@ -40,7 +40,12 @@ def check_part(flag: str, value: float) -> None:
 
 
 def check_known(
-    flag: str, value: str, known_names: Iterable[str], paths: Iterable[str] = ()
+    flag: str,
+    value: str,
+    known_names: Iterable[str],
+    paths: Iterable[str] = (),
+    *,
+    problem: str = "unknown",
 ) -> None:
     """Raises SettingError that suggests the nearest name or path when ``value`` is unknown."""
     choices = sorted(known_names)
@@ -48,8 +53,8 @@ def check_known(
         return
     matches = difflib.get_close_matches(value, [*paths, *choices], 1, cutoff=0.5)
     raise SettingError(
-        f"{flag} {value}: unknown",
-        found=f"known are {', '.join(choices)}",
+        f"{flag} {value}: {problem}",
+        found=f"known names: {', '.join(choices)}",
         remedy=f"did you mean {flag} {matches[0]}?" if matches else f"{flag} {choices[0]}",
     )
 

@@ -30,7 +30,8 @@ _CADENCE = re.compile(rf"never|{_INTERVAL}(?:,{_INTERVAL})*")
 def check_data(data: str, known_names: Iterable[str]) -> None:
     """Raises SettingError unless it is a path, an id of the hub, or a known name."""
     if not is_path(data):
-        check_known("--data", data, known_names, _names_here())
+        problem = "there is no folder, file or data set of this name"
+        check_known("--data", data, known_names, _names_here(), problem=problem)
 
 
 def _names_here() -> Iterator[str]:

@@ -162,7 +162,7 @@ def test_ctrl_c_stops_run_but_hangup_does_not(site: Site, tmp_path: Path) -> Non
             with file.open("w") as err, launch(tmp_path, "attach", stderr=err) as attached:
                 assert eventually(lambda f=file: "Ctrl-C stops" in f.read_text())  # type: ignore[misc]
                 attached.send_signal(signum)
-                attached.communicate(timeout=TIMEOUT_S)
+                shown, _ = attached.communicate(timeout=TIMEOUT_S)
             results[signum] = attached.returncode, file.read_text()
         code, printed = results[signal.SIGHUP]
         assert code == 0
@@ -170,6 +170,9 @@ def test_ctrl_c_stops_run_but_hangup_does_not(site: Site, tmp_path: Path) -> Non
         code, printed = results[signal.SIGINT]
         assert code == 143, printed
         assert "once more to stop at once" in printed
+        (log,) = (folder / "logs").glob("*/0.log")
+        assert "KeyboardInterrupt" in log.read_text()
+        assert "KeyboardInterrupt" not in shown  # the traceback would tell nothing new
         assert eventually(lambda: not location.exists())  # the hung-up process may still be exiting
 
 

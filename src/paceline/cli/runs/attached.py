@@ -186,6 +186,7 @@ class _AttachedTerminal:
         now = self._interrupts > 1
         self._screen.note("paceline: stopping at once" if now else
                           "paceline: SIGINT: stopping (once more to stop at once)")  # fmt: skip
+        self._screen.hide_interrupts()
         task = asyncio.ensure_future(self._stop(now))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -118,7 +118,7 @@ class Screen:
         self._lines: dict[tuple[str, int, str], LineSplitter] = {}
         self._muted: set[tuple[str, int]] = set()
         self._hides_interrupts = False
-        self._interrupt_filters: dict[tuple[str, int], InterruptFilter] = {}
+        self._interrupt_filters: dict[tuple[str, int, str], InterruptFilter] = {}
         self._hosts: dict[str, int] = {}
         self._bar: Bar | None = None
         self._logged_at = float("-inf")
@@ -145,8 +145,9 @@ class Screen:
             self._live.watch_bar(rank, data)
         splitter = self._lines.setdefault((host, rank, stream), LineSplitter())
         lines = splitter.feed(data, time.monotonic())
-        if stream == "err" and self._hides_interrupts:
-            lines = self._interrupt_filters.setdefault((host, rank), InterruptFilter()).feed(lines)
+        if self._hides_interrupts:
+            key = host, rank, stream
+            lines = self._interrupt_filters.setdefault(key, InterruptFilter()).feed(lines)
         self._print_labelled(host, rank, stream, lines)
 
     def _is_selected(self, rank: int) -> bool:
@@ -178,8 +179,8 @@ class Screen:
         """Shows unfinished lines."""
         for (host, rank, stream), lines in self._lines.items():
             self._print_labelled(host, rank, stream, lines.flush())
-        for (host, rank), interrupt_filter in self._interrupt_filters.items():
-            self._print_labelled(host, rank, "err", interrupt_filter.flush())
+        for (host, rank, stream), interrupt_filter in self._interrupt_filters.items():
+            self._print_labelled(host, rank, stream, interrupt_filter.flush())
 
     def _print_labelled(self, host: str, rank: int, stream: str, lines: list[bytes]) -> None:
         """Writes the lines in one piece, which is faster than single writes."""

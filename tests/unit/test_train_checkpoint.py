@@ -46,7 +46,7 @@ from paceline.train.checkpoints.store import STALE_AFTER_S, Store, WriterLock
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
-from paceline.train.elastic.stop import SignalNotice, next_poll
+from paceline.train.elastic.stop import Poll, SignalNotice, next_poll
 from paceline.train.files import RecordFile
 from paceline.train.models import Models
 from paceline.train.update import Updater
@@ -622,6 +622,34 @@ def test_resume_in_evaluation_repeats_pause_from_its_beginning(
         train_with_schedule(tmp_path / "b", stops_in_evaluation, [])
     train_with_schedule(tmp_path / "b", -1, resumed)
     assert resumed == undisturbed[stops_in_evaluation:]
+
+
+def test_stop_at_end_of_epoch_waits_for_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run would lack the loss that the script prints after its loop over batches."""
+    monkeypatch.setattr(Poll, "is_due", lambda _: True)
+    printed: list[float] = []
+
+    def training(stops_at: int = 0) -> None:
+        with train.join(device="cpu", run_dir=tmp_path) as session:
+            model = torch.nn.Linear(1, 1)
+            network = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            session.checkpoints(every="never")
+            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(16, 1)), 8)
+            for _ in session.epochs(loader, 3):
+                for (x,) in loader:
+                    if session.progress.step == stops_at - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    loss = network(x).square().mean(1)
+                    session.step(loss)
+                printed.append(float(loss.detach().mean()))
+
+    with pytest.raises(SystemExit):
+        training(stops_at=4)
+    assert len(printed) == 2
+    training()
+    assert len(printed) == 3
 
 
 @pytest.mark.parametrize("every", ["1", "6", "epoch", "3,epoch"])

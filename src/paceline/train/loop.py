@@ -162,9 +162,12 @@ class TrainingLoop:
         progress.order_batch = (progress.offset and progress.order_batch) or loader.global_batch
         if progress.order_batch != loader.global_batch:
             loader.order.keep_epoch(progress.epoch, progress.order_batch)
-        if self._resumes_last_pause:
+        if self._resumes_last_pause or (
+            progress.awaits_evaluation and not progress.finished and loader.is_at_end
+        ):
             self._member.say(
-                f"all {progress.steps:,} steps are done; the evaluation after the last one follows"
+                f"step {progress.step:,} ended a loop over batches: now that loop gives none, and"
+                " what follows it, such as an evaluation, comes first"
             )
         elif progress.finished and not is_stopped:
             self._member.say(

@@ -254,12 +254,15 @@ class CheckpointManager:
         """Saves when it is time, or saves and raises Stopped; called after every global step.
 
         Args:
-            at_pause: The script has control next, and may do for long what it likes.
+            at_pause: The script's loop over batches ends here. Requests wait for an evaluation or
+                the end of the pause: a run that resumes here repeats the pause without a batch, so
+                that names which the loop defines would be missing.
         """
         self._pause = PauseState(self._training) if at_pause else None
         if self._save_pending or self._policy.is_due_at_step(self._training.progress.step):
             self.save()
-        self.poll(force=at_pause and not self._training.progress.finished)
+        if not at_pause:
+            self.poll()
 
     @property
     def stop_requested(self) -> bool:

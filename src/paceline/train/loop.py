@@ -166,8 +166,8 @@ class TrainingLoop:
             progress.awaits_evaluation and not progress.finished and loader.is_at_end
         ):
             self._member.say(
-                f"step {progress.step:,} ended a loop over batches: now that loop gives none, and"
-                " what follows it, such as an evaluation, comes first"
+                f"resuming after the loop over batches that ended with step {progress.step:,}: it"
+                " gives no batch now, and the code after it runs first"
             )
         elif progress.finished and not is_stopped:
             self._member.say(

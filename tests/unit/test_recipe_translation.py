@@ -112,7 +112,7 @@ def test_generated_corpora() -> None:
         (["--model=huge"], "--model huge: unknown"),
         (["--heads=3"], "multiple of --heads 3"),
         (["--data=number"], "did you mean --data numbers"),
-        (["--data=pairs.tsv"], "there is no folder, file or data set of this name"),
+        (["--data=my-pairs"], "there is no folder, file or data set of this name"),
         (["--target=x"], "has both sides"),
         (["--source-lang=en"], "need each other"),
         (["--dropout=1"], "--dropout"),

@@ -44,7 +44,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=10
 MinJobAge=300
 Waittime=0
 MpiDefault=none

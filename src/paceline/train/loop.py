@@ -64,7 +64,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         member, journal, models = self._member, self._journal, self._training.models
         self._has_begun_batches = False  # in this iteration of session.epochs, or all are over
-        self._resumes_last_pause = False
+        self._resumes_final_pause = False
         self.stragglers = StragglerMonitor(member)
         self.watch = NormAndLoadWatch(journal.record)
         self.pace = StepTimer(member.comms, models.module, member.device)
@@ -141,7 +141,7 @@ class TrainingLoop:
             progress.steps = steps or max(
                 progress.step + loader.steps_left(epochs), min(progress.step, 1)
             )
-        self._resumes_last_pause = (
+        self._resumes_final_pause = (
             progress.awaits_evaluation and progress.step == progress.steps and not is_stopped
         )
         self._journal.epochs = -(-steps // len(loader)) or epochs
@@ -162,7 +162,7 @@ class TrainingLoop:
         progress.order_batch = (progress.offset and progress.order_batch) or loader.global_batch
         if progress.order_batch != loader.global_batch:
             loader.order.keep_epoch(progress.epoch, progress.order_batch)
-        if self._resumes_last_pause or (
+        if self._resumes_final_pause or (
             progress.awaits_evaluation and not progress.finished and loader.is_at_end
         ):
             self._member.say(
@@ -181,8 +181,8 @@ class TrainingLoop:
     def epochs(self, loader: Loader) -> Iterator[int]:
         progress = self._training.progress
         first_step = progress.step
-        while self._resumes_last_pause or not progress.finished:
-            self._resumes_last_pause = False
+        while self._resumes_final_pause or not progress.finished:
+            self._resumes_final_pause = False
             self.pace.restart(loader.waited_s, self._checkpoints.blocked_s)
             if self._probe is not None:
                 self._probe.restart(loader.waited_s)

@@ -127,7 +127,7 @@ class CheckpointManager:
         self._poll, self._is_evaluating = Poll(comms, membership), False
         self._pause: PauseState | None = None
         self._last_save_time, self._last_save_step = time.monotonic(), -1
-        self._is_saved_before_evaluation = False  # the last save
+        self._save_awaits_evaluation = False  # the last save
         self._save_problem = self._fenced_reason = ""
         self._complete_step, self._has_taken_over = 0, False
         self._copy_problem, self._is_closing = "", False  # why, as it was last told
@@ -166,7 +166,7 @@ class CheckpointManager:
                 self._comms.together(lambda: check_identity(loaded, self._training.identity))
                 restore(loaded, self._training, self._comms)
                 self._last_save_step = self._complete_step = self._reported_step = loaded.step
-                self._is_saved_before_evaluation = self._training.progress.awaits_evaluation
+                self._save_awaits_evaluation = self._training.progress.awaits_evaluation
             self._claim_token(known_token)
             self._negotiate_copies()
         except BaseException:
@@ -330,7 +330,7 @@ class CheckpointManager:
         is_outdated = (
             progress.finished
             and self._last_save_step == progress.step
-            and self._is_saved_before_evaluation
+            and self._save_awaits_evaluation
         )
         if is_best or is_outdated or (epoch_ended and self._policy.epochs):
             self.save(is_best=is_best, replace=is_best or is_outdated)
@@ -416,7 +416,7 @@ class CheckpointManager:
             return
         start = time.perf_counter()
         self._last_save_step, self._last_save_time = self._training.progress.step, time.monotonic()
-        self._is_saved_before_evaluation = self._training.progress.awaits_evaluation
+        self._save_awaits_evaluation = self._training.progress.awaits_evaluation
         self._save_pending = False
         with self._comms.excluded_from_waited():  # as saving
             self._training.models.synchronize(moments=True)

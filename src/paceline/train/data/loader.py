@@ -130,7 +130,7 @@ class Progress:
         global_batch: Samples of a global batch in the training so far; 0 if unknown.
         order_batch: Global batch with which the running epoch began: its order depends on it.
         samples: Training samples of an epoch so far; 0 if unknown.
-        evaluated: The step after which the script has done what it does in a pause, last.
+        evaluated: The newest step whose pause, for an evaluation, the script has finished.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
         some_absent: There are or were ranks without any share of a batch, which measure nothing.
         updated: Updates of models within the step that is under way.
@@ -154,7 +154,7 @@ class Progress:
 
     @property
     def awaits_evaluation(self) -> bool:
-        """Whether the script has not had control to its end since the last step."""
+        """Whether steps were done since the script last finished a pause."""
         return self.evaluated < self.step
 
 
